@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zerofit.simulate.op_costs import scratch_on
+
 from .meter import AllocatorMeter
 
 # ops of this project's models that take more than 100 bytes beside their outputs; seen by running all of them
@@ -40,16 +42,19 @@ BATCH_NORM = "aten::native_batch_norm_backward"
 
 
 class KernelScratch:
-    """Bytes that an op takes and gives back while it runs; each kind of call is measured once."""
+    """Bytes that an op takes and gives back while it runs; each kind of call is measured once.
+
+    Of ops that are not measured, the known ones (`zerofit.simulate.op_costs.scratch_on`).
+    """
 
     def __init__(self) -> None:
-        self._meter = AllocatorMeter()
+        self._meter, self._unmeasured = AllocatorMeter(), scratch_on("cpu")
         self._known: dict[Any, int] = {}
 
     def __call__(self, op: str, args: Any, kwargs: Any, out: Any) -> int:
         """The scratch of this call (`zerofit.simulate.op_costs.Scratch`); its tensors may be fakes."""
         if op not in TAKING:
-            return 0
+            return self._unmeasured(op, args, kwargs, out)
         key = (op, *(_described(leaf) for leaf in tree_leaves((args, kwargs))))
         if key not in self._known:
             with _disable_current_modes(), torch.no_grad():

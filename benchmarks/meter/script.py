@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from zerofit.simulate.op_costs import Scratch
 from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand, read_command
 from zerofit.simulate.script.errors import ScriptStop
@@ -59,9 +58,11 @@ def simulated(task: ScriptTask) -> dict[str, Any]:
     """
     from zerofit.simulate.script.rank import simulate_script
 
+    from .scratch import KernelScratch
+
     target = _target(task, read_command(_in_folder(task)))
     try:
-        record = simulate_script(target, _with_kernels() if task.kernels else None)
+        record = simulate_script(target, KernelScratch() if task.kernels else None)
     except UserError as error:
         if error.problems[0].kind != LATER_STAGE:
             raise
@@ -79,16 +80,6 @@ def _target(task: ScriptTask, command: ScriptCommand) -> ScriptTarget:
 
 
 _SENT = TypeAdapter(SentTensors | None)
-
-
-def _with_kernels() -> Scratch:
-    """Known scratch of collectives, and measured scratch of torch's kernels."""
-    from zerofit.simulate.op_costs import scratch_on
-
-    from .scratch import KernelScratch
-
-    known, measured = scratch_on("cpu"), KernelScratch()
-    return lambda op, *call: (measured if op.startswith("aten::") else known)(op, *call)
 
 
 def _in_folder(task: ScriptTask) -> list[str]:

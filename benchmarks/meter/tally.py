@@ -32,9 +32,8 @@ class TwoTallies(AllocationTracker):
 
     def _take(self, op: str, args: Any, kwargs: Any, out: Any) -> int:
         """Called once the op's outputs are counted, when live memory may be at its highest."""
-        known = self._known(op, args, kwargs, out)
-        self._note(known)
-        return self._kernels(op, args, kwargs, out) if op.startswith("aten::") else known
+        self._note(self._known(op, args, kwargs, out))
+        return self._kernels(op, args, kwargs, out)
 
     def _note(self, scratch_bytes: int) -> None:
         self.without_kernels[self._step] = max(self.without_kernels[self._step], self.live() + scratch_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from zerofit.models.build import expert_places
 from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
+from zerofit.simulate.op_costs import Scratch
 from zerofit.simulate.traced_experts import STAND_INS
 from zerofit.simulate.traced_model import TracedModel
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
@@ -49,9 +50,9 @@ class ProfileRecorder(TorchDispatchMode):
     complete (`watch`): where they stay is the engine's business.
     """
 
-    def __init__(self, model: nn.Module, scratch: Mapping[str, Callable[[Any, Any], int]]) -> None:
+    def __init__(self, model: nn.Module, scratch: Scratch) -> None:
         super().__init__()
-        self._model, self._scratch = model, scratch  # of an op's kernel: bytes of (args, out)
+        self._model, self._scratch = model, scratch
         self.live_bytes = 0
         self.segments: list[GradientSegment] = []
         self.calls: dict[Key, list[KernelCall]] = {}
@@ -146,9 +147,9 @@ class ProfileRecorder(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
-        scratch = self._scratch.get(func._overloadpacket._qualified_op_name)
-        if scratch is not None:
-            self.segments[-1].live.append(self.live_bytes + scratch(args, out))
+        scratch = self._scratch(func._overloadpacket._qualified_op_name, args, kwargs, out)
+        if scratch:
+            self.segments[-1].live.append(self.live_bytes + scratch)
         if _is_kernel(func):
             self._calls.append(call_of(func, args, kwargs, out))
         return out

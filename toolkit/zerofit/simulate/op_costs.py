@@ -8,6 +8,7 @@ measures it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -112,6 +113,32 @@ def scratch_on(device: str) -> Scratch:
 
     def scratch(op: str, args: Any, kwargs: Any, out: Any) -> int:
         formula = table.get(op)
-        return formula(args, out) if formula else 0
+        if formula:
+            return formula(args, out)
+        return _casts(op, args, out) if device == "cpu" and _is_pointwise(op) else 0
 
     return scratch
+
+
+@cache
+def _is_pointwise(op: str) -> bool:
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _casts(op: str, args: Any, out: Any) -> int:
+    """Count the bytes of operands that are not of the type that a pointwise op computes in; what it changes, too.
+
+    A CPU kernel gets copies of them in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts as it reads.
+    """
+    operands = [one for one in args if isinstance(one, Tensor) and one.dim()]
+    if op == "aten::where":  # a condition stays one
+        operands = operands[1:]
+    if not operands or not isinstance(out, Tensor) or len({one.dtype for one in (*operands, out)}) == 1:
+        return 0
+    common = reduce(torch.promote_types, (one.dtype for one in operands))
+    if out.is_floating_point():  # of integers, too
+        common = torch.promote_types(common, out.dtype)
+    changed = [out] if op.endswith("_") and out.dtype != common else []
+    return sum(one.numel() * common.itemsize for one in (*operands, *changed) if one.dtype != common)

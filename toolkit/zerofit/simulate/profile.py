@@ -27,7 +27,7 @@ from zerofit.models.sections import watched
 from zerofit.simulate.bits import traced_bits
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
-from zerofit.simulate.op_costs import KERNEL_SCRATCH
+from zerofit.simulate.op_costs import scratch_on
 from zerofit.simulate.traced_experts import without_ranks
 from zerofit.simulate.traced_model import TracedModel, cast_by_zero3, make_subject
 from zerofit.spec.model_facts import Precision, Task
@@ -195,7 +195,7 @@ def _run(
 ) -> ProfileRecorder:
     """Record forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
     model, last = subject.model, len(subject.units) - 1
-    recorder = ProfileRecorder(model, KERNEL_SCRATCH[device])
+    recorder = ProfileRecorder(model, scratch_on(device))
     passing = True
 
     def begin(unit: int, tensors: Any) -> None:
