@@ -40,6 +40,34 @@ def test_operands_of_another_type_are_copied_on_a_cpu(op, args):
     assert scratch_on("cuda")(name, args, {}, out) == 0
 
 
+TURNED = torch.ones(8, 96, 64).transpose(1, 2)
+ROWS = torch.ones(8, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("_softmax", (TURNED, -1, False)),
+        ("_softmax", (TURNED.contiguous(), -1, False)),
+        ("_log_softmax", (TURNED, -1, False)),
+        ("_softmax_backward_data", (TURNED, TURNED.contiguous(), -1, torch.float32)),
+        ("_log_softmax_backward_data", (TURNED, TURNED, -1, torch.float32)),
+        ("native_layer_norm", (TURNED, [96], None, None, 1e-5)),
+        ("native_layer_norm_backward", (TURNED, TURNED, [96], ROWS, ROWS, None, None, [True, False, False])),
+        ("mse_loss", (TURNED, TURNED)),
+        ("mse_loss", (TURNED, TURNED, 0)),
+        ("huber_loss", (TURNED, TURNED)),
+        ("smooth_l1_loss", (TURNED, ROWS)),
+    ],
+)
+def test_copies_that_kernels_make_anywhere(op, args):
+    """Of CPU kernels as measured, but for the few bytes of scalars; CUDA's make the same."""
+    packet = getattr(torch.ops.aten, op)
+    taken, out = scratch_of(packet, args)
+    for device in ("cpu", "cuda"):
+        assert scratch_on(device)(packet._qualified_op_name, args, {}, out) == pytest.approx(taken, abs=16)
+
+
 def scratch_of(op: Any, args: Any) -> tuple[int, Any]:
     """What an op takes and gives back while it runs, and its output."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

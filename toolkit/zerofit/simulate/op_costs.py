@@ -91,11 +91,36 @@ def _flash_backward(args: Any, out: Any) -> int:
     return accumulated + expanded
 
 
+def _copies(*places: int) -> Callable[[Any, Any], int]:
+    """Return what counts the bytes of those of an op's tensors, by their places, that are not contiguous."""
+    return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
+
+
+def _reduced(args: Any, out: Any) -> int:
+    """Count the bytes of a loss of each element, where the op returns one of all: args[2:] say if it does not (0)."""
+    whole = torch.broadcast_tensors(*args[:2])[0]
+    return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
+
+
+# ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu read contiguous tensors;
+# BinaryOps.cpp and PointwiseOps.cpp put losses element by element before they add them up
+_ANYWHERE: dict[str, Callable[[Any, Any], int]] = {
+    "aten::_softmax": _copies(0),
+    "aten::_log_softmax": _copies(0),
+    "aten::_softmax_backward_data": _copies(0, 1),
+    "aten::_log_softmax_backward_data": _copies(0, 1),
+    "aten::native_layer_norm": _copies(0),
+    "aten::native_layer_norm_backward": _copies(0, 1),
+    "aten::mse_loss": _reduced,
+    "aten::smooth_l1_loss": _reduced,
+    "aten::huber_loss": _reduced,
+}
 # Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather goes
 # through a flat copy of the output, reduce-scatter through a clone of the input that is all-reduced. aten:
 # batch_norm_cpu's backward multiplies into a copy of the input, _safe_softmax compares all scores with -inf.
 KERNEL_SCRATCH: dict[str, dict[str, Callable[[Any, Any], int]]] = {
     "cpu": {
+        **_ANYWHERE,
         "c10d::_allgather_base_": lambda args, out: bytes_of(args[0]),
         "c10d::allgather_": lambda args, out: bytes_of(args[0]),
         "c10d::_reduce_scatter_base_": lambda args, out: bytes_of(args[1]),
@@ -103,7 +128,7 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[Any, Any], int]]] = {
         "aten::native_batch_norm_backward": lambda args, out: bytes_of(args[1]),
         "aten::_safe_softmax": _softmax_mask,
     },
-    "cuda": {"aten::_scaled_dot_product_flash_attention_backward": _flash_backward},
+    "cuda": {**_ANYWHERE, "aten::_scaled_dot_product_flash_attention_backward": _flash_backward},
 }
 
 
