@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from zerofit.simulate.op_costs import scratch_on
+from zerofit.simulate.tracker import AllocationTracker
 
 FLOAT, HALF, WHOLE = (torch.ones(100, 100, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64))
 COLUMN, TRUTH = HALF[:, :1], FLOAT > 0
@@ -66,6 +69,16 @@ def test_copies_that_kernels_make_anywhere(op, args):
     taken, out = scratch_of(packet, args)
     for device in ("cpu", "cuda"):
         assert scratch_on(device)(packet._qualified_op_name, args, {}, out) == pytest.approx(taken, abs=16)
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_fake_loss_has_the_storage_of_a_real_one(loss, reduction):
+    function = partial(getattr(torch.nn.functional, loss), reduction=reduction)
+    real = function(ROWS, ROWS).untyped_storage().nbytes()
+    with FakeTensorMode() as mode, AllocationTracker("cpu", scratch_on("cpu")):
+        rows = mode.from_tensor(ROWS)
+        assert function(rows, rows).untyped_storage().nbytes() == real
 
 
 def scratch_of(op: Any, args: Any) -> tuple[int, Any]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.models.build import expert_places
 from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
+from zerofit.simulate import quick_ops
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.op_costs import Scratch
 from zerofit.simulate.traced_experts import STAND_INS
@@ -143,7 +144,7 @@ class ProfileRecorder(TorchDispatchMode):
         if self._frozen:
             self._note_readers(args)
         kernel: Any = STAND_INS.get(func, func)
-        out = kernel(*args, **kwargs)
+        out = quick_ops.as_stored(func, args, kernel(*args, **kwargs))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)

@@ -1,7 +1,8 @@
-"""Ops that ZeRO runs once for each rank of a large cluster, on fakes without torch's search for what they make.
+"""Ops on fakes: outputs stored as real ones where torch's fakes are shorter, and shortcuts to what an op makes.
 
-ZeRO-3 cuts what it gathers, and gradients, into one piece a rank and joins the pieces, and torch takes half a
-millisecond for each (deepspeed/runtime/zero/partition_parameters.py:791, runtime/comm/coalesced_collectives.py:96).
+The shortcuts are for ops that ZeRO runs once for each rank of a large cluster. ZeRO-3 cuts what it gathers, and
+gradients, into one piece a rank and joins the pieces, and torch takes half a millisecond for each
+(deepspeed/runtime/zero/partition_parameters.py:791, runtime/comm/coalesced_collectives.py:96).
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+# losses that are put element by element into the tensor which is made a single number afterwards: its storage stays
+# (aten/src/ATen/native: BinaryOps.cpp, Loss.cpp)
+_AS_LONG_AS_ELEMENTS = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what an op gives, fakes of the same shape, type, place and storage as without shortcuts."""
@@ -21,7 +31,14 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return _view(func, args, kwargs)
     if func is torch.ops.aten.cat.default and _are_rows_alike(args[0]):
         return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
-    return func(*args, **kwargs)
+    return as_stored(func, args, func(*args, **kwargs))
+
+
+def as_stored(func: Any, args: Any, out: Any) -> Any:
+    """Return an op's output with the storage that a real one has."""
+    if func in _AS_LONG_AS_ELEMENTS and not out.dim():
+        return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
+    return out
 
 
 def sharing_pieces(function: Callable[..., Any], cut: str) -> Callable[..., Any]:
