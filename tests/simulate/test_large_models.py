@@ -113,6 +113,31 @@ def test_sub_groups_are_no_line(layers, zero, monkeypatch):
     assert (few.record.host["pinned"] > 0) == ("offload_optimizer" in zero)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_the_highest_place_of_a_kind_changes_with_the_layers(micro_batch, monkeypatch):
+    """A gradient is cast at the start of backward, and at its end, where the embedding is whole.
+
+    The end is the higher one with few layers; with all the start is, where the inputs of enough of them are kept.
+    """
+    monkeypatch.setattr(run, "WORTH", 3)
+    host = {"device": "cpu"}
+    zero = {"stage": 3, "overlap_comm": True, "offload_optimizer": host, "offload_param": host}
+    zero |= dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), 2_000)
+    zero |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 100)
+    zero |= {"stage3_param_persistence_threshold": 100}
+    shape = {**TINY, "num_hidden_layers": 26, "vocab_size": 2048}
+    more = {"model_args": shape, "micro_batch": micro_batch, "seq_len": 64, "activation_checkpointing": True}
+    one = target({"zero_optimization": zero}, kind="h100-80gb", precision="bf16", model="llama-tiny", **more)
+    (few,), (exact,) = (simulate([one], lambda text: None, exact=all_) for all_ in (False, True))
+    assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
+    assert few.layers
+    casts = {peak.key: peak for peak in exact.record.peaks if "_to_copy|deepspeed/runtime/zero/stage3" in peak.key}
+    known = {peak.key: peak.bytes for peak in few.record.peaks if peak.key in casts}
+    assert known == {key: pytest.approx(peak.bytes, abs=64) for key, peak in casts.items()}
+    kept = [peak.breakdown.get("activations", 0) for peak in casts.values() if peak.step == 1]
+    assert all(size > 26 * micro_batch * 64 * 32 * 2 for size in kept) == (micro_batch == 2)
+
+
 @pytest.mark.parametrize(
     ("unused", "expected"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import PurePath
 from types import CodeType
 from typing import Any
@@ -98,8 +99,11 @@ class Ledger:
 
 
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return the highest moment of each kind on the device, highest first. Storages must be classified."""
-    best: dict[tuple[Any, ...], tuple[int, Storage, dict[str, int]]] = {}
+    """Return the highest moment of each kind on the device, its first and its last one, highest first.
+
+    Storages must be classified.
+    """
+    best: dict[tuple[Any, ...], dict[str, _Moment]] = {}
     alive: Counter[str] = Counter()
     live = 0
     for index, change in ledger.events:
@@ -110,23 +114,33 @@ def kind_peaks(ledger: Ledger) -> list[KindPeak]:
         alive[storage.kind or "other"] += change
         if change > 0:
             key = (storage.phase, storage.step, _LAYER.sub("*", storage.module), storage.op, storage.code, storage.line)
-            if key not in best or live > best[key][0]:
-                best[key] = (live, storage, {kind: size for kind, size in alive.items() if size})
-    found = [_kind_peak(storage, size, parts) for size, storage, parts in best.values()]
+            now = live, storage, dict(alive)
+            known = best.get(key)
+            if known is None:
+                best[key] = {"": now, "first": now, "last": now}
+            else:
+                known["last"] = now
+                if live > known[""][0]:
+                    known[""] = now
+    found = [_kind_peak(which, *moment) for moments in best.values() for which, moment in moments.items()]
     return sorted(found, key=lambda m: -m.bytes)
 
 
-def _kind_peak(storage: Storage, size: int, parts: dict[str, int]) -> KindPeak:
+_Moment = tuple[int, Storage, dict[str, int]]  # bytes alive, what was allocated last, bytes by kind
+
+
+def _kind_peak(which: str, size: int, storage: Storage, parts: dict[str, int]) -> KindPeak:
     at = place_in_code(storage)
     return KindPeak(
         key="|".join([storage.phase, str(storage.step), _LAYER.sub("*", storage.module), storage.op, at]),
+        which=which,
         phase=storage.phase,
         step=storage.step,
         module=storage.module,
         at=at,
         own=storage.own,
         bytes=size,
-        breakdown=dict(sorted(parts.items(), key=lambda item: -item[1])),
+        breakdown=dict(sorted(filter(itemgetter(1), parts.items()), key=lambda item: -item[1])),
     )
 
 

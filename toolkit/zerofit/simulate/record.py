@@ -54,6 +54,7 @@ class KindPeak:
     """The highest moment of one kind: of all allocations by the same line in the same phase, in any layer."""
 
     key: str
+    which: str = ""  # "first", "last": that one, whether it is the highest or not
     phase: str
     step: int
     module: str

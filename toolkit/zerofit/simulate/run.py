@@ -1,8 +1,8 @@
 """Simulations of whole targets: exact, or extrapolated from few layers and checked.
 
-Figures of a model with many equal layers are linear in their number. So is the highest moment of each kind
-(`record.KindPeak`); the highest of all is then taken at the full number of layers, so that another moment may win
-there than does with few layers.
+Figures of a model with many equal layers are linear in their number. So is the moment of each kind (`record.KindPeak`)
+at the first, the last and the highest place where it comes; the highest of all is then taken at the full number of
+layers, so that another moment may win there than does with few layers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from zerofit.check.dotted import get
 from zerofit.models.catalog import find
 from zerofit.models.depth import depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.partial import differ_by_layer
 from zerofit.simulate.host_memory import extended, highest
-from zerofit.simulate.limits import limits, sub_groups
+from zerofit.simulate.limits import SUB_GROUP, limits, sub_groups
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import (
     CollectiveCalls,
@@ -101,7 +102,7 @@ def _simulated(
             return outcome
         records.append(outcome)
     if counts is None:
-        return SimulatedRank(target=target, record=records[0])
+        return SimulatedRank(target=target, record=replace(records[0], peaks=_highest(records[0].peaks)))
     record, error = _extrapolated(records, counts, _layers(target), _sub_groups(target))
     if abs(error) > TOLERANCE:
         return simulate([target], show, exact=True)[0]
@@ -112,15 +113,22 @@ def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     """Return three numbers of layers: one to check at, two to extrapolate from; None to simulate the whole model.
 
     All have the layers that stand before the equal ones, and so many of these that whatever DeepSpeed limits (live
-    parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model.
+    parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model. And the
+    largest sub-group of stage 3 is the whole model's: where one ends within a layer is not the same in each.
     """
     total, before = _layers(target), _leading(target)
     if total < before + FEWEST or target.job.layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
         return None
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
-    counts = (first, first + STEP, first + 2 * STEP)
-    return counts if sum(counts) <= WORTH * total else None
+    groups, counts = _sub_groups(target), list[int]()
+    full = get(target.job.ds_config, "zero_optimization.sub_group_size", SUB_GROUP)
+    largest = [max((part for part in groups(count) if part >= full), default=0) for count in range(total + 1)]
+    for count in range(first, total):
+        if largest[count] == largest[total] and (not counts or count >= counts[-1] + STEP):
+            counts.append(count)
+    chosen = tuple(counts[:3])
+    return chosen if len(chosen) == 3 and sum(chosen) <= WORTH * total else None
 
 
 def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
@@ -168,7 +176,7 @@ def _extrapolated(
     moments = _moments(few, more, line, groups_with(total))
     record = RankRecord(
         phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
-        peaks=peaks,
+        peaks=_highest(peaks),
         host=highest(moments),
         host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
         kept={kind: line(few.kept[kind], more.kept[kind]) for kind in few.kept},
@@ -179,7 +187,8 @@ def _extrapolated(
         sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
         flops=_rows(few.flops, more.flops, ("flops",), line),
     )
-    at, a, b = ({peak.key: peak.bytes for peak in one.peaks}.get(peaks[0].key) for one in records)
+    winner = peaks[0].key, peaks[0].which
+    at, a, b = ({(peak.key, peak.which): peak.bytes for peak in one.peaks}.get(winner) for one in records)
     host = sum(highest(_moments(few, more, back, groups_with(counts[0]))).values())
     misses = [
         back(a, b) / at - 1 if at and a and b else math.inf,
@@ -210,12 +219,20 @@ def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, pe
     return peak + max(*unused, unused[-1] + round(min(steps) * (total - counts[-1])))
 
 
+def _highest(peaks: list[KindPeak]) -> list[KindPeak]:
+    """Return the highest one of each kind, of all that are sorted by their height."""
+    found: dict[str, KindPeak] = {}
+    for peak in peaks:
+        found.setdefault(peak.key, replace(peak, which=""))
+    return list(found.values())
+
+
 def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPeak]:
-    known = {peak.key: peak for peak in few}
+    known = {(peak.key, peak.which): peak for peak in few}
     found = []
     for peak in more:
-        if peak.key in known:
-            before = known[peak.key].breakdown
+        if (peak.key, peak.which) in known:
+            before = known[peak.key, peak.which].breakdown
             kinds = dict.fromkeys([*peak.breakdown, *before])
             parts = {kind: line(before.get(kind, 0), peak.breakdown.get(kind, 0)) for kind in kinds}
             found.append(replace(peak, breakdown=parts, bytes=sum(parts.values())))
