@@ -9,6 +9,7 @@ import pytest
 from tests.plan.stub import make_cluster
 from zerofit.plan.collectives import RankGroup, call_s, collective_s, group_of, sent_bytes
 from zerofit.plan.rates import MODEL_SHAPES, Rates, rates_of
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import Calibration
 
 MB = 1_000_000
@@ -18,7 +19,7 @@ MB = 1_000_000
 def rates() -> Rates:
     """1 GB/s inside a node, 0.1 GB/s between nodes, calls that cost nothing."""
     found = rates_of(make_cluster(), "bf16")
-    return replace(found, link=1e9, network=1e8, call_s=0.0, hop_s=0.0, network_hop_s=0.0)
+    return replace(found, link=1e9, link_reduce=1e9, network=1e8, call_s=0.0, hop_s=0.0, network_hop_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +74,23 @@ def test_each_call_costs(rates):
     assert collective_s("all_gather", 0, 5, RankGroup(8, 8), slow) == pytest.approx(5 * 1.7e-3)
 
 
+def test_a_switch_adds_up_all_reduces():
+    """480 GB/s of bus bandwidth on 8 H100 (nccl-tests) beside links of 450; two GPUs and an A100's have the ring's."""
+    h100, a100 = (rates_of(Cluster(kind, gpus=8), "bf16") for kind in ("h100-80gb", "a100-80gb"))
+    free = replace(h100, call_s=0.0, hop_s=0.0)
+    assert 2 * 7 / 8 * 1e9 / collective_s("all_reduce", 1e9, 1, RankGroup(8, 8), free) == pytest.approx(480e9, rel=0.01)
+    assert 7 / 8 * 1e9 / collective_s("all_gather", 1e9, 1, RankGroup(8, 8), free) == pytest.approx(351e9)
+    assert 1e9 / collective_s("all_reduce", 1e9, 1, RankGroup(2, 2), free) == pytest.approx(351e9)
+    assert a100.link_reduce == a100.link
+
+
 def test_a_calibration_takes_the_place_of_assumptions():
     measured = Calibration(
         kind="h100-80gb", device_name="", devices=8, date="2026-01-02T00:00:00", matmul_flops={"bf16": 7e14}, link=3e11
     )
     found, assumed = rates_of(make_cluster(), "bf16", measured), rates_of(make_cluster(), "bf16")
     assert found.flops == pytest.approx(7e14 * MODEL_SHAPES) and found.link == 3e11
+    assert found.link_reduce == 3e11
     assert found.attention / assumed.attention == pytest.approx(found.flops / assumed.flops)
     assert found.sources["link"] == "measured here on 2026-01-02" and "nccl-tests" in assumed.sources["link"]
     assert found.memory == assumed.memory and found.peak == assumed.peak == 989e12

@@ -26,6 +26,7 @@ def timer() -> Timer:
         adam=1e12,
         launch_s=0.0,
         link=1e11,
+        link_reduce=1e11,
         network=1e10,
         pcie=1e10,
         host=1e11,

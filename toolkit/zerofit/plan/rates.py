@@ -96,6 +96,13 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     "nvlink": SourcedRate(
         0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
     ),
+    "NVLink 4 all-reduce": SourcedRate(
+        1.06,
+        "measured by others: nccl-tests all_reduce_perf, 8 H100 or H200 add up in the switch: 474 to 483 of 450 GB/s",
+    ),
+    "NVLink 5 all-reduce": SourcedRate(
+        0.93, "measured by others: nccl-tests all_reduce_perf, added up in the switch: 8 B200 reach 839 to 846 of 900"
+    ),
     "pcie ring": SourcedRate(
         0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
     ),
@@ -147,6 +154,7 @@ class Rates:
     exposed_between: float  # the same between nodes
     ahead: bool  # launches run ahead of the device, as on GPUs
     link: float
+    link_reduce: float  # of all-reduces of more than two ranks, which a switch adds up where it can
     network: float
     pcie: float
     host: float  # host memory of a whole node under Adam
@@ -176,6 +184,7 @@ def rates_of(
         "adam": measured.adam_bandwidth,
         "launch_s": measured.launch_s,
         "link": measured.link,
+        "link_reduce": measured.link,
         "pcie": measured.host_copy,
         "host": measured.host_bandwidth,
         "nvme_read": measured.disk_read,
@@ -229,6 +238,7 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
     if cluster.on_cpu or precision == "fp32":  # without a fused kernel of its own: products
         attention = SourcedRate(products.large, products.how)
     on_cpu = cluster.on_cpu
+    ring = EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]
     return {
         "flops": SourcedRate(peak * products.large, products.how),
         "attention": SourcedRate(peak * attention.value, attention.how),
@@ -239,7 +249,8 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),
         "gradient_s": CPU_GRADIENT_S if on_cpu else NO_GRADIENT_S,
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
-        "link": _share_of(device.link, EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]),
+        "link": _share_of(device.link, ring),
+        "link_reduce": _share_of(device.link, EFFICIENCIES.get(f"{device.link_name[:8]} all-reduce", ring)),
         "network": _share_of(node.network, _fitted(fitted.network)),
         "network_hop_s": _fitted(fitted.network_hop_s),
         "exposed_between": _fitted(fitted.exposed_between),
