@@ -19,7 +19,7 @@ from typing import Any
 
 from zerofit.app.simulation import PreparedSimulation, prepare_simulation
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.run import SimulatedRank, simulate
+from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run, RunRequest
@@ -136,13 +136,16 @@ def main() -> int:
             run, cluster = drawn(chance)
             drew += 1
             try:
-                several.append(prepare_simulation(RunRequest.of(run), cluster))
+                one = prepare_simulation(RunRequest.of(run), cluster)
             except UserError as error:
                 print(f"{run.model}: {error}", file=sys.stderr)
+                continue
+            if layer_counts(one.target(0)):
+                several.append(one)
         targets = [one.target(0) for one in several]
         extended = simulate(targets, lambda text: None)
         chosen = [(one, rank) for one, rank in zip(several, extended, strict=True) if isinstance(rank, SimulatedRank)]
-        chosen = [(one, rank) for one, rank in chosen if rank.layers]  # else all were simulated at once
+        chosen = [(one, rank) for one, rank in chosen if rank.layers]  # else the few were no line
         wholes = simulate([rank.target for _, rank in chosen], lambda text: None, exact=True)
         for (one, rank), whole in zip(chosen, wholes, strict=True):
             if not isinstance(whole, SimulatedRank):

@@ -59,7 +59,7 @@ def simulate(
     A large model is extrapolated from few layers unless `exact`. Where its peak proves not to be linear in the number
     of layers (by more than TOLERANCE), all layers are simulated after all.
     """
-    counts = [None if exact else _layer_counts(target) for target in targets]
+    counts = [None if exact else layer_counts(target) for target in targets]
     wanted = [[_with_layers(t, n) for n in c] if c else [t] for t, c in zip(targets, counts, strict=True)]
     outcomes = iter(simulate_all([one for several in wanted for one in several], show))
     return [
@@ -109,7 +109,7 @@ def _simulated(
     return SimulatedRank(target=target, record=record, layers=counts, check_error=error)
 
 
-def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
+def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     """Return three numbers of layers: one to check at, two to extrapolate from; None to simulate the whole model.
 
     All have the layers that stand before the equal ones, and so many of these that whatever DeepSpeed limits (live
