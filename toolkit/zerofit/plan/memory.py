@@ -59,15 +59,20 @@ class _StageMoments(NamedTuple):
     nvme_bytes: int
     on_host: tuple[Point, ...]  # activations of all micro batches in flight, page-locked each by itself
     large: tuple[int, tuple[Point, ...]]  # the largest gradient, buckets and temporaries; one of these activations
+    stepped: tuple[Point, ...]  # what is alive in moments of the step, and once more what they make in one block
 
     def host_at(self, samples: int) -> int:
         """Return the bytes on the host at a micro batch."""
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
-    def large_at(self, samples: int) -> int:
-        """Return the bytes of the largest block of each kind that comes and goes within a step."""
+    def large_at(self, samples: int, peak_bytes: int) -> int:
+        """Return the bytes of the largest block of each kind that comes and goes within a step.
+
+        Of what the optimizer's step makes, what is above the peak: when it flattens gradients no activation lives.
+        """
         fixed, activations = self.large
-        return fixed + round(max((a + b * samples for a, b in activations), default=0))
+        passes = fixed + round(max((a + b * samples for a, b in activations), default=0))
+        return max(passes, round(max(a + b * samples for a, b in self.stepped)) - peak_bytes)
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
@@ -107,14 +112,15 @@ class Forecaster:
         breakdown = {kind: size for kind, size in moment.kinds.items() if size}
         if activations:
             breakdown["activations"] = activations
+        peak_bytes = sum(breakdown.values())
         return LayoutMemory(
-            peak_bytes=sum(breakdown.values()),
+            peak_bytes=peak_bytes,
             peak_phase=moment.phase,
             static_bytes=stage.static_bytes,
             host_bytes=max(one.host_at(samples) for one in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
-            large_bytes=stage.large_at(samples),
+            large_bytes=stage.large_at(samples, peak_bytes),
             more_communicators=self._more_communicators(layout),
         )
 
@@ -192,11 +198,12 @@ class Forecaster:
                 continue
             for live in backward_moments(one.line, layout, self.device, one.graded):
                 moments.append(self._moment("backward", live, persistent, between if live.after else one.beside))
-        host = persistent.momentary
+        host, stepped = persistent.momentary, []
         for step in step_moments(line, layout, self.device):
             temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
             live = LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
             moments.append(self._moment("step", live, persistent, between))
+            stepped.append(add((step.flat + step.temporaries, 0.0), (moments[-1].fixed, moments[-1].slope)))
             host = max(host, step.host)
         for kinds in init_moments(line, layout, self.device, self._built_in_parts):
             kept = line.buffers_bytes - line.quantized_bytes + held_bits(line, layout)
@@ -210,7 +217,15 @@ class Forecaster:
         most = [max(kinds.get(kind, 0) for kinds in steps) for kind in ("communication buckets", "temporaries")]
         twice = self._tied if layout.pp == 1 else 0  # both gradients of a matrix that two layers have, before their sum
         large = layout.element_bytes * (line.largest + twice) + sum(most), tuple(chain(*(one.blocks for one in lines)))
-        return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept, large)
+        return _StageMoments(
+            moments=tuple(upper(moments, _Moment.line)),
+            static_bytes=static,
+            host_bytes=on_host + host,
+            nvme_bytes=persistent.nvme,
+            on_host=kept,
+            large=large,
+            stepped=tuple(stepped),
+        )
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device

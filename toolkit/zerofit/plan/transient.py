@@ -92,6 +92,7 @@ class StepMemory(NamedTuple):
     gradients: int = 0
     temporaries: int = 0
     host: int = 0
+    flat: int = 0  # of the gradients, what is made in one block
 
 
 def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
@@ -100,7 +101,7 @@ def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
         # float32 gradients of all partitions at once, beside the parameters' own (bf16_optimizer.py:325)
         sizes = partitions(line, layout.zero_ranks)
         gradients = layout.element_bytes * line.parameters + MASTER_BYTES * sum(sizes)
-        yield StepMemory(gradients, step_bytes(layout, max(sizes), device))
+        yield StepMemory(gradients, step_bytes(layout, max(sizes), device), flat=MASTER_BYTES * max(sizes))
     elif layout.zero_stage == 0:
         yield from _step_whole(line, layout, device)
     elif layout.offload_optimizer != "none":
@@ -126,7 +127,7 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
         waiting, flat = gradients, 0
         for group in line.groups:
             lifted = MASTER_BYTES * sum(group)
-            yield StepMemory(waiting + flat + lifted, lifted)
+            yield StepMemory(waiting + flat + lifted, lifted, flat=lifted)
             waiting, flat = waiting - element * sum(group), flat + lifted
 
 
@@ -138,8 +139,9 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
         yield StepMemory(element * overlap, NORM_BYTES * piece)  # of what is in the partition (:2838)
     for n, size in enumerate(sizes):
         lifted = MASTER_BYTES * size
-        yield StepMemory(kept + lifted, element * size if element == 2 else 0)
-        yield StepMemory((kept if n < len(sizes) - 1 else 0) + lifted, step_bytes(layout, size, device))
+        yield StepMemory(kept + lifted, element * size if element == 2 else 0, flat=lifted)
+        rest = kept if n < len(sizes) - 1 else 0
+        yield StepMemory(rest + lifted, step_bytes(layout, size, device), flat=lifted)
 
 
 def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
@@ -151,7 +153,8 @@ def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
     for part in parts:
         size = min(part, SUB_GROUP_ELEMENTS)
         low = element * size if element == 2 else 0
-        yield StepMemory(MASTER_BYTES * size, max(low, step_bytes(layout, size, device)))
+        lifted = MASTER_BYTES * size
+        yield StepMemory(lifted, max(low, step_bytes(layout, size, device)), flat=lifted)
 
 
 def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
