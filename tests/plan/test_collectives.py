@@ -75,12 +75,12 @@ def test_each_call_costs(rates):
 
 
 def test_a_switch_adds_up_all_reduces():
-    """480 GB/s of bus bandwidth on 8 H100 (nccl-tests) beside links of 450; two GPUs and an A100's have the ring's."""
+    """480 GB/s of bus bandwidth on 8 H100 (nccl-tests) beside links of 450; four GPUs and an A100's have the ring's."""
     h100, a100 = (rates_of(Cluster(kind, gpus=8), "bf16") for kind in ("h100-80gb", "a100-80gb"))
     free = replace(h100, call_s=0.0, hop_s=0.0)
     assert 2 * 7 / 8 * 1e9 / collective_s("all_reduce", 1e9, 1, RankGroup(8, 8), free) == pytest.approx(480e9, rel=0.01)
     assert 7 / 8 * 1e9 / collective_s("all_gather", 1e9, 1, RankGroup(8, 8), free) == pytest.approx(351e9)
-    assert 1e9 / collective_s("all_reduce", 1e9, 1, RankGroup(2, 2), free) == pytest.approx(351e9)
+    assert 2 * 3 / 4 * 1e9 / collective_s("all_reduce", 1e9, 1, RankGroup(4, 4), free) == pytest.approx(351e9)
     assert a100.link_reduce == a100.link
 
 

@@ -31,6 +31,8 @@ COLUMN, TRUTH = HALF[:, :1], FLOAT > 0
         ("add.Tensor", (WHOLE, TRUTH)),
         ("div.Tensor", (WHOLE, WHOLE)),
         ("sqrt", (WHOLE,)),
+        ("masked_fill.Scalar", (FLOAT, TRUTH, 0.0)),
+        ("where.self", (TRUTH.any(), HALF, FLOAT)),
         ("add.Tensor", (HALF, HALF)),
         ("copy_", (FLOAT.clone(), HALF)),
     ],
@@ -64,7 +66,7 @@ ROWS = torch.ones(8, 64, 1)
     ],
 )
 def test_copies_that_kernels_make_anywhere(op, args):
-    """Of CPU kernels as measured, but for the few bytes of scalars; CUDA's make the same."""
+    """Of CPU kernels as measured, but for the few bytes of scalars; by their sources CUDA's make the same."""
     packet = getattr(torch.ops.aten, op)
     taken, out = scratch_of(packet, args)
     for device in ("cpu", "cuda"):

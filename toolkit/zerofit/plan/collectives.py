@@ -51,7 +51,7 @@ def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rat
     line = rates.collectives.line(op, group.size) if rates.collectives and group.nodes == 1 else None
     if line:
         return longer * rates.slower * (size_bytes * line.byte_s + calls * line.call_s)
-    link = rates.link_reduce if op == "all_reduce" and group.per_node > 2 else rates.link
+    link = rates.link_reduce if op == "all_reduce" and group.per_node >= 8 else rates.link
     inside = sent_bytes(op, size_bytes, group.size) / link if group.per_node > 1 else 0.0
     outside = 0.0
     if group.nodes > 1:

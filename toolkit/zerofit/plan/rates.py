@@ -154,7 +154,7 @@ class Rates:
     exposed_between: float  # the same between nodes
     ahead: bool  # launches run ahead of the device, as on GPUs
     link: float
-    link_reduce: float  # of all-reduces of more than two ranks, which a switch adds up where it can
+    link_reduce: float  # of all-reduces of eight ranks and more, which a switch adds up where it can
     network: float
     pcie: float
     host: float  # host memory of a whole node under Adam

@@ -66,9 +66,12 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
 def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
     """Return a function from a number of layers to stage 3's sub-groups: elements that a rank has of each.
 
-    `few` and `more` have one and two such layers. It returns [] where an encoder and a decoder both have a layer more.
+    `few` and `more` have one and two such layers. It returns [] where an encoder and a decoder both have a layer more,
+    and where tensor or expert parallel ranks have parts of a parameter.
     """
     zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
+    if layout.tp * layout.ep > 1:
+        return lambda layers: []
     most, ranks = get(zero, "sub_group_size", SUB_GROUP), layout.dp * layout.sp
     ones, twos = (_groups(target) for target in (few, more))
 

@@ -103,7 +103,7 @@ def _reduced(args: Any, out: Any) -> int:
 
 
 # ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu read contiguous tensors;
-# BinaryOps.cpp and PointwiseOps.cpp put losses element by element before they add them up
+# Loss.cpp puts losses element by element before it adds them up
 _ANYWHERE: dict[str, Callable[[Any, Any], int]] = {
     "aten::_softmax": _copies(0),
     "aten::_log_softmax": _copies(0),
@@ -157,13 +157,12 @@ def _casts(op: str, args: Any, out: Any) -> int:
 
     A CPU kernel gets copies of them in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts as it reads.
     """
-    operands = [one for one in args if isinstance(one, Tensor) and one.dim()]
-    if op == "aten::where":  # a condition stays one
-        operands = operands[1:]
+    computed = args[1:] if op == "aten::where" else args  # its condition stays one, and so does a mask
+    operands = [one for one in computed if isinstance(one, Tensor) and one.dim() and not op.startswith("aten::masked")]
     if not operands or not isinstance(out, Tensor) or len({one.dtype for one in (*operands, out)}) == 1:
         return 0
     common = reduce(torch.promote_types, (one.dtype for one in operands))
-    if out.is_floating_point():  # of integers, too
+    if out.dtype != torch.bool:  # a quotient of integers, or a sum of truths, is of another type than they are
         common = torch.promote_types(common, out.dtype)
     changed = [out] if op.endswith("_") and out.dtype != common else []
     return sum(one.numel() * common.itemsize for one in (*operands, *changed) if one.dtype != common)

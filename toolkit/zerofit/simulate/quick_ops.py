@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 # losses that are put element by element into the tensor which is made a single number afterwards: its storage stays
-# (aten/src/ATen/native: BinaryOps.cpp, Loss.cpp)
+# (aten/src/ATen/native/Loss.cpp)
 _AS_LONG_AS_ELEMENTS = {
     torch.ops.aten.mse_loss.default,
     torch.ops.aten.smooth_l1_loss.default,
@@ -26,7 +26,7 @@ _AS_LONG_AS_ELEMENTS = {
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an op gives, fakes of the same shape, type, place and storage as without shortcuts."""
+    """Return what an op gives, fakes of the same shape, type and place as without shortcuts."""
     if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
         return _view(func, args, kwargs)
     if func is torch.ops.aten.cat.default and _are_rows_alike(args[0]):
@@ -36,7 +36,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def as_stored(func: Any, args: Any, out: Any) -> Any:
     """Return an op's output with the storage that a real one has."""
-    if func in _AS_LONG_AS_ELEMENTS and not out.dim():
+    if func in _AS_LONG_AS_ELEMENTS and not out.dim() and (out.is_meta or isinstance(out, FakeTensor)):
         return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
     return out
 

@@ -51,7 +51,7 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """The highest moment of one kind: of all allocations by the same line in the same phase, in any layer."""
+    """A moment of one kind, the highest one: of all allocations by the same line in the same phase, in any layer."""
 
     key: str
     which: str = ""  # "first", "last": that one, whether it is the highest or not

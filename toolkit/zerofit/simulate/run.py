@@ -171,7 +171,7 @@ def _extrapolated(
         return [groups(counts[1]), groups(counts[2]), groups(count)]
 
     peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
-    if len(groups(total)) > 1:
+    if len(groups(total)) > len(groups(counts[0])):
         peaks = _without_first_states(peaks)
     moments = _moments(few, more, line, groups_with(total))
     record = RankRecord(
@@ -245,7 +245,7 @@ def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
     Stage 3 makes the states sub-group by sub-group, and which moment is the highest hangs on what is left to the last
     sub-group, which is no line in the layers. From the second step on all states are there.
     """
-    later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=0)
+    later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
     return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
 
 

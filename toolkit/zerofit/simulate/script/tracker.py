@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.quick_ops import as_stored
 from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
@@ -119,7 +120,7 @@ class ScriptTracker(AllocationTracker):
             # with real inputs FakeTensorMode would compute `real.to(device)` (torch/_subclasses/fake_tensor.py)
             taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
         try:
-            out = func(*taken, **named)
+            out = as_stored(func, taken, func(*taken, **named))
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         except RuntimeError as error:
