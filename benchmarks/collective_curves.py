@@ -1,10 +1,10 @@
-"""How far `zerofit plan`'s times of collectives are from published nccl-tests, by message size.
+"""How far `zerofit plan`'s times of collectives are from published nccl-tests and the like, by message size.
 
 python -m benchmarks.collective_curves [--out FILE]
 
 `collective_curves.json` has the tables, each with its source: microseconds by bytes of the whole tensor, on A100, H100,
-H200 and B200. Nothing was fitted to those between nodes; of those within a node the bandwidth of the largest messages
-is what plan counts with.
+H200 and B200. Nothing was fitted to them; the bandwidth that plan takes for all-reduces which a switch adds up is that
+of their largest messages.
 """
 
 from __future__ import annotations
