@@ -16,6 +16,7 @@ from zerofit.spec.overhead import (
     FRAGMENTATION_ZERO3_HOST,
     HOST_PROCESS_BYTES,
     HOST_RESERVE,
+    LAST_SEGMENTS_BYTES,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_CONNECTION_BYTES,
     NCCL_NVLINK_BYTES,
@@ -91,14 +92,15 @@ def margin_bytes(
 
     `large_bytes`: the largest activation, gradient, bucket and temporary. A released block in which something small
     came to lie is kept by the allocator beside the next one of that size: of each kind one, in a model of few layers
-    more than the usual share. `more_communicators`: beside those that the layout's degrees need.
+    more than the usual share; and so are the last segments of small blocks. `more_communicators`: beside those that
+    the layout's degrees need.
     """
     if cluster.on_cpu:
         return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
-    fragmentation = max(share * peak_bytes, large_bytes)
+    fragmentation = max(share * peak_bytes, large_bytes + LAST_SEGMENTS_BYTES)
     fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
     return fragmentation + _process_bytes(layout, cluster, more_communicators)
 

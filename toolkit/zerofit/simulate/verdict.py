@@ -142,13 +142,11 @@ def judge_events(
     verdict = judge(found.peak_reserved_bytes, beside, device_bytes)
     if verdict.fits or device_bytes <= 0:
         return verdict, found
-    kept = round(REPLAYED * found.peak_reserved_bytes)
-    for word, taken in (
-        (FITS, kept + sum(o.high_bytes for o in beside)),
-        (WITHIN, sum(o.low_bytes for o in beside)),
-    ):
-        tight = replay(events, device_bytes=device_bytes - taken, settings=settings)
+    low, high = sum(o.low_bytes for o in beside), sum(o.high_bytes for o in beside)
+    for word, room in ((FITS, int((device_bytes - high) / (1 + REPLAYED))), (WITHIN, device_bytes - low)):
+        tight = replay(events, device_bytes=room, settings=settings)
         if tight.out_of_memory is None:
+            kept = round(REPLAYED * tight.peak_reserved_bytes)
             flushes = (
                 f" It fits only by giving cached memory back to the driver (flushes: {tight.flushes}), each of which"
                 " stops the device; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
@@ -156,7 +154,7 @@ def judge_events(
             more = flushes if tight.flushes else ""
             return _verdict(word, tight.peak_reserved_bytes, beside, device_bytes, kept, more), tight
     more = f" The allocation that fails first asks for {shown_bytes(tight.out_of_memory.asked_bytes)}."
-    return _verdict(NOT, found.peak_reserved_bytes, beside, device_bytes, kept, more), found
+    return _verdict(NOT, found.peak_reserved_bytes, beside, device_bytes, 0, more), found
 
 
 def _verdict(

@@ -34,6 +34,9 @@ HOST_PROCESS_BYTES = 3072 * MIB
 FRAGMENTATION = 0.12
 FRAGMENTATION_ZERO3 = 0.19
 FRAGMENTATION_ZERO3_HOST = 0.26
+# Of its segments for blocks below 10 MiB the last ones may be all but empty: kLargeBuffer and kSmallBuffer of
+# c10/cuda/CUDACachingAllocator.cpp.
+LAST_SEGMENTS_BYTES = (20 + 2) * MIB
 # Share of a host's memory that is left to the system, data loaders and file caches. Assumed.
 HOST_RESERVE = 0.05
 
