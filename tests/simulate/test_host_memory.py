@@ -61,3 +61,25 @@ def test_sizes_of_sub_groups_are_known_for_all_layers():
     parts = [[120, 90], [120, 120, 30], [120, 120, 90]]
     few, more, whole = (moment([4 * part for part in several]) for several in parts)
     assert extended(few, more, lambda a, b: round(b + (b - a)), parts) == whole
+
+
+def test_requests_that_found_a_released_block_are_no_line():
+    """Three sub-groups, of which one took a block that parameters had left: nothing says how many will with all."""
+
+    def moment(*sizes: int) -> HostMoment:
+        return HostMoment(pageable_bytes=0, locked_bytes=0, pinned={"stage3.py:1340": sizes}, pinned_free_bytes=0)
+
+    parts = [[120, 90], [120, 120, 30], [120, 120, 90]]
+    assert extended(moment(360, 480), moment(480, 480), lambda a, b: b + (b - a), parts) is not None
+    assert extended(moment(360, 480), moment(120, 480, 480), lambda a, b: b + (b - a), parts) is not None
+    assert (
+        extended(
+            moment(
+                480,
+            ),
+            moment(120, 480, 480),
+            lambda a, b: b + (b - a),
+            parts,
+        )
+        is None
+    )

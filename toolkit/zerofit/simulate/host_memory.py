@@ -8,7 +8,7 @@ of that size, and nothing is given back. DeepSpeed's buffers for NVMe are locked
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from zerofit.simulate.ledger import DEVICE, HOST, LOCKED, Ledger, place_in_code
 from zerofit.simulate.record import HostMoment
@@ -80,28 +80,33 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
     return max(moments.values(), key=lambda moment: moment.total_bytes, default=nothing).parts
 
 
-def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment:
+def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
     """Return the moment with all layers: what was asked for is a line in their number, and rounded after that.
 
-    A line of code that asks as often with few layers as with more asks for sizes that grow; else its sizes stay, and
-    there are more of them. Where it asks once for each of stage 3's sub-groups, of `few`, of `more` and of all layers,
-    their elements say it.
+    A line of code that has as many blocks made with few layers as with more asks for sizes that grow; else its sizes
+    stay, and there are more of them. Where it asks once for each of stage 3's sub-groups, of `few`, of `more` and of
+    all layers, their elements say it. None where neither holds, as where some of its requests found a released block.
     """
 
-    def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> Iterable[int]:
+    def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
         for element in ELEMENT_BYTES.values():
             asked = [tuple(sorted(element * part for part in parts)) for parts in sub_groups]
             if asked and asked[:2] == [a, b]:
                 return asked[2]
         if len(a) == len(b):
-            return (max(0, line(x, y)) for x, y in zip(a, b, strict=True))
+            grown = [max(0, line(x, y)) for x, y in zip(a, b, strict=True)]
+            return tuple(sorted(filter(None, grown)))
         counts = Counter(a), Counter(b)
-        return (size for size in {*a, *b} for _ in range(line(counts[0][size], counts[1][size])))
+        if counts[0].keys() != counts[1].keys():
+            return None
+        return tuple(sorted(size for size in counts[0] for _ in range(line(counts[0][size], counts[1][size]))))
 
-    pinned = {
-        place: tuple(sorted(filter(None, sizes(few.pinned.get(place, ()), more.pinned.get(place, ())))))
-        for place in dict.fromkeys([*few.pinned, *more.pinned])
-    }
+    pinned = dict[str, tuple[int, ...]]()
+    for place in dict.fromkeys([*few.pinned, *more.pinned]):
+        found = sizes(few.pinned.get(place, ()), more.pinned.get(place, ()))
+        if found is None:
+            return None
+        pinned[place] = found
     return HostMoment(
         pageable_bytes=max(0, line(few.pageable_bytes, more.pageable_bytes)),
         locked_bytes=max(0, line(few.locked_bytes, more.locked_bytes)),

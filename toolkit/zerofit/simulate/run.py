@@ -103,10 +103,10 @@ def _simulated(
         records.append(outcome)
     if counts is None:
         return SimulatedRank(target=target, record=replace(records[0], peaks=_highest(records[0].peaks)))
-    record, error = _extrapolated(records, counts, _layers(target), _sub_groups(target))
-    if abs(error) > TOLERANCE:
+    extrapolated = _extrapolated(records, counts, _layers(target), _sub_groups(target))
+    if extrapolated is None or abs(extrapolated[1]) > TOLERANCE:
         return simulate([target], show, exact=True)[0]
-    return SimulatedRank(target=target, record=record, layers=counts, check_error=error)
+    return SimulatedRank(target=target, record=extrapolated[0], layers=counts, check_error=extrapolated[1])
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
@@ -153,11 +153,12 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
-) -> tuple[RankRecord, float]:
+) -> tuple[RankRecord, float] | None:
     """Return the record of a model with `total` layers, from those for three numbers of layers, and its error.
 
     Extrapolated from the last two; the error is by how much the first misses their line: in the peak that wins, in host
-    memory's and in what lies on NVMe, the largest of these (relative; infinite where it has no such peak).
+    memory's and in what lies on NVMe, the largest of these (relative; infinite where it has no such peak). None where
+    host memory is no line.
     """
     first, few, more = records
 
@@ -174,6 +175,9 @@ def _extrapolated(
     if len(groups(total)) > len(groups(counts[0])):
         peaks = _without_first_states(peaks)
     moments = _moments(few, more, line, groups_with(total))
+    checked = _moments(few, more, back, groups_with(counts[0]))
+    if moments is None or checked is None:
+        return None
     record = RankRecord(
         phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
         peaks=_highest(peaks),
@@ -189,7 +193,7 @@ def _extrapolated(
     )
     winner = peaks[0].key, peaks[0].which
     at, a, b = ({(peak.key, peak.which): peak.bytes for peak in one.peaks}.get(winner) for one in records)
-    host = sum(highest(_moments(few, more, back, groups_with(counts[0]))).values())
+    host = sum(highest(checked).values())
     misses = [
         back(a, b) / at - 1 if at and a and b else math.inf,
         _miss(host, sum(first.host.values())),
@@ -202,10 +206,15 @@ def _miss(extended_bytes: int, known_bytes: int) -> float:
     return extended_bytes / known_bytes - 1 if known_bytes else float(extended_bytes > 0)
 
 
-def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[int]]) -> dict[str, HostMoment]:
-    known = few.host_moments
-    rows = more.host_moments.items()
-    return {name: extended(known[name], moment, line, groups) for name, moment in rows if name in known}
+def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[int]]) -> dict[str, HostMoment] | None:
+    found = dict[str, HostMoment]()
+    for name, moment in more.host_moments.items():
+        if name in few.host_moments:
+            with_all = extended(few.host_moments[name], moment, line, groups)
+            if with_all is None:
+                return None
+            found[name] = with_all
+    return found
 
 
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
