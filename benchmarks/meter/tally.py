@@ -6,10 +6,12 @@ from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor
+
 from zerofit.simulate import rank
 from zerofit.simulate.op_costs import Scratch
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.tracker import AllocationTracker
+from zerofit.simulate.tracker import AllocationTracker, CallSite
 from zerofit.spec.files import plain_data
 
 from .scratch import KernelScratch
@@ -23,6 +25,7 @@ class TwoTallies(AllocationTracker):
     def __init__(self, device: str, known: Scratch, workspace_bytes: int = 0):
         super().__init__(device, self._take, workspace_bytes)
         self._known, self._kernels = known, KernelScratch()
+        self._going_over = 0
         TwoTallies.without_kernels = Counter()
 
     def begin(self, name: str, step: int) -> None:
@@ -30,9 +33,15 @@ class TwoTallies(AllocationTracker):
         super().begin(name, step)
         self._note(0)
 
+    def track(self, tensor: Tensor, op: str, place: CallSite | None = None, instead: int | None = None) -> None:
+        """Note a storage; `instead`: of what it may take the memory."""
+        super().track(tensor, op, place, instead)
+        self._going_over = 0 if instead is None else tensor.nbytes
+
     def _take(self, op: str, args: Any, kwargs: Any, out: Any) -> int:
         """Called once the op's outputs are counted, when live memory may be at its highest."""
-        self._note(self._known(op, args, kwargs, out))
+        self._note(self._known(op, args, kwargs, out) - self._going_over)
+        self._going_over = 0
         return self._kernels(op, args, kwargs, out)
 
     def _note(self, scratch_bytes: int) -> None:

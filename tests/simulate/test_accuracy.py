@@ -25,6 +25,8 @@ CONFIGURATIONS = (
     "llama zero3 bf16 mb2 ckpt x2",
     "llama zero3 bf16 mb2 chunk tiles hosted x2",
     "gpt2 zero1 bf16 mb2 ckpt offload x2",
+    "gpt2 zero3 fp32 mb2 ga2 offload-all x2",  # the head that the embedding's weights replace is given back
+    "mamba zero2 bf16 mb2 x2",  # gradients are added up in place
     "lenet zero3 fp32 mb2 ga2 ckpt x2",
     "bert zero1 bf16 mb2 pp2 x2",
     "t5 zero3 bf16 mb2 ckpt x2",

@@ -83,10 +83,35 @@ def test_a_fake_loss_has_the_storage_of_a_real_one(loss, reduction):
         assert function(rows, rows).untyped_storage().nbytes() == real
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["unheld", "held"])
+def test_autograd_adds_gradients_in_place(held):
+    """The gradients of three uses of one tensor, measured; a gradient that somebody holds is left as it is."""
+
+    def backward() -> None:
+        tensor = torch.ones(100_000, requires_grad=True)
+        between, kept = tensor.exp(), []
+        products = [between * factor for factor in (3, 4, 5)]
+        if held:
+            for product in products:
+                product.grad_fn.register_hook(lambda given, _: kept.append(given[0]))
+        torch.autograd.backward(products, [torch.ones(100_000)] * 3)
+
+    _, real = _changes(backward)
+    tracker = AllocationTracker("cpu", lambda *_: 0)
+    with FakeTensorMode(), tracker:
+        backward()
+    assert tracker.peak() == pytest.approx(max(accumulate(real)), abs=64)
+
+
+def _changes(function: Any, *args: Any) -> tuple[Any, list[int]]:
+    """Call a function; return what it does, and each allocation (+bytes) and release (-bytes) meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out = function(*args)
+    assert profiled.profiler is not None
+    return out, [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+
+
 def scratch_of(op: Any, args: Any) -> tuple[int, Any]:
     """What an op takes and gives back while it runs, and its output."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        out = op(*args)
-    assert profiled.profiler is not None
-    changes = [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    out, changes = _changes(op, *args)
     return max(accumulate(changes), default=0) - sum(changes), out

@@ -5,6 +5,7 @@ A step is recorded on the meta device, section by section: what a unit's forward
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from zerofit.models.build import expert_places
 from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate import quick_ops
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
-from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.op_costs import Scratch, added_to
 from zerofit.simulate.traced_experts import STAND_INS
 from zerofit.simulate.traced_model import TracedModel
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
@@ -65,6 +66,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.modules: dict[Key, list[ModuleCall]] = {}  # places are those in model.parameters()
         self.last_op = ""
         self._later: Key | None = None
+        self._going_over: int | None = None  # the storage whose memory the last op's output takes, if released next
         self.readers: dict[int, int] = {}  # of a frozen parameter in model.parameters(): the first unit that reads it
         self._frozen = {p.untyped_storage()._cdata: n for n, p in enumerate(model.parameters()) if not p.requires_grad}
         # the model's own storages are known, and count nothing
@@ -148,6 +150,8 @@ class ProfileRecorder(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
+        older = added_to(func, args, sys._getframe().f_back)
+        self._going_over = None if older is None else older.untyped_storage()._cdata
         scratch = self._scratch(func._overloadpacket._qualified_op_name, args, kwargs, out)
         if scratch:
             self.segments[-1].live.append(self.live_bytes + scratch)
@@ -177,7 +181,11 @@ class ProfileRecorder(TorchDispatchMode):
         self.largest[segment.key] = max(self.largest[segment.key], size)
 
     def _release(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self.live_bytes -= size
+        if key == self._going_over:  # what was allocated last took its memory
+            self.segments[-1].live[-1] -= size
+        self._going_over = None
 
 
 @cache

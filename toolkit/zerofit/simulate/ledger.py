@@ -54,11 +54,15 @@ class Ledger:
         self.notes: list[tuple[int, Note]] = []  # what else the caching allocator hears, and before which event
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
+        self._going_over: tuple[int, int, int] | None = None  # the next event, a storage, the peak without the last one
 
-    def allocated(self, storage: Storage) -> int:
-        """Note an allocation; return its index."""
+    def allocated(self, storage: Storage, instead: int | None = None) -> int:
+        """Note an allocation; return its index. If the storage `instead` is released next, it takes its memory."""
+        before = self.peak[storage.place]
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)
+        if instead is not None:
+            self._going_over = len(self.events), instead, before
         return len(self.storages) - 1
 
     def resized(self, index: int, new_bytes: int) -> None:
@@ -69,7 +73,16 @@ class Ledger:
 
     def freed(self, index: int) -> None:
         """Note a release."""
-        self._change(index, -self.storages[index].bytes)
+        change = -self.storages[index].bytes
+        if self._going_over is None or self._going_over[:2] != (len(self.events), index):
+            self._change(index, change)
+            return
+        taker, size = self.events.pop()
+        place = self.storages[taker].place
+        self.live[place] -= size
+        self.peak[place] = self._going_over[2]
+        self._change(index, change)
+        self._change(taker, size)
 
     def pinned(self, index: int, place: str = PINNED) -> None:
         """Note that a storage in host memory was page-locked from the start, by torch or not (LOCKED)."""

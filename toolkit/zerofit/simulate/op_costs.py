@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, reduce
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +28,24 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if func._overloadname.startswith("dtype"):
         args = args[:-1]  # the output's type, which the counters of torch before 2.14 take for its shape
     return count(*args, **kwargs, out_val=out)
+
+
+def added_to(func: Any, args: Any, caller: FrameType | None) -> Tensor | None:
+    """Return the gradient to which autograd adds another one, where this op is that; `caller`: of the op in Python.
+
+    It adds in place where nobody else holds the older one (torch/csrc/autograd/input_buffer.cpp, accumulate), but
+    makes a new tensor each time while ops are watched. An addition of a node's own formula is taken for one, too.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
+        return None
+    while caller is not None and caller.f_code.co_filename.endswith(
+        ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+    ):
+        caller = caller.f_back  # around every mode
+    if caller is not None and not caller.f_code.co_filename.endswith("torch/autograd/graph.py"):
+        return None
+    older: Tensor = args[0]
+    return older if older.untyped_storage().nbytes() == older.nbytes else None
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

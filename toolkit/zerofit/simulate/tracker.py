@@ -24,7 +24,7 @@ from zerofit.simulate import quick_ops
 from zerofit.simulate.allocator import RecordStream
 from zerofit.simulate.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
-from zerofit.simulate.op_costs import BLAS, Scratch, bytes_of, flops_of
+from zerofit.simulate.op_costs import BLAS, Scratch, added_to, bytes_of, flops_of
 from zerofit.simulate.streams import SimulatedStream, Streams
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
@@ -164,11 +164,13 @@ class AllocationTracker(TorchDispatchMode):
         touched = tree_leaves(out)
         if name in RESIZING:
             touched = [*touched, *tree_leaves(args)]
+        older = added_to(func, args, sys._getframe(1).f_back)
+        instead = None if older is None else self._index.get(_address(older))
         for tensor in touched:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 if place is None and _address(tensor) not in self._index:
                     place = self._call_site()
-                self.track(tensor, name, place)
+                self.track(tensor, name, place, instead)
         if place and place[1] is not None and is_loss(place[1].co_filename):
             for leaf in tree_leaves(args):  # what a loss is computed from
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -202,8 +204,11 @@ class AllocationTracker(TorchDispatchMode):
         types = {source.device.type, out.device.type}
         return blocking and len(types) == 2 and self.device in types
 
-    def track(self, tensor: Tensor, op: str, place: CallSite | None = None) -> None:
-        """Note a tensor's storage if it is new, or has another size than when it was noted."""
+    def track(self, tensor: Tensor, op: str, place: CallSite | None = None, instead: int | None = None) -> None:
+        """Note a tensor's storage if it is new, or has another size than when it was noted.
+
+        If the storage with the index `instead` is released next, it takes its memory.
+        """
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
@@ -220,7 +225,7 @@ class AllocationTracker(TorchDispatchMode):
         if where == DEVICE and self.live() + size >= self.peak():
             own = code is not None and is_own(code.co_filename)
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
-        self._watch(storage, self.ledger.allocated(noted))
+        self._watch(storage, self.ledger.allocated(noted, instead))
 
     def resized(self, storage: Any) -> None:
         """Note that a storage has another size now, if it has been noted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
             stored = replace(stored, divide=_divider(job.ds_config))
         checkpointing = run.activation_checkpointing
         model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
+    if partitioned:  # its parameters have methods that hold them: one that another was tied in place of is a cycle
+        gc.collect()
     if stored and stored.divide:
         _store_others(model, stored)
     for parameter in model.parameters():
