@@ -22,6 +22,7 @@ pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
 FLAT, NORMS = "torch.distributed.fsdp._flat_param", "torch.nn.modules._functions"
+MESH = "torch.distributed.device_mesh"
 PARAMETER, INIT = "torch.nn.parameter", "torch.distributed.fsdp._init_utils"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
@@ -54,8 +55,11 @@ PATCHES = {
     "compiling": (["torch:compile", "torch.nn:Module.compile"], []),
     "triton_kernels": ([], []),
     "process_groups": (
-        [f"torch.distributed:{name}" for name in GROUPS],
-        [Reason(C10D, "init_process_group", "backend init_method", "_new_process_group_helper(")],
+        [*(f"torch.distributed:{name}" for name in GROUPS), f"{MESH}:init_process_group"],
+        [
+            Reason(C10D, "init_process_group", "backend init_method", "_new_process_group_helper("),
+            Reason(MESH, "DeviceMesh._setup_world_group_and_device", "self", "init_process_group()"),
+        ],
     ),
     "barriers": (["torch.distributed:barrier", "torch.distributed:monitored_barrier"], []),
     "object_lists": (

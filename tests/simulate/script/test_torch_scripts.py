@@ -159,6 +159,19 @@ def test_fully_sharded_models_keep_their_part(folder):
     assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
 
 
+def test_a_mesh_of_devices_makes_the_process_group(folder):
+    """As in PyTorch's tutorials of FSDP 2: nothing else is called before."""
+    mesh = 'from torch.distributed.device_mesh import init_device_mesh\nmesh = init_device_mesh("cuda", (4,))'
+    with_group = sharded("fully_shard(model)")
+    alone = with_group.replace('torch.distributed.init_process_group("nccl")', mesh).replace(
+        "(model)", "(model, mesh=mesh)"
+    )
+    results = [simulated(text, "torchrun --nproc_per_node 4 train.py", gpus=4) for text in (with_group, alone)]
+    assert "init_process_group" not in alone
+    assert results[0].phases == results[1].phases
+    assert [row.to_dict() for row in results[0].comm] == [row.to_dict() for row in results[1].comm]
+
+
 @pytest.mark.parametrize(
     "wrapped",
     [

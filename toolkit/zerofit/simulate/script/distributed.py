@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,7 +21,8 @@ from zerofit.simulate.script.tracker import ScriptTracker
 def process_groups(target: ScriptTarget) -> None:
     """Make every process group one that sends nothing, under the name that the device's would have.
 
-    (torch.distributed.init_process_group, new_group, get_backend, is_nccl_available, destroy_process_group)
+    A mesh of devices makes the first group where the script has not. (torch.distributed.init_process_group, new_group,
+    get_backend, is_nccl_available, destroy_process_group; torch.distributed.device_mesh.init_process_group)
     """
     init, new_group = c10d.init_process_group, c10d.new_group
     backend = "nccl" if target.on_gpu else "gloo"
@@ -35,6 +37,7 @@ def process_groups(target: ScriptTarget) -> None:
             return new_group(ranks)
 
     _replace("init_process_group", init_process_group)
+    replace_in(device_mesh, "init_process_group", init_process_group)
     _replace("new_group", group)
     _replace("get_backend", lambda *_, **__: backend)
     _replace("is_nccl_available", lambda: True)
