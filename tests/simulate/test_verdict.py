@@ -102,6 +102,7 @@ def test_giving_back_cached_memory_may_save_a_run():
     assert (verdict.word, found.flushes) == (FITS, 1)
     assert verdict.margin_bytes == 35 * GIB
     assert "flushes: 1" in verdict.sentence
+    assert judge_events(events, BESIDE, 44 * GIB)[0].word == WITHIN
     kept = round(0.03 * 41 * GIB)  # of what is reserved then, not of the segments without giving back
     assert judge_events(events, BESIDE, 45 * GIB + kept + 1)[0].word == FITS
     assert judge_events(events, BESIDE, 45 * GIB + kept - MIB)[0].word == WITHIN

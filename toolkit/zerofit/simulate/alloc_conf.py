@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import inf
 
 from zerofit.spec.errors import Problems
+from zerofit.spec.overhead import LARGE_SEGMENT_BYTES
 
 MIB = 2**20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
-LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer; max_split_size_mb must be more
 INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB on, each twice the one before
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment, the newer name first
 # options that change neither what is reserved nor when; the threshold acts only where a process has a memory fraction

@@ -14,10 +14,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from math import inf, isinf
 
-from zerofit.simulate.alloc_conf import LARGE_SEGMENT_BYTES, MIB, MIN_BLOCK_BYTES, AllocatorSettings
+from zerofit.simulate.alloc_conf import MIB, MIN_BLOCK_BYTES, AllocatorSettings
+from zerofit.spec.overhead import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 
 SMALL_BYTES = MIB  # kSmallSize: the largest request of the small pool
-SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on, a request has a segment of its own size
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
 

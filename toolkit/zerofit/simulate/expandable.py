@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import isinf
 
-from zerofit.simulate.alloc_conf import LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES
+from zerofit.simulate.alloc_conf import MIN_BLOCK_BYTES
 from zerofit.simulate.caching import Block, CachingAllocator, Pool
+from zerofit.spec.overhead import LARGE_SEGMENT_BYTES
 
 UNLIMITED_SPACE_BYTES = 2**48  # address space of an expandable segment without a limit
 

@@ -34,9 +34,10 @@ HOST_PROCESS_BYTES = 3072 * MIB
 FRAGMENTATION = 0.12
 FRAGMENTATION_ZERO3 = 0.19
 FRAGMENTATION_ZERO3_HOST = 0.26
-# Of its segments for blocks below 10 MiB the last ones may be all but empty: kLargeBuffer and kSmallBuffer of
-# c10/cuda/CUDACachingAllocator.cpp.
-LAST_SEGMENTS_BYTES = (20 + 2) * MIB
+# Segments for blocks of up to 1 MiB, and of less than 10 MiB: kSmallBuffer and kLargeBuffer of
+# c10/cuda/CUDACachingAllocator.cpp. The last one of each may be all but empty.
+SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
+LAST_SEGMENTS_BYTES = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
 # Share of a host's memory that is left to the system, data loaders and file caches. Assumed.
 HOST_RESERVE = 0.05
 
