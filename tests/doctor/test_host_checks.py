@@ -88,6 +88,15 @@ def test_every_clash_has_a_source():
     assert len({clash.name for clash in CLASHES}) == len(CLASHES)
 
 
+@pytest.mark.parametrize(
+    ("torch", "vision", "clash"),
+    [("2.15.0", "0.29.2", False), ("2.14.1", "0.30.0", True), ("2.14.1", "0.28.0", True), ("2.13.0", "0.28.0", False)],
+)
+def test_torchvision_goes_with_the_torch_that_it_asks_for(well, torch, vision, clash):
+    told = put(put(well, "versions/torch", torch), "versions/torchvision", vision)
+    assert bool([check for check in clashes("a", told) if check.value.startswith("torchvision")]) is clash
+
+
 def test_the_installed_pair_of_torch_and_torchvision_goes_together(true_facts):
     told = true_facts | {"gpus": []}
     assert not [check for check in clashes("a", told) if check.value.startswith("torchvision")]

@@ -13,6 +13,7 @@ from zerofit.doctor.check import FAIL, OK, WARN, Check, check
 DRIVERS = {13: 580, 12: 525, 11: 450}
 DRIVERS_SOURCE = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
 ANY_MINOR = (11, 12)  # CUDA versions within which DeepSpeed builds with another minor version than torch's
+STABLE_VISION = 29  # torchvision 0.29 and later take newer releases of torch, too
 BUILDER = "deepspeed/ops/op_builder/builder.py: assert_no_cuda_mismatch"
 Facts = dict[str, Any]
 
@@ -43,9 +44,15 @@ def _named(facts: Facts, *words: str) -> bool:
 
 
 def _torchvision(facts: Facts) -> bool:
-    """Detect a torchvision 0.N with another torch than the 2.(N-15) it is built for (0.29 for 2.14)."""
+    """Detect a torchvision 0.N with another torch than the 2.(N-15) it is built for; from 0.29 on, with an older one.
+
+    0.29.1 and 0.29.2 ask for torch 2.14 or newer, where those before name one release (their METADATA).
+    """
     torch, vision = version(facts["versions"]["torch"]), version(facts["versions"]["torchvision"])
-    return bool(vision) and torch[:1] == (2,) and vision[1] != torch[1] + 15
+    if not vision or torch[:1] != (2,):
+        return False
+    built_for = vision[1] - 15
+    return torch[1] < built_for if vision[1] >= STABLE_VISION else torch[1] != built_for
 
 
 def _other_cuda(facts: Facts) -> bool:

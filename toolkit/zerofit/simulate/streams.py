@@ -114,6 +114,7 @@ class SimulatedStream:
     """A queue of work; nothing computes, but memory is allocated for it and used on it."""
 
     device_index = 0
+    device_type = 1  # c10::DeviceType::CUDA
 
     def __init__(self, streams: Streams, number: int):
         self._streams, self.number = streams, number
