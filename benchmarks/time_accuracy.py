@@ -188,8 +188,9 @@ def layouts_of(case: Case, profile: Profile) -> Iterable[PlannedLayout]:
         checkpointing=case["activation_checkpointing"] is True,
         **(stage3_sizes(profile)._asdict() if case["zero_stage"] == 3 else {}),
     )
-    if case["stack"] == "other":  # FSDP gathers a block at once
-        layout = replace(layout, prefetch=profile.parameters)
+    if "FSDP" in case["framework"]:  # it gathers a block at once, which is whole from its recomputation to its backward
+        block = max(sum(layer.matrices + layer.vectors) for layer in profile.layers)
+        layout = replace(layout, prefetch=block, reuse=2 * block)
     overlaps = (
         (False, True) if case["zero_stage"] and case["pp"] == 1 and case["overlap_comm"] is not False else (False,)
     )

@@ -82,7 +82,7 @@ def test_a_step_is_no_shorter_than_its_longest_stream_and_no_longer_than_all_of_
 
 
 def test_layers_wait_for_their_parameters_and_reductions_for_their_layers():
-    layout = PlannedLayout(zero_stage=3, dp=8, overlap=True, bucket=BLOCK, checkpointing=True, **SIZES)
+    layout = PlannedLayout(zero_stage=3, dp=8, overlap=True, bucket=BLOCK, checkpointing=True, reuse=0, **SIZES)
     found = streams(drawn(layout))
     for phase in ("forward", "backward"):
         gathered = {s.module: s.end_s for s in found[0, "data parallel"] if s.phase == phase and s.kind == "all-gather"}
@@ -110,7 +110,11 @@ def test_bytes_and_flops_add_up():
         return sum(getattr(span, what) for span in drawn(layout).spans if span.kind == kind)
 
     layout = PlannedLayout(zero_stage=3, dp=8, accumulation=3, bucket=BLOCK, **SIZES)
-    assert total(layout, "all-gather") == pytest.approx(3 * 2 * 2 * PARAMETERS)  # forward and backward, in bf16
+    assert total(layout, "all-gather") == pytest.approx(
+        3 * 2 * PARAMETERS
+    )  # bf16; twice the model is in reach: it stays
+    twice = replace(layout, reuse=0)
+    assert total(twice, "all-gather") == pytest.approx(3 * 2 * 2 * PARAMETERS)
     assert total(layout, "reduce-scatter") == pytest.approx(3 * 2 * PARAMETERS)
     assert total(layout, "product", "flops") == pytest.approx(3 * 6 * PARAMETERS * 1024 * 2)
     layout = PlannedLayout(zero_stage=1, dp=8, accumulation=3, **SIZES)

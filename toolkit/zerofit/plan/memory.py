@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -95,7 +94,6 @@ class Forecaster:
         matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._built_in_parts = profile.model_type is not None  # at stage 3, by transformers
-        self._timeline = cache(lambda key, parts, part: timeline(profile, key, parts, part))
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Return the memory of the pipeline stage that needs most."""
@@ -175,7 +173,7 @@ class Forecaster:
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
         """Return a stage's layers with the passes of each part, its kinds of passes, and what stays between steps."""
         key = self.profile.key_of(layout.setting, layout.zero_stage)
-        lines = [self._timeline(key, parts, part) for part in range(len(parts or "."))]
+        lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
         if parts is not None:
             return lines, *in_flight(lines, layout, stage)
         graded = lines[0].parameters if layout.accumulation > 1 else 0

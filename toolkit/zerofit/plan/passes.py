@@ -52,7 +52,6 @@ class RankPass:
     elements: tuple[int, ...]  # of parameters, on one rank
     trained: tuple[int, ...]  # of these, elements with gradients
     experts: tuple[int, ...]  # of these, elements of spread experts
-    matrices: tuple[int, ...]  # tensors that ZeRO-3 shares out; vectors stay on every rank
     output_bytes: float  # what a stage hands on
 
     @cached_property
@@ -96,11 +95,6 @@ class RankPass:
         """Seconds of the slowest stage's both directions."""
         works = [(n, work) for i, n in self.slowest for work in (self.forward[i], self.backward[i])]
         return LayerWork(*(sum(n * work[part] for n, work in works) for part in range(len(LayerWork._fields))))
-
-    @cached_property
-    def gathers(self) -> tuple[int, int]:
-        """How many matrices and layers the slowest stage has."""
-        return sum(n * self.matrices[i] for i, n in self.slowest), sum(n for _, n in self.slowest)
 
     def elements_of(self, stage: tuple[StageLayers, ...]) -> int:
         """Count the elements of a stage's parameters on one rank."""
@@ -172,7 +166,6 @@ class Passes:
             elements=tuple(sum(map(sum, kinds)) for kinds in whole),
             trained=tuple(sum(map(sum, own)) for own in tensors),
             experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
-            matrices=tuple(len(matrices) + len(fixed) for matrices, _, fixed in whole),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
         )
 

@@ -198,10 +198,10 @@ class _Drawing:
         elements_after = _elements_after(groups)
         pieces: list[Piece] = []
         fetched_s = computed_s = 0.0
-        reduced_s = sum(parts.fetch_s(one.layer) for one in layers)  # links serve fetches first
+        reduced_s = sum(parts.fetch_s(one.layer, backward) for one in layers)  # links serve fetches first
         for done, one in enumerate(layers, start=1):
-            pieces += self._fetch(one, fetched_s)
-            clock.link(fetched_s, fetched_s := fetched_s + parts.fetch_s(one.layer))
+            pieces += self._fetch(one, backward, fetched_s)
+            clock.link(fetched_s, fetched_s := fetched_s + parts.fetch_s(one.layer, backward))
             computed_s = max(computed_s, fetched_s)
             pieces += self._layer(one, backward, computed_s)
             clock.compute(computed_s, computed_s := computed_s + works[one.layer].layer_s)
@@ -218,18 +218,18 @@ class _Drawing:
                 clock.pause(computed_s, Piece("data parallel", "", op, 0.0, seconds, moved))
         return clock.placed(pieces)
 
-    def _fetch(self, one: _NamedLayer, start_s: float) -> Iterator[Piece]:
+    def _fetch(self, one: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
         """Yield the copy of a layer's shards from where they are offloaded to, then its all-gather."""
         parts = self.parts
         if parts.fetches is None:
             return
-        elements = parts.one.elements[one.layer]
-        moved, copy_s = self.layout.element_bytes * elements, elements * parts.fetches.copy_s
+        moved = parts.fetches.bytes(one.layer, backward)
+        copy_s = moved * parts.fetches.copy_s
         stream: Stream = "NVMe" if self.layout.offload_param == "nvme" else "host to device"
         if copy_s:
             share = moved / self.layout.zero_ranks
             yield Piece(stream, one.module, "fetch", start_s, start_s + copy_s, share)
-        end_s = start_s + parts.fetch_s(one.layer)
+        end_s = start_s + parts.fetch_s(one.layer, backward)
         yield Piece("data parallel", one.module, "all-gather", start_s + copy_s, end_s, moved)
 
     def _layer(self, one: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:

@@ -13,6 +13,8 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STEP_BYTES
 from zerofit.plan.passes import Passes, RankPass, StageLayers
 from zerofit.plan.rates import Rates
+from zerofit.plan.timeline import timeline
+from zerofit.plan.zero3_gather import LayerFetches, fetches
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.measured_kernels import ADAM_BYTES
 from zerofit.spec.profile import Profile, setting
@@ -67,17 +69,22 @@ class StepTask(NamedTuple):
 
 
 class Fetches(NamedTuple):
-    """What ZeRO-3 takes to fetch a parameter: seconds of an element, and of an all-gather."""
+    """What ZeRO-3 gathers for layers, by place in the profile's layers, and what it takes."""
 
-    copy_s: float  # of an element, from the host or the disks
-    gather_s: float  # of an element, over the links
+    copy_s: float  # of a byte, from the host or the disks
+    gather_s: float  # of a byte, over the links
     call_s: float
-    prefetch: int | None  # elements that come in one all-gather; None: a tensor does
+    forward: tuple[tuple[float, float], ...]  # bytes and all-gathers, as a mean of equal layers
+    backward: tuple[tuple[float, float], ...]
 
-    def of(self, elements: int, matrices: int) -> float:
-        """Return the seconds to fetch a layer."""
-        calls = matrices if self.prefetch is None else elements / self.prefetch + 1
-        return elements * (self.copy_s + self.gather_s) + calls * self.call_s
+    def bytes(self, layer: int, backward: bool) -> float:
+        """Return the bytes that are fetched for a layer in one direction."""
+        return (self.backward if backward else self.forward)[layer][0]
+
+    def seconds(self, layer: int, backward: bool) -> float:
+        """Return what that takes."""
+        size, calls = (self.backward if backward else self.forward)[layer]
+        return size * (self.copy_s + self.gather_s) + calls * self.call_s
 
 
 class ReduceGroup(NamedTuple):
@@ -115,7 +122,7 @@ class StepParts:
         if self.fetches is None:
             return self.one.forward_s
         forward = self.one.forward
-        runs = [FlowRun(1, n, self.fetch_s(i), forward[i].layer_s, 0.0) for i, n in self.one.slowest]
+        runs = [FlowRun(1, n, self.fetch_s(i, False), forward[i].layer_s, 0.0) for i, n in self.one.slowest]
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
@@ -140,9 +147,9 @@ class StepParts:
         each_s = self.one.sums.layer_s + 4 * self.send_s
         return max(one.end_s for one in self.played(looked)) + (layout.accumulation - looked) * each_s
 
-    def fetch_s(self, layer: int) -> float:
-        """Return the seconds to fetch a layer."""
-        return self.fetches.of(self.one.elements[layer], self.one.matrices[layer]) if self.fetches else 0.0
+    def fetch_s(self, layer: int, backward: bool) -> float:
+        """Return the seconds to fetch a layer in one direction."""
+        return self.fetches.seconds(layer, backward) if self.fetches else 0.0
 
     def share_s(self, elements: int) -> float:
         """Return the seconds to reduce some of the gradients."""
@@ -153,14 +160,14 @@ class StepParts:
             share_s = self.share_s(group.elements) if reducing else 0.0
             for place, (i, n) in enumerate(group.members, start=1):
                 reduce_s = share_s if place == len(group.members) else 0.0
-                yield FlowRun(group.groups, n, self.fetch_s(i), self.one.backward[i].layer_s, reduce_s)
+                yield FlowRun(group.groups, n, self.fetch_s(i, True), self.one.backward[i].layer_s, reduce_s)
 
 
 class Timer:
     """Forecasts of step times for one model on one cluster; what layouts share is computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
-        self._cluster, self.rates = cluster, rates
+        self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes = Passes(profile, cluster, rates)
         self._groups: dict[tuple[RankPass, int], Sequence[ReduceGroup]] = {}
 
@@ -209,7 +216,7 @@ class Timer:
             layout=layout,
             one=one,
             exposed=self.rates.exposed_between if shards.nodes > 1 else self.rates.exposed_inside,
-            fetches=self._fetches(layout, one, shards, b) if layout.zero_stage == 3 else None,
+            fetches=self._fetches(layout, one, shards) if layout.zero_stage == 3 else None,
             reduce_s=self._reduce_s(layout, one, shards, b),
             groups=self._reduce_groups(one, layout.bucket) if overlapped or layout.zero_stage == 3 else (),
             overlapped=overlapped,
@@ -238,24 +245,32 @@ class Timer:
             self._groups[one, bucket] = tuple(reduce_groups(one, one.slowest, bucket))
         return self._groups[one, bucket]
 
-    def _fetches(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> Fetches:
-        """Time ZeRO-3's all-gathers: every parameter in forward and again in backward.
+    def _fetches(self, layout: PlannedLayout, one: RankPass, shards: RankGroup) -> Fetches:
+        """Time ZeRO-3's all-gathers, as DeepSpeed's coordinator issues them.
 
         Shards on the host are copied on the stream that gathers them (partition_parameters.py, all_gather_coalesced).
         """
-        matrices, layers = one.gathers
-        by_size = one.parameters / max(1, layout.prefetch) + layers
         copy_s, share = 0.0, self._share(layout, one)
         if layout.offload_param == "cpu":
-            copy_s = b * share / self.rates.pcie
+            copy_s = share / self.rates.pcie
         elif layout.offload_param == "nvme":
-            copy_s = b * share * self._cluster.gpus / self.rates.nvme_read
+            copy_s = share * self._cluster.gpus / self.rates.nvme_read
+        line = timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
+        forward, backward = (tuple(self._means(found)) for found in fetches(line, layout))
         return Fetches(
             copy_s=copy_s,
-            gather_s=self._spread_s("all_gather", b, 0, layout, one),
+            gather_s=self._spread_s("all_gather", 1, 0, layout, one),
             call_s=collective_s("all_gather", 0, 1, shards, self.rates),
-            prefetch=None if matrices <= by_size else max(1, layout.prefetch),
+            forward=forward,
+            backward=backward,
         )
+
+    def _means(self, found: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
+        """Yield the mean of each run of equal layers."""
+        start = 0
+        for layer in self._profile.layers:
+            mine, start = found[start : start + layer.count], start + layer.count
+            yield sum(one.bytes for one in mine) / layer.count, sum(one.calls for one in mine) / layer.count
 
     def _reduce_s(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> float:
         """Time all gradients; stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""

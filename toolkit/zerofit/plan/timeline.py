@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
@@ -123,6 +123,7 @@ class StageTimeline:
         return max((max(group, default=0) for group in self.groups), default=0)
 
 
+@lru_cache(maxsize=1024)
 def timeline(
     profile: Profile, key: str, parts: tuple[tuple[int, int], ...] | None = None, part: int = 0
 ) -> StageTimeline:

@@ -1,4 +1,4 @@
-"""Stage 3's gathered parameters: how many of them are whole on a rank at each moment of a step.
+"""Stage 3's gathered parameters: how many of them are whole on a rank at each moment of a step, and what is gathered.
 
 DeepSpeed's coordinator, replayed module by module. Places are of DeepSpeed 0.19.8,
 deepspeed/runtime/zero/partitioned_param_coordinator.py.
@@ -7,7 +7,7 @@ deepspeed/runtime/zero/partitioned_param_coordinator.py.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -25,6 +25,22 @@ class _Sizes(NamedTuple):
     prefetch: int
     live: int
     reuse: int
+
+
+class LayerFetches(NamedTuple):
+    """What is gathered for a layer in one direction."""
+
+    bytes: int
+    calls: int  # all-gathers
+
+
+def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
+    """Return what is gathered for each layer, in forward and in backward.
+
+    Where a layer has more elements than the reuse distance, its backward gathers again what its recomputation had.
+    """
+    gathering = _gathering(line, layout)
+    return gathering.fetched[False], gathering.fetched[True]
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
@@ -125,6 +141,9 @@ class _Gathering:
             passes.append((n, True, _backward(modules, line.recomputed[n])))
         calls = [call for _, _, modules in passes for call in modules]
         self.coordinator = _Coordinator(calls, [p.numel for p in every], sizes)
+        self.of_step = [(n, backward) for n, backward, modules in passes for call in modules if call.begins]
+        self.whole_bytes = [p.bytes(element) for p in every]
+        self.fetched = {backward: [LayerFetches(0, 0) for _ in layers] for backward in (False, True)}
         self.forward: list[list[_Fetch]] = [[] for _ in layers]
         self.backward: list[list[_Fetch]] = [[_Fetch(0)] for _ in layers]
         for n, backward, modules in passes:
@@ -143,16 +162,26 @@ class _Gathering:
             if not call.begins:
                 self._release(call.places)
                 continue
+            step = self.coordinator.step
             own, waited, ahead = self.coordinator.fetch(call.places)
             if not (call.places or ahead):
                 continue
+            self._count(dict.fromkeys(own, step))
+            self._count(ahead)
             now, later = self._size(own), self._size(ahead)
             self.whole += now
             waiting = self.whole + max((self._size(group) for group in waited if len(group) > 1), default=0)
             self.whole += later
             yield _Fetch(self.whole, call.places, waiting, self.whole + max(now, later))
 
-    def _size(self, members: Sequence[int]) -> int:
+    def _count(self, group: dict[int, int]) -> None:
+        """Count an all-gather of parameters, each with the step that it is gathered for."""
+        for place, (member, step) in enumerate(group.items()):
+            layer, backward = self.of_step[step]
+            size, calls = self.fetched[backward][layer]
+            self.fetched[backward][layer] = LayerFetches(size + self.whole_bytes[member], calls + (place == 0))
+
+    def _size(self, members: Iterable[int]) -> int:
         return sum([self.bytes[n] for n in members])
 
     def _release(self, members: Sequence[int]) -> None:
@@ -181,19 +210,22 @@ class _Coordinator:
         self.here: set[int] = set()
         self.coming: dict[int, list[int]] = {}  # what was fetched ahead with each parameter, itself included
 
-    def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], list[int]]:
-        """Return the parameters that are gathered now, the groups that are waited for, and those fetched ahead."""
+    def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
+        """Return the parameters that are gathered now, the groups that are waited for, and those fetched ahead.
+
+        The last with the step that they are fetched for.
+        """
         own, waited = self._fetch_own(members) if members else ([], [])
-        ahead, elements, most = list[int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)
+        ahead, elements, most = dict[int, int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)
         while elements < most and self.place < len(self.queue):
-            n = self._next()
+            n, step = self._next()
             if self._is_missing(n) and n not in ahead:
-                ahead.append(n)
+                ahead[n] = step
                 elements += self.numels[n]
         self.step += 1
         if ahead:
             self._gather(ahead)
-            self.coming.update(dict.fromkeys(ahead, ahead))
+            self.coming |= {n: list(ahead) for n in ahead}
         return own, waited, ahead
 
     def _fetch_own(self, members: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -204,7 +236,7 @@ class _Coordinator:
             self.coming.pop(n, None)
         unpassed, found = {n for n in members if self.passed[n] < self.step}, set[int]()
         while self.place < len(self.queue) and len(found) < len(unpassed):
-            found.add(self._next())
+            found.add(self._next()[0])
         return own, waited
 
     def release(self, members: Sequence[int]) -> list[int]:
@@ -217,15 +249,15 @@ class _Coordinator:
     def _is_missing(self, n: int) -> bool:
         return n not in self.here and self.numels[n] > self.sizes.persistence
 
-    def _gather(self, members: Sequence[int]) -> None:
+    def _gather(self, members: Collection[int]) -> None:
         self.here.update(members)
         self.live += sum(self.numels[n] for n in members)
 
-    def _next(self) -> int:
+    def _next(self) -> tuple[int, int]:
         n, step = self.queue[self.place]
         self.place += 1
         self.passed[n] = max(self.passed[n], step)
-        return n
+        return n, step
 
     def _is_wanted(self, n: int) -> bool:
         if self.passed[n] > self.step:

@@ -159,9 +159,11 @@ class LayerRun:
     tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Profile:
     """A model at one sequence length (or image size), for every setting that was traced.
+
+    Compared by identity, so that what is derived of it can be kept.
 
     `costs` maps a setting, `"bf16/checkpointing=0/tp=1/sp=1"` to one LayerCost for each of `layers`;
     `/ep=8` behind it: of experts that 8 ranks share.
