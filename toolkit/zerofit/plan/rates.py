@@ -25,13 +25,13 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 class Coefficients:
     """What was fitted to published throughput, for GPUs; nothing else was."""
 
-    memory: float = 0.58  # share of the data sheet's bandwidth that kernels without products reach
-    network: float = 0.68  # share of the wire between nodes that collectives reach
-    network_hop_s: float = 75e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.8  # share of a collective between nodes, beside compute, that adds to it
-    hook_s: float = 450e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
-    engine: float = 1.07  # times as long as a bare loop's: kernels under DeepSpeed's hooks, copies and waits of streams
-    host: float = 0.13  # share of the memory channels' bandwidth that CPU Adam reaches: published runs say 0.03 to 0.5
+    memory: float = 0.59  # share of the data sheet's bandwidth that kernels without products reach
+    network: float = 0.62  # share of the wire between nodes that collectives reach
+    network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
+    exposed_between: float = 0.75  # share of a collective between nodes, beside compute, that adds to it
+    hook_s: float = 455e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
+    engine: float = 1.06  # times as long as a bare loop's: kernels under DeepSpeed's hooks, copies and waits of streams
+    host: float = 0.2  # share of the memory channels' bandwidth that CPU Adam reaches: published runs say 0.03 to 0.5
 
 
 FITTED = Coefficients()
