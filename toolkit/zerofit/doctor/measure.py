@@ -25,7 +25,7 @@ from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
-CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 30), (32, 5))  # MiB, and how often
+CPU_MESSAGES = ((0.0625, 200), (0.5, 200), (4, 60), (32, 10))  # MiB, and how often
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
 

@@ -20,6 +20,7 @@ from zerofit.spec.measured_kernels import ADAM_BYTES, MeasuredKernel
 Work = Callable[[], Any]
 Operands = Iterator[list[Tensor]]
 POOL, MOST_OPERANDS = 2**25, 64  # bytes of operands that take turns, larger than a core's caches
+KEPT = 2**27  # bytes of results that are freed together, more than malloc keeps for itself
 LEAST_S, MOST_CALLS = 2e-3, 200  # of a timing, which takes so many calls at most
 SHORT = 16  # elements of an op that does nothing but begin
 UNITS = 8  # of the small model that launches are measured with
@@ -44,7 +45,13 @@ CPU = Sizes(
     most_flops=1.1e9,
     batches=((16, 128, 128, 64), (16, 128, 64, 128)),
     attention=((8, 64, 64), (8, 256, 32), (16, 256, 64), (8, 512, 64)),
-    convolution=((16, 3, 64, 32, 3), (8, 64, 64, 32, 3), (8, 128, 256, 16, 1), (8, 256, 256, 8, 3)),
+    convolution=(
+        (16, 3, 64, 32, 3),
+        (8, 64, 64, 32, 3),
+        (8, 128, 256, 16, 1),
+        (8, 256, 256, 8, 3),
+        (8, 512, 512, 2, 3),
+    ),
     bytes=(2**14, 2**18, 2**22, 2**24, 2**25),
     adam=2**22,
 )
@@ -66,22 +73,22 @@ class Stopwatch:
     def __init__(self, device: torch.device, budget_s: float):
         self.device, self._budget_s = device, budget_s
         # of one thread its own seconds, to which other processes add nothing
-        alone = device.type == "cpu" and torch.get_num_threads() == 1
-        self._clock = time.thread_time if alone else time.perf_counter
+        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if self._alone else time.perf_counter
         self.call_s = 0.0  # of an op before its kernel begins, on a CPU, which runs nothing ahead
         if device.type == "cpu":
             x = torch.zeros(SHORT)
             self.call_s = self.seconds(lambda: x.add_(1.0))
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one call: on a CPU the least, to which whatever else runs only adds."""
+        """Return the seconds of one call: of a CPU's threads the least, to which whatever else runs only adds."""
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self._timed(work, 1)))))
         taken: list[float] = []
         end = time.perf_counter() + self._budget_s
         while len(taken) < 3 or time.perf_counter() < end:
             taken.append(self._timed(work, calls))
-        return min(taken) if self.device.type == "cpu" else statistics.median(taken)
+        return statistics.median(taken) if self._alone or self.device.type != "cpu" else min(taken)
 
     def kernel_s(self, work: Work) -> float:
         """Return the seconds of a call's kernel alone, as far as that can be told."""
@@ -137,6 +144,24 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
     return itertools.cycle([[one.clone() for one in first] for _ in range(count)])
 
 
+def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
+    """Return work that keeps its results on a CPU, as a forward keeps activations, until all are freed together.
+
+    What is freed goes back to the system, and new results are of new pages: that takes longer than most kernels.
+    """
+    if watch.device.type != "cpu":
+        return work
+    results: list[Any] = []
+
+    def kept() -> None:
+        if len(results) * result_bytes >= KEPT:
+            while results:
+                results.pop()
+        results.append(work())
+
+    return kept
+
+
 def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
     """Yield products of activations and weights, and those of many small matrices."""
     shapes = [(1, m, n, k) for m in sizes.rows for n, k in sizes.matrices if 2.0 * m * n * k <= sizes.most_flops]
@@ -149,7 +174,7 @@ def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> 
             a, b = next(operands)
             return product(a, b.mT)
 
-        seconds = watch.kernel_s(work)
+        seconds = watch.kernel_s(_keeping(watch, work, many * m * n * dtype.itemsize))
         flops = 2.0 * many * m * n * k
         yield MeasuredKernel(kind="product", dtype=name, shape=(m, n, k), flops=flops, seconds=seconds)
 
@@ -217,7 +242,8 @@ def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Ite
         }
         for kind, works in kinds.items():
             moved = sum(count for count, _ in works) * size / len(works)
-            taken = [watch.kernel_s(lambda op=op, of=operands: op(*next(of))) for _, op in works]
+            alone = [lambda op=op, of=operands: op(*next(of)) for _, op in works]
+            taken = [watch.kernel_s(_keeping(watch, work, size)) for work in alone]
             seconds = sum(taken) / len(works)
             yield MeasuredKernel(kind=kind, dtype=name, moved_bytes=moved, seconds=seconds)
 
