@@ -144,7 +144,7 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
     core. One message after the other takes a tenth of that.
     """
     found, on_cpu = [], device.type == "cpu"
-    matrix = torch.randn(256, 256)
+    rows, matrix = torch.randn(1024, 256), torch.randn(256, 256)  # about a millisecond of a core
     for mib, calls in CPU_MESSAGES if on_cpu else GPU_MESSAGES:
         whole = torch.zeros(int(mib * 2**18) // ranks * ranks, device=device)
         part = torch.empty(len(whole) // ranks, device=device)
@@ -158,7 +158,7 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
             taken = []
             for _ in range(calls):
                 if on_cpu:
-                    matrix @ matrix
+                    rows @ matrix
                 taken.append(_timed(work, device))
             seconds = statistics.mean(taken) if on_cpu else statistics.median(taken)
             found.append({"op": op, "ranks": ranks, "size_bytes": whole.nbytes, "seconds": seconds})
