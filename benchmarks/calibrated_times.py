@@ -9,8 +9,6 @@ The configurations are those of `tune_regret`, each measured by the same ranks, 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import statistics
@@ -24,9 +22,8 @@ from typing import Any
 from scipy import stats
 
 from benchmarks.regret.sweep import Sweep
-from benchmarks.tune_regret import JOBS, RANKS
+from benchmarks.tune_regret import JOBS, RANKS, here, told
 from zerofit.app.tuning.job import TuneJob
-from zerofit.launch.host import this_machine
 from zerofit.spec.local_machine import Calibration, calibration_file, write_calibration
 from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.trial import describe
@@ -51,16 +48,13 @@ def main() -> None:
 
 def about() -> dict[str, Any]:
     """Calibrate; say where and with what."""
-    machine = this_machine()
     done = subprocess.run(
         [sys.executable, "-m", "zerofit.cli", "calibrate", "--json"], stdout=subprocess.PIPE, check=True
     )
     calibration = json.loads(done.stdout)
     print(f"zerofit calibrate took {calibration['seconds']:g} s", flush=True)
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": {"device": machine.device_name, "cores": machine.cores, "ranks": RANKS},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
+        **here(),
         "calibrate_s": calibration.pop("seconds"),
         "calibration": {key: value for key, value in calibration.items() if key != "file"},
     }
@@ -95,14 +89,9 @@ def compared(name: str, result: dict[str, Any]) -> dict[str, Any]:
 
 def measure(job: TuneJob) -> dict[str, float]:
     """Return the seconds of a step by configuration."""
-    found = dict[str, float]()
     with Sweep(RANKS) as sweep:
-        for candidate in job.candidates:
-            told = sweep.measure(job, candidate)
-            print(f"  {describe(candidate, job.candidates)}: {told}", flush=True)
-            if not isinstance(told, str):
-                found[candidate.key] = told.step_s
-    return found
+        swept = {candidate.key: told(sweep, job, candidate) for candidate in job.candidates}
+    return {key: found["step_s"] for key, found in swept.items() if "step_s" in found}
 
 
 def judged(measured: Sequence[float], forecast: Sequence[float]) -> dict[str, float]:

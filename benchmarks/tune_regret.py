@@ -86,6 +86,15 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
     }
 
 
+def here() -> dict[str, Any]:
+    """Say when, where and with what it is measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": {"device": this_machine().device_name, "cores": this_machine().cores, "ranks": RANKS},
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
+    }
+
+
 def show(event: Event) -> None:
     """Print each trial when it ends."""
     if event.kind == "result":
@@ -163,13 +172,7 @@ def main() -> None:
     parser.add_argument("--autotuner-s", type=float, default=600.0, help="how long DeepSpeed's autotuner may run")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    results = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": {"device": this_machine().device_name, "cores": this_machine().cores, "ranks": RANKS},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
-        "faults": [],
-        "jobs": [],
-    }
+    results = {**here(), "faults": [], "jobs": []}
     for fault in asked.faults:
         results["faults"].append(failing(fault))
         print(f"{fault}: {'right' if results['faults'][-1]['right'] else results['faults'][-1]}", flush=True)

@@ -68,7 +68,7 @@ def test_plan_gathers_what_the_engine_gathers():
 
 @pytest.mark.parametrize(
     ("live", "reuse", "times"),
-    # elements; how often the backward gathers a layer of 0.22e9, which it recomputes: not at all, once, its most twice
+    # elements; how often the backward gathers a layer of 0.22e9 that it recomputes: never, once, some twice, most twice
     [(5e9, 5e9, (0.0, 0.0)), (2e8, 2e8, (1.0, 1.2)), (1e8, 1e8, (1.2, 1.6)), (1e7, 0, (1.6, 2.0))],
 )
 def test_plan_counts_the_bytes_that_the_engine_gathers(live, reuse, times):

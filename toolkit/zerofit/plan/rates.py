@@ -120,7 +120,7 @@ CPU_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
 )
 CPU_GRADIENT_S = SourcedRate(
-    300e-6, "measured on two CPU cores (benchmarks/calibrated_times.py): hook, bucket, norm and step of one gradient"
+    300e-6, "measured on two CPU cores, in eight trainings of small models: hook, bucket, norm and step of one gradient"
 )
 NO_GRADIENT_S = SourcedRate(0.0, "with the engine's share of kernels: on GPUs it runs ahead")
 NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")

@@ -37,7 +37,8 @@ class LayerFetches(NamedTuple):
 def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
     """Return what is gathered for each layer, in forward and in backward.
 
-    Where a layer has more elements than the reuse distance, its backward gathers again what its recomputation had.
+    Where a layer has more elements than may be live and than the reuse distance, its backward gathers again some of
+    what its recomputation had.
     """
     gathering = _gathering(line, layout)
     return gathering.fetched[False], gathering.fetched[True]
@@ -134,7 +135,8 @@ class _Gathering:
         layers = [(*layer, *packed) for layer, packed in zip(line.layers, line.packed, strict=True)]
         self.begins = list(accumulate(map(len, layers), initial=0))
         every = list(chain(*layers))
-        self.bytes = [p.bytes(element) if spread.of(p) > 1 else 0 for p in every]
+        self.whole_bytes = [p.bytes(element) for p in every]
+        self.bytes = [size if spread.of(p) > 1 else 0 for p, size in zip(every, self.whole_bytes, strict=True)]
         self.whole = 0
         passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
         for n, _, modules in reversed(passes[still:]):
@@ -142,7 +144,6 @@ class _Gathering:
         calls = [call for _, _, modules in passes for call in modules]
         self.coordinator = _Coordinator(calls, [p.numel for p in every], sizes)
         self.of_step = [(n, backward) for n, backward, modules in passes for call in modules if call.begins]
-        self.whole_bytes = [p.bytes(element) for p in every]
         self.fetched = {backward: [LayerFetches(0, 0) for _ in layers] for backward in (False, True)}
         self.forward: list[list[_Fetch]] = [[] for _ in layers]
         self.backward: list[list[_Fetch]] = [[_Fetch(0)] for _ in layers]
