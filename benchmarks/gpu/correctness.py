@@ -44,7 +44,13 @@ TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 3e-2)}
 TEXT = {"seq_len": 64, "global_batch": 8}
 NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob")
 GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 260, **dict.fromkeys(NO_DROPOUT[:3], 0.0)}
-BERT = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 260, **dict.fromkeys(NO_DROPOUT[3:], 0.0)}
+BERT = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 260,
+    **dict.fromkeys(NO_DROPOUT[3:], 0.0),
+}
 MODELS: dict[str, dict[str, Any]] = {
     "lenet": {"model": "lenet", "data": "digits", "global_batch": 16},
     "resnet18": {"model": "resnet18-small", "data": "digits", "image_size": 32, "global_batch": 64},

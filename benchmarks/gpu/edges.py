@@ -6,7 +6,9 @@ than the GPU has, but not less than the margin leaves, is refused with a warning
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from benchmarks.meter.configurations import options, target
 from zerofit.spec.cluster import Cluster
 
 from .part import Measure
-from .rank import train
+from .rank import Waiting
 from .training import MODELS
 
 MOST, REHEARSED = 4096, 4  # samples of a micro batch
@@ -40,19 +42,22 @@ def cases(rehearse: bool) -> list[str]:
 
 @contextmanager
 def measuring(cases: list[str], folder: Path, rehearse: bool) -> Iterator[Measure]:
-    """Find both sides of each edge by simulation, then train them."""
-    models = SMALL if rehearse else MODELS
-    yield lambda case: _measure(case, models, folder, REHEARSED if rehearse else MOST)
+    """Find both sides of each edge by simulation, all cases at once, then train them."""
+    workers = ProcessPoolExecutor(len(cases), mp_context=multiprocessing.get_context("spawn"))
+    sides = {case: workers.submit(_sides, case, rehearse) for case in cases}
+    with workers:
+        yield lambda case: {side: _tried(case, found, rehearse) for side, found in sides[case].result().items()}
 
 
-def _measure(case: str, models: dict[str, dict[str, Any]], folder: Path, most: int) -> dict[str, Any]:
+def _sides(case: str, rehearse: bool) -> dict[str, dict[str, Any]]:
+    """Return what simulation says of the largest micro batch that it lets through, and of the next one."""
     name, _, size = case.partition(" in ")
     cluster = Cluster(Cluster.here().kind, gpus=1, nodes=1, device_memory=size)
-    verdicts: dict[int, zf.Simulation] = {}
+    most, verdicts = REHEARSED if rehearse else MOST, dict[int, zf.Simulation]()
 
     def fits(micro: int) -> bool:
         if micro not in verdicts:
-            run = zf.Run(**{**options(name, models), "micro_batch": micro, "ranks": None})
+            run = zf.Run(**{**options(name, SMALL if rehearse else MODELS), "micro_batch": micro, "ranks": None})
             verdicts[micro] = zf.simulate(run, cluster)
         return verdicts[micro].fits
 
@@ -64,21 +69,29 @@ def _measure(case: str, models: dict[str, dict[str, Any]], folder: Path, most: i
         low, high = (middle, high) if fits(middle) else (low, middle)
     sides = {"largest_that_fits": low, "first_refused": high}
     return {
-        side: _tried(micro, verdicts[micro], name, models, folder) for side, micro in sides.items() if micro in verdicts
+        side: {
+            "micro_batch": micro,
+            "verdict": verdicts[micro].verdict,
+            "reserved_bytes": verdicts[micro].reserved_bytes,
+            "device_bytes": verdicts[micro].device_total_bytes,
+            "outside_bytes": sum(one.bytes for one in verdicts[micro].overheads),
+        }
+        for side, micro in sides.items()
+        if micro in verdicts
     }
 
 
-def _tried(
-    micro: int, said: zf.Simulation, name: str, models: dict[str, dict[str, Any]], folder: Path
-) -> dict[str, Any]:
-    found = {"micro_batch": micro, "verdict": said.verdict, "reserved_bytes": said.reserved_bytes}
-    asked = target(name.replace(" mb1 ", f" mb{micro} "), models)
-    outside = sum(one.bytes for one in said.overheads)
-    asked = replace(asked, device_bytes=said.device_total_bytes)
+def _tried(case: str, said: dict[str, Any], rehearse: bool) -> dict[str, Any]:
+    """Train with a micro batch under the memory that torch may take of such a device."""
+    name = case.partition(" in ")[0].replace(" mb1 ", f" mb{said['micro_batch']} ")
+    asked = replace(target(name, SMALL if rehearse else MODELS), device_bytes=said["device_bytes"])
+    cap_bytes = said["device_bytes"] - said["outside_bytes"]
+    rank = Waiting(asked, cap_bytes if torch.cuda.is_available() else None)
+    rank.begin()
     try:
-        real = train(asked, folder, said.device_total_bytes - outside if torch.cuda.is_available() else None)
+        real = rank.answer()
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():
             raise
-        return {**found, "ran": False}
-    return {**found, "ran": True, "real_bytes": real.get("reserved_bytes", real["allocated_bytes"])}
+        return {**said, "ran": False}
+    return {**said, "ran": True, "real_bytes": real.get("reserved_bytes", real["allocated_bytes"])}

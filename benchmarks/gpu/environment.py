@@ -17,6 +17,7 @@ from typing import Any
 
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.ops import build_ops
+from zerofit.spec.local_machine import libaio
 
 from .part import Measure
 
@@ -54,6 +55,8 @@ def _measure(case: str, rehearse: bool) -> dict[str, Any]:
 def _build(op: str) -> dict[str, Any]:
     """Compile an op as a training would, or find it compiled."""
     machine = this_machine()
+    if op == "AsyncIOBuilder" and not all(libaio().values()):
+        return {"skipped": "no libaio"}
     env, began = environment(machine.accelerator, machine.cores, 1), time.monotonic()
     folder = Path(env["TORCH_EXTENSIONS_DIR"])
     before = {path.name for path in folder.glob("*")} if folder.exists() else set()

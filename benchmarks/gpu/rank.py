@@ -1,7 +1,7 @@
 """One real rank: the memory of its phases, the times of its steps, and what its kernels take of them.
 
-`python -m benchmarks.gpu.rank TARGET.json ANSWER.json [CAP_BYTES]`, alone in its process group. With CAP_BYTES torch
-may take no more of the GPU than that, as on a smaller one.
+`python -m benchmarks.gpu.rank TARGET.json ANSWER.json [CAP_BYTES]`, alone in its process group, begins once a line
+comes on its standard input. With CAP_BYTES torch may take no more of the GPU than that, as on a smaller one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks.meter.meter import AllocatorMeter
 from zerofit.launch.host import environment, this_machine
@@ -28,7 +31,8 @@ from zerofit.simulate.record import SimulationTarget
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
-TIMED, PROFILED = 8, 3  # steps after those whose memory is measured
+TIMED, PROFILED = 8, 2  # steps after those whose memory is measured
+MOST_OPS = 150  # of a step, by the time of their kernels
 # the class of a kernel by what its name has in it; the first that is found
 CLASSES = {
     "attention": ("attention", "fmha", "flash"),
@@ -63,32 +67,54 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats()
 
 
-def train(asked: SimulationTarget, folder: Path, cap_bytes: int | None = None) -> dict[str, Any]:
-    """Run the rank in a process of its own and return its answer. Raises RuntimeError where it fails."""
-    files = folder / "target.json", folder / "answer.json"
-    files[0].write_text(json.dumps(asked.as_dict()))
-    machine = this_machine()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    place = {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
-    env = {**os.environ, **environment(machine.accelerator, machine.cores, 1), **alone, **place}
-    build_ops(needed_ops(asked.job.ds_config, machine), env, lambda _: None)
-    argv = [sys.executable, "-m", "benchmarks.gpu.rank", *map(str, files), *([str(cap_bytes)] if cap_bytes else [])]
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return json.loads(files[1].read_text())
+class Waiting:
+    """A rank in a process of its own, which imports everything and waits until it is asked for its answer."""
+
+    def __init__(self, asked: SimulationTarget, cap_bytes: int | None = None):
+        """Start the process."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._answer, target = (Path(self._folder.name) / name for name in ("answer.json", "target.json"))
+        target.write_text(json.dumps(asked.as_dict()))
+        machine = this_machine()
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        place = {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+        env = {**os.environ, **environment(machine.accelerator, machine.cores, 1), **alone, **place}
+        build_ops(needed_ops(asked.job.ds_config, machine), env, lambda _: None)
+        argv = [sys.executable, "-m", "benchmarks.gpu.rank", str(target), str(self._answer)]
+        argv += [str(cap_bytes)] if cap_bytes else []
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        self._process = subprocess.Popen(argv, cwd=ROOT, env=env, text=True, **pipes)
+
+    def begin(self) -> None:
+        """Let it train."""
+        assert self._process.stdin
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Return what `measure` found. Raises RuntimeError where it fails or takes too long."""
+        try:
+            _, errors = self._process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise RuntimeError(f"no answer in {TIMEOUT_S} s") from None
+        with self._folder:
+            if self._process.returncode:
+                raise RuntimeError(errors[-2000:])
+            return json.loads(self._answer.read_text())
 
 
 def measure(asked: SimulationTarget) -> dict[str, Any]:
-    """Train in this process: {"allocated_bytes", "reserved_bytes", "used_bytes", "phases", "step_s", "kernels"}.
+    """Train in this process: {"allocated_bytes", "reserved_bytes", "used_bytes", "phases", "step_s", "kernels", "ops"}.
 
     `used_bytes` is all that is taken of the device, the driver's part included. Times are seconds; `kernels` those of
-    one step by class.
+    one step by class, `ops` those of torch's ops by the shapes of their inputs.
     """
     from zerofit.simulate.drivers import empty_batches, start, train_steps
     from zerofit.simulate.phases import PhaseLog
     from zerofit.train import process_group
 
+    sys.stdin.readline()
     process_group.start(timedelta(seconds=TIMEOUT_S))
     on_gpu = torch.cuda.is_available()
     meter = DeviceMeter() if on_gpu else AllocatorMeter()
@@ -100,9 +126,9 @@ def measure(asked: SimulationTarget) -> dict[str, Any]:
     memory["allocated_bytes"] = max(p["peak_bytes"] for p in memory["phases"]) - memory["phases"][0]["start_bytes"]
     if isinstance(meter, DeviceMeter):
         free, total = torch.cuda.mem_get_info()
-        memory |= {"reserved_bytes": meter.reserved_bytes, "used_bytes": total - free}
+        memory |= {"reserved_bytes": meter.reserved_bytes, "used_bytes": total - free, "total_bytes": total}
     step_s = [_timed(lambda: driver.train_step(batches)) for _ in range(TIMED)]
-    return {**memory, "step_s": step_s, "kernels": _kernels(lambda: driver.train_step(batches))}
+    return {**memory, "step_s": step_s, **_profiled(lambda: driver.train_step(batches))}
 
 
 def _timed(step: Callable[[], Any]) -> float:
@@ -113,22 +139,34 @@ def _timed(step: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _kernels(step: Callable[[], Any]) -> dict[str, float]:
-    """Return the seconds of one step's kernels by class."""
+def _profiled(step: Callable[[], Any]) -> dict[str, Any]:
+    """Return the seconds of one step's kernels by class, and by the op and shapes that they were launched for."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, record_shapes=True) as profiled:
         for _ in range(PROFILED):
             step()
         if on_gpu:
             torch.cuda.synchronize()
     found: defaultdict[str, float] = defaultdict(float)
     for one in profiled.key_averages():
+        if on_gpu and one.device_type == DeviceType.CPU:
+            continue  # an op, whose kernels are rows of their own
         name = one.key.lower()
         kind = next((k for k, words in CLASSES.items() if any(w in name for w in words)), "elementwise")
-        found[kind] += (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e6 / PROFILED
-    return {kind: round(seconds, 6) for kind, seconds in sorted(found.items())}
+        found[kind] += _seconds(one, on_gpu)
+    ops = [one for one in profiled.key_averages(group_by_input_shape=True) if one.device_type == DeviceType.CPU]
+    ops = sorted(ops, key=lambda one: -_seconds(one, on_gpu))[:MOST_OPS]
+    return {
+        "kernels": {kind: round(seconds, 6) for kind, seconds in sorted(found.items())},
+        "ops": [[one.key, one.input_shapes, one.count / PROFILED, round(_seconds(one, on_gpu), 7)] for one in ops],
+    }
+
+
+def _seconds(one: FunctionEventAvg, on_gpu: bool) -> float:
+    return (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e6 / PROFILED
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from benchmarks.meter.script_cases import task
 from zerofit.spec.cluster import Cluster
 
 from .part import Measure
-from .training import here
 
 TIMEOUT_S = 150
 # runs a script as `python SCRIPT ...` does, and writes down torch's own count at its end
@@ -40,7 +40,7 @@ def cases(rehearse: bool) -> list[str]:
 @contextmanager
 def measuring(cases: list[str], folder: Path, rehearse: bool) -> Iterator[Measure]:
     """Simulate a script, and run it."""
-    yield lambda case: _measure(case, folder / "scripts", here())
+    yield lambda case: _measure(case, folder / "scripts", replace(Cluster.here(), gpus=1))
 
 
 def _measure(case: str, place: Path, cluster: Cluster) -> dict[str, Any]:

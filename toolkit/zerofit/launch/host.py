@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,10 @@ from zerofit.spec.model_facts import Machine
 
 RUN_ID = "ZEROFIT_RUN"  # in the environment of every process of a start
 WAIT_S = 5.0
+ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
+# what DeepSpeed's builder reads of it (op_builder/builder.py, compute_capability_args): "8.0;9.0+PTX", not torch's
+# "9.0a" or "Hopper"
+_ARCHITECTURES = re.compile(r"[; ]*(\d+\.\d+(\+PTX)?[; ]*)*")
 
 
 def this_machine() -> Machine:
@@ -50,13 +55,15 @@ def this_machine() -> Machine:
 def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of so many ranks on one host: accelerator, threads a rank, a place for compiled ops.
 
-    What is set already (in `base`, else here) stays.
+    What is set already (in `base`, else here) stays, but for architectures to compile for that DeepSpeed cannot read.
     """
     env = dict(os.environ if base is None else base)
     env.setdefault("DS_ACCELERATOR", accelerator)
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not stand in for the standard library's
+    if not _ARCHITECTURES.fullmatch(env.get(ARCH_LIST, "")):
+        env[ARCH_LIST] = ""  # DeepSpeed's builder ends in a ValueError at it, and asks the devices where it is empty
     if accelerator == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         env.setdefault("LOCAL_SIZE", str(ranks))
