@@ -240,7 +240,11 @@ def rates_for(case: Case, cluster: Cluster, coefficients: Coefficients) -> Rates
     share = FLASH_ATTENTION.get((generation, device.name))
     if share:
         rates = replace(rates, attention=share * (device.peak(case["precision"]) or 0.0))
-    return rates if case["stack"] != "other" else replace(rates, hook_s=0.0, engine=1.0)
+    return (
+        rates
+        if case["stack"] != "other"
+        else replace(rates, hook_s=0.0, engine=1.0, engine_launch_s=0.0, streaming=math.inf)
+    )
 
 
 def summary(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:

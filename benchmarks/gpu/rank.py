@@ -1,7 +1,8 @@
 """One real rank: the memory of its phases, the times of its steps, and what its kernels take of them.
 
 `python -m benchmarks.gpu.rank TARGET.json ANSWER.json [CAP_BYTES]`, alone in its process group, begins once a line
-comes on its standard input. With CAP_BYTES torch may take no more of the GPU than that, as on a smaller one.
+comes on its standard input: the bytes of the GPU that other processes have. With CAP_BYTES torch may take no more of
+the GPU than that, as on a smaller one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks.meter.meter import AllocatorMeter
@@ -28,6 +29,7 @@ from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.simulate.record import SimulationTarget
+from zerofit.spec.local_machine import gpu_memory
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -82,13 +84,21 @@ class Waiting:
         build_ops(needed_ops(asked.job.ds_config, machine), env, lambda _: None)
         argv = [sys.executable, "-m", "benchmarks.gpu.rank", str(target), str(self._answer)]
         argv += [str(cap_bytes)] if cap_bytes else []
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        self._process = subprocess.Popen(argv, cwd=ROOT, env=env, text=True, **pipes)
+        self._process = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
 
     def begin(self) -> None:
-        """Let it train."""
+        """Let it train; other processes have taken of the GPU's memory what they have now."""
         assert self._process.stdin
-        self._process.stdin.write("go\n")
+        used = sum(one.total_bytes - one.free_bytes for one in gpu_memory(1))
+        self._process.stdin.write(f"{used}\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
@@ -107,14 +117,14 @@ class Waiting:
 def measure(asked: SimulationTarget) -> dict[str, Any]:
     """Train in this process: {"allocated_bytes", "reserved_bytes", "used_bytes", "phases", "step_s", "kernels", "ops"}.
 
-    `used_bytes` is all that is taken of the device, the driver's part included. Times are seconds; `kernels` those of
-    one step by class, `ops` those of torch's ops by the shapes of their inputs.
+    `used_bytes` is all that this process takes of the device, the driver's part included. Times are seconds; `kernels`
+    those of one step by class, `ops` those of torch's ops by the shapes of their inputs.
     """
     from zerofit.simulate.drivers import empty_batches, start, train_steps
     from zerofit.simulate.phases import PhaseLog
     from zerofit.train import process_group
 
-    sys.stdin.readline()
+    used_before = int(sys.stdin.readline())
     process_group.start(timedelta(seconds=TIMEOUT_S))
     on_gpu = torch.cuda.is_available()
     meter = DeviceMeter() if on_gpu else AllocatorMeter()
@@ -126,7 +136,8 @@ def measure(asked: SimulationTarget) -> dict[str, Any]:
     memory["allocated_bytes"] = max(p["peak_bytes"] for p in memory["phases"]) - memory["phases"][0]["start_bytes"]
     if isinstance(meter, DeviceMeter):
         free, total = torch.cuda.mem_get_info()
-        memory |= {"reserved_bytes": meter.reserved_bytes, "used_bytes": total - free, "total_bytes": total}
+        memory |= {"reserved_bytes": meter.reserved_bytes, "used_bytes": total - free - used_before}
+        memory["total_bytes"] = total
     step_s = [_timed(lambda: driver.train_step(batches)) for _ in range(TIMED)]
     return {**memory, "step_s": step_s, **_profiled(lambda: driver.train_step(batches))}
 

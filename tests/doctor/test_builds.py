@@ -95,6 +95,17 @@ def test_what_cannot_be_built_says_why(env):
     assert "NoBuilder is not compatible" in failed.value.problem.message
 
 
+def test_what_is_compiled_is_not_looked_for_again(env, tmp_path):
+    """Nor by another process; for another environment it is."""
+    build_ops(["QuickBuilder"], env, lambda words: None)
+    build_ops(["QuickBuilder"], env, pytest.fail)
+    (built,) = (tmp_path / "ops").glob(".QuickBuilder.*.built")
+    built.rename(built.with_name(".QuickBuilder.other.built"))
+    said: list[str] = []
+    build_ops(["QuickBuilder"], env, said.append)
+    assert any("compiling" in words for words in said)
+
+
 BATON = """
 import sys, time
 from torch.utils.file_baton import FileBaton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -78,7 +79,7 @@ def test_tokens_go_to_experts_and_back_in_both_directions():
     one = replace(plain, matrices=(BLOCK // 4, BLOCK // 2), experts=(1,), ep_alltoall_bytes=Linear(per_sample=sent))
     key = setting("bf16", False, 1, 1, 4)
     cluster = make_cluster()
-    rates = replace(rates_of(cluster, "bf16"), link=1e11, link_reduce=1e11, call_s=0.0, hop_s=0.0)
+    rates = replace(rates_of(cluster, "bf16"), link=1e11, link_reduce=1e11, call_s=0.0, hop_s=0.0, streaming=math.inf)
     timer = Timer(replace(profile, costs={**profile.costs, key: (one,)}), cluster, rates)
     step = timer.step(layout(1, micro_batch=1, bucket=10**9))
     assert step.experts_s == pytest.approx(BLOCKS * 2 * sent * 3 / 4 / 1e11)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.stub import make_cluster
 from zerofit.plan.collectives import RankGroup, collective_s
-from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.kernels import kernels_s, launches, unaligned_lengths
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.spec.local_machine import Calibration
@@ -35,6 +35,16 @@ def test_each_kind_has_its_rate(rates):
     assert kernels_s([kernel("convolution", 1000, 64, 576)], 1, rates) == pytest.approx(1.0)
     assert kernels_s([kernel("elementwise", flops=Linear())], 1, rates) == pytest.approx(1e-3)
     assert launches([kernel("product"), kernel("copy")]) == 4
+
+
+def test_rows_of_no_multiple_of_16_bytes_are_slow_in_16_bits_where_it_was_measured(rates):
+    logits = kernel("product", 8192, 50257, 768)
+    padded = kernels_s([kernel("product", 8192, 50264, 768)], 1, rates)
+    assert kernels_s([logits], 1, rates) == pytest.approx(padded / 0.18, rel=1e-3)
+    assert kernels_s([replace(logits, dtype="float32")], 1, rates) == pytest.approx(padded, rel=1e-3)
+    rows = replace(logits, shape=(Linear(per_sample=1023), Linear(fixed=50264), Linear(fixed=768)))
+    assert unaligned_lengths(rows) == [] and unaligned_lengths(logits) == [50257]  # rows, not their length
+    assert rates_of(make_cluster("v100-32gb"), "fp16").unaligned == 1.0
 
 
 def test_a_causal_mask_halves_attention_and_few_blocks_slow_it(rates):

@@ -19,6 +19,7 @@ from zerofit.plan.search import host_needed, pressure, search
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import LAST_SEGMENTS_BYTES, NCCL_ALL_TO_ALL_BYTES, NCCL_NVLINK_BYTES
+from zerofit.spec.profile import Kernel, Linear
 
 REQUEST = PlanRequest(precision="bf16", global_batch=64)
 
@@ -41,6 +42,29 @@ def test_the_best_come_first_and_fit():
         assert 0 < one.mfu < 1 and sum(one.memory.breakdown.values()) == one.memory.peak_bytes
         assert one.samples_per_s == pytest.approx(64 / one.time.step_s, rel=0.005)
     assert answer.considered == answer.fitting + sum(r.count for r in answer.rejections if r.layout)
+
+
+def test_sizes_that_slow_products_are_named_with_what_padding_saves():
+    profile = make_profile()
+    assert found(profile).padding == ""
+    odd = Kernel(
+        kind="product",
+        dtype="bfloat16",
+        count=1.0,
+        flops=Linear(per_sample=2.0 * 1024 * 768 * 50257),
+        moved_bytes=Linear(per_sample=2.0 * 1024 * 50257),
+        shape=(Linear(per_sample=1024), Linear(fixed=50257), Linear(fixed=768)),
+    )
+    costs = {
+        key: tuple(replace(one, forward_kernels=(*one.forward_kernels, odd)) for one in mine)
+        for key, mine in profile.costs.items()
+    }
+    slow, plain = found(replace(profile, costs=costs)), found(profile)
+    assert slow.padding.startswith("padding 50,257 to 50,304 saves ") and "50304" in slow.padding
+    assert slow.to_dict()["padding"] == slow.padding
+    saved = float(slow.padding.partition(" saves ")[2].partition("%")[0]) / 100
+    best, same = slow.layouts[0], [one for one in plain.layouts if one.layout == slow.layouts[0].layout]
+    assert 0.01 < saved < 1 and (not same or best.step_s * (1 - saved) >= same[0].step_s * 0.99)
 
 
 def test_only_what_deepspeed_and_zerofit_take():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,8 @@ def timer() -> Timer:
         network_hop_s=0.0,
         edge=0.0,
         engine=1.0,
+        engine_launch_s=0.0,
+        streaming=math.inf,
     )
     return Timer(make_profile(), cluster, rates)
 
@@ -98,6 +101,21 @@ def test_the_optimizer(timer):
     assert offloaded.optimizer_s == pytest.approx(PARAMETERS * HOST_ADAM_BYTES / 1e11)  # shared
     # gradients down and up in bf16, down in float32, stepped parameters up
     assert offloaded.transfer_s == pytest.approx((2 * 2 + 4 + 2) * PARAMETERS / 8 / 1e10)
+
+
+def test_the_engine_passes_over_gradients_and_masters(timer):
+    """In bf16 16 bytes of all gradients and 6 of the share, 6 more where they are added; in the step 48 but 12."""
+    rates = replace(timer.rates, streaming=1e12, engine_launch_s=1e-5)
+    own = Timer(make_profile(), make_cluster(), rates)
+    for accumulation in (1, 3):
+        layout = choose(zero_stage=2, accumulation=accumulation)
+        plain, step = timer.step(layout), own.step(layout)
+        passed = accumulation * (16 + 6 / 8) + (accumulation - 1) * 6 / 8
+        assert step.reduce_s - plain.reduce_s == pytest.approx(PARAMETERS * passed / 1e12)
+        launches = 15 * own.parts(layout).one.trained_tensors / 8 + 84
+        stepped = PARAMETERS / 8 * 36 / 1e12 + launches * 1e-5
+        assert step.optimizer_s - plain.optimizer_s == pytest.approx(stepped)
+        assert step.step_s == pytest.approx(plain.step_s + PARAMETERS * passed / 1e12 + stepped)
 
 
 def test_stage_2_moves_whole_gradients_of_earlier_micro_batches(timer):

@@ -41,6 +41,8 @@ def show(plan: Plan, mesh: bool = False) -> None:
         console.print(f"  {plan.scaling}")
     if plan.by_trace:
         console.print(f"  {plan.by_trace}")
+    if result.padding:
+        console.print(f"  {result.padding}")
     if plan.boxes:
         console.print(_boxes(plan.boxes))
     if plan.answer:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
+from zerofit.launch.host import ops_folder
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.local_machine import LIBAIO_HINT, libaio
@@ -70,20 +71,31 @@ def _prebuilt(op: str) -> bool:
 
 
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
-    """Compile (or find compiled) each op, saying every half second how long it has taken. Raises RunFailed.
+    """Compile each op that is not there yet, saying every half second how long it has taken. Raises RunFailed.
 
     One process builds at a time, and a build ends with the process that asked for it. torch's lock files that a killed
     build has left in the folder are removed; those of a build that lives are waited for.
     """
-    if not ops:
+    folder = Path(env["TORCH_EXTENSIONS_DIR"]) if ops else Path()
+    missing = [op for op in ops if not _built(folder, op).exists()]
+    if not missing:
         return
-    folder = Path(env["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     show("waiting for another process that compiles DeepSpeed's ops")
     with FileLock(folder / ".zerofit.lock"):
         clear_stale_locks(folder, show)
-        for op in ops:
+        for op in missing:
             _build(op, env, show)
+            _built(folder, op).touch()
+
+
+def _built(folder: Path, op: str) -> Path:
+    """Return the file that says that this environment has compiled an op in a folder.
+
+    To find that out by DeepSpeed's builder takes a process that imports DeepSpeed: 6 s. A rank loads the op by it
+    anyway, and compiles what is missing after all.
+    """
+    return folder / f".{op}.{ops_folder().name}.built"
 
 
 def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None:

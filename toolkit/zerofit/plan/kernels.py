@@ -8,6 +8,7 @@ from zerofit.plan.measured_rates import WITH_PRODUCTS
 from zerofit.plan.rates import Rates
 from zerofit.spec.profile import Kernel
 
+ALIGNED = 8  # elements of 16 bits, 16 bytes: rows in memory that tensor cores read at full speed begin so far apart
 ATTENTION_ROWS = 128  # queries that one block of a fused attention kernel takes (flash_fwd_launch_template.h)
 
 
@@ -28,7 +29,17 @@ def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
     else:
         measured_s *= rates.slower * (1.0 if kernel.kind in WITH_PRODUCTS else rates.unfused)
-    return measured_s * rates.longer.get(kernel.kind, 1.0)
+    return measured_s * rates.longer.get(kernel.kind, 1.0) / (rates.unaligned if unaligned_lengths(kernel) else 1.0)
+
+
+def unaligned_lengths(kernel: Kernel) -> list[int]:
+    """Return how long rows of a product in 16 bits are that are no multiple of 16 bytes: 50,257 for GPT-2's logits.
+
+    What grows with the samples is a number of rows, not their length.
+    """
+    if kernel.kind != "product" or kernel.dtype not in ("float16", "bfloat16"):
+        return []
+    return [round(size.fixed) for size in kernel.shape if not size.per_sample and size.fixed % ALIGNED]
 
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:

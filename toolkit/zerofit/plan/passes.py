@@ -51,7 +51,8 @@ class RankPass:
     backward: tuple[LayerWork, ...]
     elements: tuple[int, ...]  # of parameters, on one rank
     trained: tuple[int, ...]  # of these, elements with gradients
-    experts: tuple[int, ...]  # of these, elements of spread experts
+    gradients: tuple[int, ...]  # how many parameters have one, on one rank
+    experts: tuple[int, ...]  # of `elements`, those of spread experts
     output_bytes: float  # what a stage hands on
 
     @cached_property
@@ -73,6 +74,11 @@ class RankPass:
     def trained_parameters(self) -> int:
         """Elements with gradients of the stage with most, on one rank."""
         return max(self.trained_of(stage) for stage in self.stages)
+
+    @cached_property
+    def trained_tensors(self) -> int:
+        """Parameters with gradients of the stage with most elements of them, on one rank."""
+        return sum(n * self.gradients[i] for i, n in max(self.stages, key=self.trained_of))
 
     @cached_property
     def expert_share(self) -> float:
@@ -165,6 +171,7 @@ class Passes:
             backward=directions[1],
             elements=tuple(sum(map(sum, kinds)) for kinds in whole),
             trained=tuple(sum(map(sum, own)) for own in tensors),
+            gradients=tuple(gradients),
             experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
         )

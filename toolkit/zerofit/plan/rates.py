@@ -26,11 +26,11 @@ class Coefficients:
     """What was fitted to published throughput, for GPUs; nothing else was."""
 
     memory: float = 0.59  # share of the data sheet's bandwidth that kernels without products reach
-    network: float = 0.62  # share of the wire between nodes that collectives reach
+    network: float = 0.63  # share of the wire between nodes that collectives reach
     network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.75  # share of a collective between nodes, beside compute, that adds to it
-    hook_s: float = 455e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
-    engine: float = 1.06  # times as long as a bare loop's: kernels under DeepSpeed's hooks, copies and waits of streams
+    exposed_between: float = 0.55  # share of a collective between nodes, beside compute, that adds to it
+    hook_s: float = 429e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
+    engine: float = 1.06  # times as long as in a bare loop: kernels under DeepSpeed's hooks and waits of streams
     host: float = 0.2  # share of the memory channels' bandwidth that CPU Adam reaches: published runs say 0.03 to 0.5
 
 
@@ -79,6 +79,18 @@ PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
 OTHER_PRODUCTS = _best(0.80, "assumed: the middle of those that were measured")
 FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
 
+# share of that which products in 16 bits reach whose rows are no multiple of 16 bytes
+UNALIGNED: dict[str, SourcedRate] = {
+    "H100": SourcedRate(
+        0.18, "measured: 95 to 147 of 690 TFLOP/s with GPT-2's 50,257 columns (benchmarks/results/gpu-training.json)"
+    ),
+}
+UNALIGNED["H200"] = UNALIGNED["H100 PCIe"] = UNALIGNED["H800"] = UNALIGNED["H100"]
+UNALIGNED["A100"] = UNALIGNED["A800"] = SourcedRate(
+    0.42, "karpathy/nanoGPT: a vocabulary of 50,304 in place of 50,257 makes GPT-2's steps on A100s a quarter faster"
+)
+OTHER_UNALIGNED = SourcedRate(1.0, "assumed: no figure is known")
+
 # fused attention, on the products that it makes: half of them under a causal mask
 ATTENTION: dict[str, SourcedRate] = {
     "A100": SourcedRate(0.55, _SIMUMAX + "a100_pcie, sdp"),
@@ -106,6 +118,7 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     "pcie ring": SourcedRate(
         0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
     ),
+    "adam": SourcedRate(0.82, "measured: fused AdamW on an H100 (benchmarks/results/gpu-environment.json)"),
     "pcie": SourcedRate(0.8, "assumed: pinned copies"),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
     "cpu": SourcedRate(0.6, "assumed: oneDNN against the cores' peak, in a model's shapes"),
@@ -123,15 +136,26 @@ CPU_GRADIENT_S = SourcedRate(
     300e-6, "measured on two CPU cores, in eight trainings of small models: hook, bucket, norm and step of one gradient"
 )
 NO_GRADIENT_S = SourcedRate(0.0, "with the engine's share of kernels: on GPUs it runs ahead")
+_ENGINE_LAUNCH = SourcedRate(
+    0.30, "measured: GPT-2 at stage 0, a Llama at stage 2, on an H100: these kernels are of no module and no autograd"
+)
+NO_ENGINE_LAUNCH = SourcedRate(0.0, "in what one gradient takes of the host")
 NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")
-STREAMING = SourcedRate(0.9, "assumed: one long addition against the data sheet's bandwidth")
+STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
 
 # rates that a kind of a trace corrects; kernels and collectives have their kinds' own factors, these have none
 _HOST = "launches and hooks"
-TRACED = {"launch_s": _HOST, "hook_s": _HOST, "gradient_s": _HOST, "adam": "Adam", "host": "Adam"}
-UNTOUCHED = ("engine", "exposed_between")
+TRACED = {
+    "launch_s": _HOST,
+    "engine_launch_s": _HOST,
+    "hook_s": _HOST,
+    "gradient_s": _HOST,
+    "adam": "Adam",
+    "host": "Adam",
+}
+UNTOUCHED = ("engine", "exposed_between", "unaligned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +164,17 @@ class Rates:
 
     flops: float
     memory: float
+    streaming: float  # of long passes over contiguous memory
     adam: float  # under an optimizer's step on the device
     launch_s: float
+    engine_launch_s: float  # of the host, from one of the engine's own kernels to the next
     engine: float  # times as long as in a bare loop: kernels under DeepSpeed
     gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions, which run on the general cores
     attention: float  # fused kernels, on the products that they make
+    unaligned: float  # share that products with rows of no multiple of 16 bytes reach of the others
     attention_blocks: float  # of queries that half fill a device
     unfused: float  # share of the traffic between products that is left; 1: one kernel an op
     exposed_inside: float  # share of a collective beside compute that adds to it, within a node
@@ -181,8 +208,10 @@ def rates_of(
     assumed = _assumed(cluster, precision, products, fitted)
     found: dict[str, float | None] = {
         "memory": measured.memory_bandwidth and measured.memory_bandwidth * _of_streaming(cluster, fitted),
+        "streaming": measured.memory_bandwidth,
         "adam": measured.adam_bandwidth,
         "launch_s": measured.launch_s,
+        "engine_launch_s": measured.launch_s and assumed["engine_launch_s"].value / LAUNCH_S.value * measured.launch_s,
         "link": measured.link,
         "link_reduce": measured.link,
         "pcie": measured.host_copy,
@@ -242,10 +271,13 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
     return {
         "flops": SourcedRate(peak * products.large, products.how),
         "attention": SourcedRate(peak * attention.value, attention.how),
+        "unaligned": UNALIGNED.get(device.name, OTHER_UNALIGNED),
         "general": _share_of(device.peak("fp32") or 0.0, EFFICIENCIES["general"]),
         "memory": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
-        "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
+        "streaming": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else STREAMING),
+        "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
         "launch_s": LAUNCH_S,
+        "engine_launch_s": NO_ENGINE_LAUNCH if on_cpu else _share_of(LAUNCH_S.value, _ENGINE_LAUNCH),
         "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),
         "gradient_s": CPU_GRADIENT_S if on_cpu else NO_GRADIENT_S,
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),

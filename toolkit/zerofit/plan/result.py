@@ -99,6 +99,7 @@ class PlanResult:
     considered: int
     fitting: int
     seconds: float
+    padding: str = ""  # what sizes of the model that are no multiples of eight cost the first layout
     misfits: tuple[RankedLayout, ...] = ()  # which lack least, where fewer fit than were wanted
 
     @property
@@ -141,6 +142,7 @@ class PlanResult:
             "layouts": [one.to_dict() for one in self.layouts],
             "misfits": [one.to_dict() for one in self.misfits],
             "plainest": self.plainest,
+            "padding": self.padding,
             "fitting": self.fitting,
             "considered": self.considered,
             "rejected": {one.reason: one.count for one in self.rejections},

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, Played, played
+from zerofit.plan.engine_work import engine_work
 from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STEP_BYTES
@@ -16,7 +17,7 @@ from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import timeline
 from zerofit.plan.zero3_gather import LayerFetches, fetches
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.measured_kernels import ADAM_BYTES
+from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
 from zerofit.spec.profile import Profile, setting
 
 # of host memory: the C++ op reads gradient and states and writes states (28), clipping reads and writes the gradient
@@ -36,6 +37,7 @@ Stream = Literal[
     "host to device",
     "NVMe",
 ]
+HANDLED = "gradients into buckets and out"  # the engine's own passes
 TRANSFERS = ("device to host", "host to device", "NVMe")
 
 
@@ -46,7 +48,7 @@ class StepTime:
     step_s: float
     compute_s: float  # forward and backward of all micro batches
     gather_s: float  # ZeRO-3: parameters, where they are waited for
-    reduce_s: float  # gradients
+    reduce_s: float  # gradients, with the engine's own passes over them
     tensor_s: float  # all-reduces of tensor parallelism
     sequence_s: float  # all-to-alls of sequence parallelism
     experts_s: float  # all-to-alls of spread experts
@@ -185,21 +187,22 @@ class Timer:
         else:  # a pipeline's stages keep step; each waits while it fills and drains, and for those that are slower
             passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
             bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
-        tasks = [*parts.first, *parts.step]
-        later_s = (micro_batches - 1) * sum(task.seconds for task in parts.later)
-        moved_s = sum(task.seconds for task in tasks if task.stream in TRANSFERS)
-        optimizer_s = sum(task.seconds for task in tasks if task.stream not in TRANSFERS)
+        tasks = [(1, task) for task in (*parts.first, *parts.step)] + [(micro_batches - 1, t) for t in parts.later]
+        moved_s = sum(times * task.seconds for times, task in tasks if task.stream in TRANSFERS)
+        handled_s = sum(times * task.seconds for times, task in tasks if task.name == HANDLED)
+        optimizer_s = sum(times * task.seconds for times, task in tasks) - moved_s - handled_s
+        reduce_s = parts.reductions * reduce_wait_s + handled_s
         return StepTime(
-            step_s=passes_s + parts.reductions * reduce_wait_s + optimizer_s + later_s + moved_s,
+            step_s=passes_s + reduce_s + optimizer_s + moved_s,
             compute_s=micro_batches * sums.computed_s,
             gather_s=micro_batches * gather_wait_s,
-            reduce_s=parts.reductions * reduce_wait_s,
+            reduce_s=reduce_s,
             tensor_s=micro_batches * sums.tensor_s,
             sequence_s=micro_batches * sums.sequence_s,
             experts_s=micro_batches * sums.experts_s,
             bubble_s=bubble_s,
             optimizer_s=optimizer_s,
-            transfer_s=micro_batches * sums.copy_s + later_s + moved_s,
+            transfer_s=micro_batches * sums.copy_s + moved_s,
         )
 
     def parts(self, layout: PlannedLayout) -> StepParts:
@@ -280,27 +283,43 @@ class Timer:
     def _accumulate(
         self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return how offloaded gradients move after the first and after each other micro batch.
+        """Return what the engine does with gradients after the first and after each other micro batch.
 
-        They are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all
-        parameters on every rank (stage_1_and_2.py:1809).
+        Stages 2 and 3 reduce them each time. Offloaded, they are accumulated on the host: at stage 3 a rank's share
+        (stage3.py:2015), at stage 2 those of all parameters on every rank (stage_1_and_2.py:1809).
         """
+        handled = (
+            tuple(self._handled(layout, one, later=later) for later in (False, True)) if layout.zero_stage > 1 else ()
+        )
         if layout.offload_optimizer == "none" or (layout.zero_stage < 3 and layout.accumulation == 1):
-            return (), ()
+            return handled[:1], handled[1:]
         moved = b * one.trained_parameters * (self._share(layout, one) if layout.zero_stage == 3 else 1)
         seconds = moved / self.rates.pcie
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
-        return (up, down) if layout.zero_stage == 3 else (down,), (up, down)
+        return (*handled[:1], *((up, down) if layout.zero_stage == 3 else (down,))), (*handled[1:], up, down)
+
+    def _handled(self, layout: PlannedLayout, one: RankPass, *, later: bool) -> StepTask:
+        """Return the engine's own passes over gradients that are reduced, the first time or a later one."""
+        work, share = engine_work(layout), self._share(layout, one)
+        moved = (work.gradients + share * (work.kept + later * work.added)) * one.trained_parameters
+        return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)
 
     def _step_tasks(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> Iterator[StepTask]:
-        """Yield the step on a rank's share, then the all-gather of stages 1 and 2.
+        """Yield the step on a rank's share, then the all-gather of stages 1 and 2; first what is left of the gradients.
 
         Offloaded gradients move in float32; a node's ranks share its memory and its disks.
         """
-        share, rates = one.trained_parameters * (self._share(layout, one) if layout.zero_stage else 1), self.rates
-        gpus = self._cluster.gpus
+        rates, gpus, work = self.rates, self._cluster.gpus, engine_work(layout)
+        part = self._share(layout, one) if layout.zero_stage else 1
+        share = part * one.trained_parameters
+        if layout.zero_stage < 2:
+            yield self._handled(layout, one, later=False)
+        launches = part * work.looped * one.trained_tensors + work.begun
+        yield StepTask("host", "launches of the step", 0.0, launches * rates.engine_launch_s)
         if layout.offload_optimizer == "none":
+            passed = (work.step - UNSTEPPED_BYTES) * share
+            yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
             moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
             yield StepTask("compute", "Adam", moved, moved / rates.adam)
         else:

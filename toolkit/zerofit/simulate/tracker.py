@@ -26,6 +26,8 @@ from zerofit.simulate.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
 from zerofit.simulate.op_costs import BLAS, Scratch, added_to, bytes_of, flops_of
 from zerofit.simulate.streams import SimulatedStream, Streams
+from zerofit.spec.local_machine import is_older
+from zerofit.spec.overhead import CUBLASLT_BYTES, CUBLASLT_SHARES_FROM
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
@@ -36,6 +38,7 @@ _PYTHON = os.path.dirname(os.__file__)
 # frames that say nothing of who wants memory: torch, this package, contextlib, functools ...
 _PASSED_OVER = (_TORCH + os.sep, _HERE + os.sep, "<", f"{_PYTHON}/contextlib", f"{_PYTHON}/functools")
 # ... and by the ends of their files: that decorator, and what stands between DeepSpeed and torch
+_LT_IS_APART = is_older("torch", CUBLASLT_SHARES_FROM)
 _BETWEEN = ("deepspeed/utils/nvtx.py", "deepspeed/accelerator/abstract_accelerator.py")
 
 CallSite = tuple[str, CodeType | None, int]  # the module that runs, the function that calls an op, its line
@@ -54,7 +57,7 @@ class AllocationTracker(TorchDispatchMode):
         self.ledger = Ledger()
         self.streams = Streams(self.ledger)
         self._workspace_bytes = workspace_bytes
-        self._handles: set[tuple[int, int]] = set()  # (thread, stream) that have a workspace
+        self._handles: set[tuple[int, int, int]] = set()  # (thread, stream, bytes) of workspaces
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
         # (collective, group size, phase, step) -> its calls and bytes
         self.sent: defaultdict[tuple[str, int, str, int], list[int]] = defaultdict(lambda: [0, 0])
@@ -179,12 +182,18 @@ class AllocationTracker(TorchDispatchMode):
         if extra:
             self.ledger.freed(self._allocate_beside(name, extra, TEMPORARIES, place))
         if self._workspace_bytes and name in BLAS and out.device.type == self.device:
-            handle = threading.get_ident(), self.streams.current.number
-            if handle not in self._handles:
-                self._handles.add(handle)
-                self._allocate_beside(name, self._workspace_bytes, WORKSPACES, place)
+            self._open_handle(name, self._workspace_bytes, place)
+            if _LT_IS_APART and name == "aten::addmm" and args[0].dim() == 1:
+                self._open_handle(name, CUBLASLT_BYTES, place)
         if self._has_waited(name, args, kwargs, out):
             self.streams.current.synchronize()
+
+    def _open_handle(self, op: str, size: int, place: CallSite | None) -> None:
+        """Note the workspace of a library's handle: one for each thread on each stream, where the first call is."""
+        handle = threading.get_ident(), self.streams.current.number, size
+        if handle not in self._handles:
+            self._handles.add(handle)
+            self._allocate_beside(op, size, WORKSPACES, place)
 
     def _allocate_beside(self, op: str, size: int, kind: str, place: CallSite | None) -> int:
         """Note what a kernel allocates beside its outputs; return its index in the ledger."""

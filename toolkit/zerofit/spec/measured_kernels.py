@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# of one element's step on the device. fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4),
-# unscaled (8), its norm taken (4), read by Adam (4); the parameter written in the model's dtype
-# (runtime/zero/stage_1_and_2.py, step)
-ADAM_BYTES = 44
+# of one element's step on the device, in float32: master and two moments, 12 read and 12 written; the gradient scaled
+# (8), its norm taken (4), read by Adam (4)
+ADAM_BYTES, UNSTEPPED_BYTES = 40, 12  # the latter without Adam
 
 
 @dataclass(frozen=True, kw_only=True)

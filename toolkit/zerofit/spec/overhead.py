@@ -102,10 +102,12 @@ NCCL_NVLINK_CHANNELS = (16, 32)
 NCCL_PCIE_CHANNELS = (2, 8)
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: compute capability 9, 10 and 12 (Hopper,
-# Blackwell), all others; on AMD gfx94x and gfx95x, all others. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE),
-# hipBLASLt has 76 MiB of its own (parseCUDABlasLtWorkspaceSize).
+# Blackwell), all others; on AMD gfx94x and gfx95x, all others. cuBLASLt, which adds biases, shares it from torch 2.12
+# on (pytorch#168175) and had 1 MiB of its own before (measured with torch 2.11 on an H100); hipBLASLt has 76 MiB of its
+# own (parseCUDABlasLtWorkspaceSize).
 CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_HOPPER_BYTES = 32 * MIB
+CUBLASLT_BYTES, CUBLASLT_SHARES_FROM = MIB, (2, 12)
 HIPBLAS_MI300_BYTES, HIPBLAS_BYTES, HIPBLASLT_BYTES = 128 * MIB, 32 * MIB, 76 * MIB
 
 

@@ -1,0 +1,61 @@
+"""Kernels that DeepSpeed's engine itself runs in a step, counted on fake tensors: `python engine_ops.py TARGET ANSWER`.
+
+TARGET is a pickled SimulationTarget of two steps; ANSWER becomes {phase: [kernels, bytes read and written]} of the
+second. An op is the engine's where its caller is: a hook of backward or the step, not a module's forward and not
+autograd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from zerofit.simulate.kernels import call_of
+from zerofit.simulate.layer_costs import _is_kernel
+from zerofit.simulate.rank import simulate
+from zerofit.simulate.record import SimulationTarget
+from zerofit.simulate.tracker import AllocationTracker
+
+WATCH = AllocationTracker.__torch_dispatch__
+
+
+def is_engines(frame: FrameType | None) -> bool:
+    """Return whether DeepSpeed is the nearest of those that run ops."""
+    while frame is not None:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith("torch/nn/modules/module.py") and function == "_call_impl":
+            return False
+        if file.endswith("torch/autograd/graph.py"):
+            return False
+        if f"{os.sep}deepspeed{os.sep}" in file:
+            return not file.endswith("zero/linear.py")  # whose products are the model's
+        frame = frame.f_back
+    return False
+
+
+def count(target: SimulationTarget) -> dict[str, list[int]]:
+    found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def watched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = WATCH(self, func, types, args, kwargs)
+        counts = func.namespace == "aten" and self._step == 1 and _is_kernel(func)
+        if counts and is_engines(sys._getframe().f_back):
+            one = found[self._phase]
+            one[0] += 1
+            one[1] += call_of(func, args, kwargs or {}, out).moved_bytes
+        return out
+
+    AllocationTracker.__torch_dispatch__ = watched
+    simulate(target)
+    return dict(found)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(count(pickle.loads(Path(sys.argv[1]).read_bytes()))))
+    os._exit(0)  # not by way of DeepSpeed's exit handlers
