@@ -8,8 +8,8 @@ import pytest
 
 from tests.plan.stub import make_cluster
 from zerofit.plan.collectives import RankGroup, collective_s
-from zerofit.plan.kernels import kernels_s, launches, unaligned_lengths
-from zerofit.plan.measured_rates import CollectiveTable, KernelTable
+from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.measured_rates import CollectiveTable, KernelTable, unaligned_lengths
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
@@ -45,6 +45,19 @@ def test_rows_of_no_multiple_of_16_bytes_are_slow_in_16_bits_where_it_was_measur
     rows = replace(logits, shape=(Linear(per_sample=1023), Linear(fixed=50264), Linear(fixed=768)))
     assert unaligned_lengths(rows) == [] and unaligned_lengths(logits) == [50257]  # rows, not their length
     assert rates_of(make_cluster("v100-32gb"), "fp16").unaligned == 1.0
+
+
+def test_unaligned_rows_that_were_measured_are_as_measured(rates):
+    """As in a trace; where none was, the others' table and the share count."""
+    logits = kernel("product", 8192, 50257, 768, flops=Linear(per_sample=2e12))
+    even = MeasuredKernel(kind="product", dtype="bfloat16", shape=(8192, 50264, 768), flops=1e12, seconds=1.0)
+    odd = replace(even, shape=(8192, 50257, 768), seconds=3.0)
+    for known, seconds in (((even,), 2.0 / 0.18), ((even, odd), 6.0), ((odd,), 6.0)):
+        table = replace(rates, kernels=KernelTable(known))
+        assert kernels_s([logits], 1, table) == pytest.approx(seconds, rel=1e-3)
+    assert kernels_s([replace(logits, shape=kernel("product", 8192, 50264, 768).shape)], 1, table) == pytest.approx(
+        6.0, 0.01
+    )
 
 
 def test_a_causal_mask_halves_attention_and_few_blocks_slow_it(rates):

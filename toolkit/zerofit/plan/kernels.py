@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zerofit.plan.measured_rates import WITH_PRODUCTS
+from zerofit.plan.measured_rates import WITH_PRODUCTS, unaligned_lengths
 from zerofit.plan.rates import Rates
 from zerofit.spec.profile import Kernel
 
-ALIGNED = 8  # elements of 16 bits, 16 bytes: rows in memory that tensor cores read at full speed begin so far apart
 ATTENTION_ROWS = 128  # queries that one block of a fused attention kernel takes (flash_fwd_launch_template.h)
 
 
@@ -24,22 +23,12 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds of equal kernels: as such were measured, else by the rates of the device."""
-    measured_s = rates.kernels.seconds(kernel, micro_batch) if rates.kernels else None
+    measured_s = rates.kernels.seconds(kernel, micro_batch, rates.unaligned) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
     else:
         measured_s *= rates.slower * (1.0 if kernel.kind in WITH_PRODUCTS else rates.unfused)
-    return measured_s * rates.longer.get(kernel.kind, 1.0) / (rates.unaligned if unaligned_lengths(kernel) else 1.0)
-
-
-def unaligned_lengths(kernel: Kernel) -> list[int]:
-    """Return how long rows of a product in 16 bits are that are no multiple of 16 bytes: 50,257 for GPT-2's logits.
-
-    What grows with the samples is a number of rows, not their length.
-    """
-    if kernel.kind != "product" or kernel.dtype not in ("float16", "bfloat16"):
-        return []
-    return [round(size.fixed) for size in kernel.shape if not size.per_sample and size.fixed % ALIGNED]
+    return measured_s * rates.longer.get(kernel.kind, 1.0)
 
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
@@ -66,4 +55,5 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
             return made_s
         heads, queries, _, _ = sizes
         return made_s * (1 + rates.attention_blocks / (heads * max(1.0, queries / ATTENTION_ROWS)))
-    return flops / rates.flops * (1 + rates.edge * sum(1 / size for size in sizes))
+    share = rates.unaligned if unaligned_lengths(kernel) else 1.0
+    return flops / (share * rates.flops) * (1 + rates.edge * sum(1 / size for size in sizes))

@@ -12,6 +12,8 @@ from zerofit.spec.profile import Kernel
 
 WITH_PRODUCTS = ("product", "convolution", "attention")
 NEARNESS = 4  # a point counts with this power of its nearness, so that the nearest outweigh the rest
+ALIGNED = 8  # elements of 16 bits, 16 bytes: rows in memory that tensor cores read at full speed begin so far apart
+HALF = ("float16", "bfloat16")
 SAME = 1e-3  # of a logarithm: sizes that are equal
 
 
@@ -26,7 +28,7 @@ class KernelTable:
     """Rates of kernels by kind, dtype and shape; between those that were measured by their nearness in size."""
 
     def __init__(self, measured: Iterable[MeasuredKernel]):
-        self._points: defaultdict[tuple[str, str, bool], list[_Point]] = defaultdict(list)
+        self._points: defaultdict[tuple[str, str, bool, bool], list[_Point]] = defaultdict(list)
         self._known: dict[tuple, float] = {}
         self.shapes = 0
         for one in measured:
@@ -35,11 +37,18 @@ class KernelTable:
                 continue
             self.shapes += 1
             point = _Point(_logs((*one.shape, amount)), math.log(amount / one.seconds))
-            self._points[one.kind, one.dtype, one.groups > 1].append(point)
+            odd = one.kind == "product" and one.dtype in HALF and any(size % ALIGNED for size in one.shape)
+            self._points[one.kind, one.dtype, one.groups > 1, odd].append(point)
 
-    def seconds(self, kernel: Kernel, micro_batch: int) -> float | None:
-        """Return the seconds of equal kernels; None where nothing of their kind and dtype was measured."""
-        points = self._points.get((kernel.kind, kernel.dtype, kernel.groups > 1))
+    def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
+        """Return the seconds of equal kernels; None where nothing of their kind and dtype was measured.
+
+        Products with unaligned rows reach the share `unaligned` of the others, unless such ones were measured.
+        """
+        key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
+        points = self._points.get((*key, odd))
+        share = unaligned if odd and not points else 1.0
+        points = points or self._points.get((*key, not odd))
         if not points:
             return None
         products = kernel.kind in WITH_PRODUCTS
@@ -47,10 +56,20 @@ class KernelTable:
         if whole <= 0:
             return 0.0 if not products else None
         sizes = (*(size.at(micro_batch) for size in kernel.shape), whole / max(1.0, kernel.count))
-        key = (kernel.kind, kernel.dtype, kernel.groups > 1, sizes)
-        if key not in self._known:
-            self._known[key] = _rate_at(points, _logs(sizes))
-        return whole / self._known[key]
+        place = (*key, odd, sizes)
+        if place not in self._known:
+            self._known[place] = _rate_at(points, _logs(sizes))
+        return whole / (share * self._known[place])
+
+
+def unaligned_lengths(kernel: Kernel) -> list[int]:
+    """Return how long rows of a product in 16 bits are that are no multiple of 16 bytes: 50,257 for GPT-2's logits.
+
+    What grows with the samples is a number of rows, not their length.
+    """
+    if kernel.kind != "product" or kernel.dtype not in ("float16", "bfloat16"):
+        return []
+    return [round(size.fixed) for size in kernel.shape if not size.per_sample and size.fixed % ALIGNED]
 
 
 def _made(flops: float, causal: bool) -> float:
