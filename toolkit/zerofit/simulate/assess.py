@@ -56,7 +56,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     else:
         job, layers, error = simulated.target.job, simulated.layers, simulated.check_error
         layout, run, facts = job.layout, _run(simulated.target), job.facts
-    peak, beside = record.peaks[0], overheads(cluster.device, _communicators(record.groups))
+    peak, beside = record.peaks[0], _beside(record, cluster)
     if cluster.on_cpu:  # matrix products take the largest parameter in fp32
         largest = facts.largest_parameter * ELEMENT_BYTES["fp32"]
         beside += unseen_on_cpu(peak.bytes, largest, bool(facts.experts))
@@ -99,6 +99,10 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     )
 
 
+def _beside(record: RankRecord, cluster: Cluster) -> list[Overhead]:
+    return overheads(cluster.device, _communicators(record.groups), record.convolution_bytes)
+
+
 def _run(target: SimulationTarget) -> SimulatedRun:
     run, batch = target.job.run, target.job.batch
     return SimulatedRun(
@@ -137,7 +141,7 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
     if not simulated.layers or cluster.on_cpu:
         return False
     record, there = simulated.record, cluster.device.memory_bytes
-    beside = sum(o.high_bytes for o in overheads(cluster.device, _communicators(record.groups)))
+    beside = sum(o.high_bytes for o in _beside(record, cluster))
     return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_ahead_bytes + beside
 
 

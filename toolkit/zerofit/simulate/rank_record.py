@@ -44,6 +44,7 @@ def record_of(
         flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
         timeline=timeline(ledger),
         events=events,
+        convolution_bytes=meter.convolution_bytes,
         script=script,
         heavier=heavier,
     )

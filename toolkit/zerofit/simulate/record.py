@@ -213,6 +213,7 @@ class RankRecord:
     host_moments: dict[str, HostMoment] = field(default_factory=dict)  # of which the above are made
     timeline: tuple[MemoryPoint, ...] = ()  # () where layers were extrapolated
     events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
+    convolution_bytes: int = 0  # input, weights and output of the largest convolution
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     heavier: HeavierRank | None = None  # the one that keeps most; None where it is this one

@@ -188,6 +188,7 @@ def _extrapolated(
         reserved_bytes=_reserved(records, counts, total, peaks[0].bytes, "reserved_bytes"),
         reserved_ahead_bytes=_reserved(records, counts, total, peaks[0].bytes, "reserved_ahead_bytes"),
         groups=more.groups,
+        convolution_bytes=more.convolution_bytes,
         sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
         flops=_rows(few.flops, more.flops, ("flops",), line),
     )

@@ -62,6 +62,7 @@ class AllocationTracker(TorchDispatchMode):
         # (collective, group size, phase, step) -> its calls and bytes
         self.sent: defaultdict[tuple[str, int, str, int], list[int]] = defaultdict(lambda: [0, 0])
         self.groups: dict[str, tuple[int, set[str]]] = {}  # name of a process group -> its ranks, its collectives
+        self.convolution_bytes = 0  # input, weights and output of the largest convolution
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
         self.last = ("", "")  # the op that was begun last, and the module that ran
         self.device = device
@@ -181,6 +182,8 @@ class AllocationTracker(TorchDispatchMode):
         extra = self._scratch(name, args, kwargs, out)
         if extra:
             self.ledger.freed(self._allocate_beside(name, extra, TEMPORARIES, place))
+        if name == "aten::convolution" and out.device.type == self.device:
+            self.convolution_bytes = max(self.convolution_bytes, bytes_of((args[:2], out)))
         if self._workspace_bytes and name in BLAS and out.device.type == self.device:
             self._open_handle(name, self._workspace_bytes, place)
             if _LT_IS_APART and name == "aten::addmm" and args[0].dim() == 1:

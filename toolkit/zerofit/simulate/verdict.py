@@ -1,7 +1,7 @@
 """The fit of a simulated rank, with what nvidia-smi shows beside torch: context, kernels, NCCL's buffers.
 
-Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces go through torch's allocator
-(aten/src/ATen/native/cudnn/Conv_v8.cpp) and depend on the algorithm it picks: not known beforehand, and not here.
+Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces go through torch's allocator, too
+(aten/src/ATen/native/cudnn/Conv_v8.cpp), and depend on the algorithm that it picks: of them there is a range.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from zerofit.spec.overhead import (
     CPU_PACKED,
     CPU_PROCESS_HIGH_BYTES,
     CPU_PROCESS_LOW_BYTES,
+    CUDNN_COPIES,
+    CUDNN_SOURCE,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_CONNECTION_BYTES,
     NCCL_NVLINK_BYTES,
@@ -57,13 +59,18 @@ class Communicator:
     direct_peers: int = 0
 
 
-def overheads(device: Device, groups: Sequence[Communicator]) -> list[Overhead]:
-    """Return what a rank of these communicators has on this device besides torch's reserved memory."""
+def overheads(device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0) -> list[Overhead]:
+    """Return what a rank of these communicators has on this device besides the reserved memory that is simulated.
+
+    `convolution_bytes`: input, weights and output of its largest convolution.
+    """
     if device.kind == "cpu":
         return [Overhead("process", CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES, _PRIVATE)]
     figure = context_figure(device.kind)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
-    return [context, *(_buffers(device, group) for group in groups if group.ranks > 1)]
+    workspaces = Overhead("cuDNN's workspaces", 0, CUDNN_COPIES * convolution_bytes, CUDNN_SOURCE)
+    buffers = (_buffers(device, group) for group in groups if group.ranks > 1)
+    return [context, *([workspaces] if convolution_bytes else []), *buffers]
 
 
 def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Overhead]:
