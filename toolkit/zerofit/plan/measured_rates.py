@@ -67,7 +67,7 @@ def unaligned_lengths(kernel: Kernel) -> list[int]:
 
     What grows with the samples is a number of rows, not their length.
     """
-    if kernel.kind != "product" or kernel.dtype not in ("float16", "bfloat16"):
+    if kernel.kind != "product" or kernel.dtype not in HALF:
         return []
     return [round(size.fixed) for size in kernel.shape if not size.per_sample and size.fixed % ALIGNED]
 

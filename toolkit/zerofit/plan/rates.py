@@ -152,8 +152,7 @@ TRACED = {
     "engine_launch_s": _HOST,
     "hook_s": _HOST,
     "gradient_s": _HOST,
-    "adam": "Adam",
-    "host": "Adam",
+    **dict.fromkeys(("streaming", "adam", "host"), "Adam"),
 }
 UNTOUCHED = ("engine", "exposed_between", "unaligned")
 

@@ -36,7 +36,9 @@ NOTHING_COMPUTED = (
 )
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
 FORECAST_KINDS = {  # of the timeline, as a profiler tells them
-    "launches": HOST,
+    **dict.fromkeys(("launches", "launches of the step"), HOST),
+    "passes of the step": OPTIMIZER,
+    "gradients into buckets and out": "copy",
     "all-gather of stepped parameters": "all-gather",
     **dict.fromkeys(("fetch", "accumulated gradients", "gradients in float32", "stepped parameters"), "copy"),
 }
