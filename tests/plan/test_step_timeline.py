@@ -19,6 +19,7 @@ from zerofit.plan.passes import StageLayers
 from zerofit.plan.rates import rates_of
 from zerofit.plan.step_timeline import Span, StepTimeline, step_timeline
 from zerofit.plan.time import Timer, reduce_groups
+from zerofit.report.traces import FORECAST_KINDS, HOST, KINDS, OPTIMIZER
 
 PARAMETERS = BLOCKS * BLOCK
 BUCKETS = (BLOCK // 2, 3 * BLOCK, 10**9)  # less than a layer, several layers, the whole model
@@ -79,6 +80,13 @@ def test_a_step_is_no_shorter_than_its_longest_stream_and_no_longer_than_all_of_
     for layout in every_layout(8 * nodes):
         step_s, busy = timer.step(layout).step_s, drawn(layout, alone).busy_s().values()
         assert max(busy) <= step_s * (1 + 1e-9) and step_s <= sum(busy) * (1 + 1e-9), layout
+
+
+def test_every_kind_is_one_that_a_profiler_tells():
+    told = {kind for kind, _ in KINDS} | {HOST, OPTIMIZER, "elementwise"}
+    for layout in every_layout(8):
+        for span in step_timeline(make_profile(), timer_of(1), layout).spans:
+            assert FORECAST_KINDS.get(span.kind, span.kind) in told or span.stream == "NVMe", span
 
 
 def test_layers_wait_for_their_parameters_and_reductions_for_their_layers():

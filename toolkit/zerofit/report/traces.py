@@ -40,6 +40,7 @@ FORECAST_KINDS = {  # of the timeline, as a profiler tells them
     "passes of the step": OPTIMIZER,
     "gradients into buckets and out": "copy",
     "all-gather of stepped parameters": "all-gather",
+    **dict.fromkeys(("copy to the host", "copy from the host"), "copy"),
     **dict.fromkeys(("fetch", "accumulated gradients", "gradients in float32", "stepped parameters"), "copy"),
 }
 
