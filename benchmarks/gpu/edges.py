@@ -20,6 +20,7 @@ import zerofit as zf
 from benchmarks.meter.configurations import MODELS as SMALL
 from benchmarks.meter.configurations import options, target
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.overhead import CUDNN_WORKSPACES
 
 from .part import Measure
 from .rank import Waiting
@@ -74,7 +75,11 @@ def _sides(case: str, rehearse: bool) -> dict[str, dict[str, Any]]:
             "verdict": verdicts[micro].verdict,
             "reserved_bytes": verdicts[micro].reserved_bytes,
             "device_bytes": verdicts[micro].device_total_bytes,
-            "outside_bytes": sum(one.bytes for one in verdicts[micro].overheads),
+            "outside_bytes": sum(
+                one.bytes
+                for one in verdicts[micro].overheads
+                if one.name != CUDNN_WORKSPACES  # which torch allocates
+            ),
         }
         for side, micro in sides.items()
         if micro in verdicts

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.meter.configurations import MODELS as SMALL
 from benchmarks.meter.configurations import target
+from zerofit.simulate.record import SimulationTarget
 
 from .part import Measure
 from .rank import Waiting
@@ -57,16 +58,18 @@ def cases(rehearse: bool) -> list[str]:
 @contextmanager
 def measuring(cases: list[str], folder: Path, rehearse: bool) -> Iterator[Measure]:
     """Train one case after the other; the process of the next one imports meanwhile what it needs."""
-    models = SMALL if rehearse else MODELS
-    targets = {cases[0]: target(cases[0], models)}
-    waiting = {cases[0]: Waiting(targets[cases[0]])}
+    waiting = dict[str, tuple[SimulationTarget, Waiting]]()
+
+    def ready(case: str) -> tuple[SimulationTarget, Waiting]:
+        asked = target(case, SMALL if rehearse else MODELS)
+        return asked, Waiting(asked)
 
     def measure(case: str) -> dict[str, Any]:
-        rank = waiting.pop(case)
+        asked, rank = waiting.pop(case, None) or ready(case)
         rank.begin()
         for later in cases[cases.index(case) + 1 :][:1]:
-            targets[later] = target(later, models)
-            waiting[later] = Waiting(targets[later])
-        return {"target": targets[case].as_dict(), "real": rank.answer()}
+            with suppress(Exception):  # in its own turn it is raised
+                waiting[later] = ready(later)
+        return {"target": asked.as_dict(), "real": rank.answer()}
 
     yield measure

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from zerofit.simulate.kernels import call_of
-from zerofit.simulate.layer_costs import _is_kernel
+from zerofit.simulate.layer_costs import is_kernel
 from zerofit.simulate.rank import simulate
 from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.tracker import AllocationTracker
@@ -44,7 +44,7 @@ def count(target: SimulationTarget) -> dict[str, list[int]]:
 
     def watched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = WATCH(self, func, types, args, kwargs)
-        counts = func.namespace == "aten" and self._step == 1 and _is_kernel(func)
+        counts = func.namespace == "aten" and self._step == 1 and is_kernel(func)
         if counts and is_engines(sys._getframe().f_back):
             one = found[self._phase]
             one[0] += 1

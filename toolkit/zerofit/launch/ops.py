@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,26 +77,26 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
     One process builds at a time, and a build ends with the process that asked for it. torch's lock files that a killed
     build has left in the folder are removed; those of a build that lives are waited for.
     """
-    folder = Path(env["TORCH_EXTENSIONS_DIR"]) if ops else Path()
-    missing = [op for op in ops if not _built(folder, op).exists()]
+    missing = [op for op in ops if not _built(env, op).exists()]
     if not missing:
         return
+    folder = Path(env["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     show("waiting for another process that compiles DeepSpeed's ops")
     with FileLock(folder / ".zerofit.lock"):
         clear_stale_locks(folder, show)
         for op in missing:
             _build(op, env, show)
-            _built(folder, op).touch()
+            _built(env, op).touch()
 
 
-def _built(folder: Path, op: str) -> Path:
-    """Return the file that says that this environment has compiled an op in a folder.
+def _built(env: Mapping[str, str], op: str) -> Path:
+    """Return the file that says that this environment has compiled an op on this host, whose processor and GPU count.
 
     To find that out by DeepSpeed's builder takes a process that imports DeepSpeed: 6 s. A rank loads the op by it
     anyway, and compiles what is missing after all.
     """
-    return folder / f".{op}.{ops_folder().name}.built"
+    return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"
 
 
 def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None:

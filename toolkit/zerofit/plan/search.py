@@ -23,7 +23,7 @@ from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
-from zerofit.spec.profile import Profile, setting
+from zerofit.spec.profile import Linear, Profile, setting
 
 PADDED = 64  # what sizes are padded to: a multiple that tensor cores of every generation take at full speed
 
@@ -97,22 +97,27 @@ def search(
 
 def _padding(profile: Profile, one: RankedLayout, rates: Rates) -> str:
     """Say which sizes slow a layout's products down and what padding them would bring; "" below a hundredth of it."""
-    layout, lengths, lost_s = one.layout, set[int](), 0.0
+    layout, lengths, slow_s, padded_s = one.layout, set[int](), 0.0, 0.0
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
-            if slow := unaligned_lengths(kernel):
-                lengths |= set(slow)
-                times = layer.count * layout.accumulation * rates.engine * (1 - rates.unaligned)
-                lost_s += times * kernel_s(kernel, layout.micro_batch, rates)
-    if lost_s < 0.01 * one.step_s:
+            if found := unaligned_lengths(kernel):
+                lengths |= set(found)
+                shape = tuple(size if size.per_sample else Linear(fixed=_padded(size.fixed)) for size in kernel.shape)
+                times = layer.count * layout.accumulation * rates.engine
+                slow_s += times * kernel_s(kernel, layout.micro_batch, rates)
+                padded_s += times * kernel_s(replace(kernel, shape=shape), layout.micro_batch, rates)
+    if slow_s - padded_s < 0.01 * one.step_s:
         return ""
-    padded = {n: -(-n // PADDED) * PADDED for n in sorted(lengths)}
-    pairs = ", ".join(f"{n:,} to {more:,}" for n, more in padded.items())
+    pairs = ", ".join(f"{n:,} to {_padded(n):,}" for n in sorted(lengths))
     return (
-        f"padding {pairs} saves {lost_s / one.step_s:.0%} of a step: products with sizes that are no multiple of 8 "
-        f"reach {rates.unaligned:.0%} of the others' speed (a vocabulary: "
-        f"--model-args '{{\"vocab_size\": {max(padded.values())}}}')"
+        f"padding {pairs} saves {(slow_s - padded_s) / one.step_s:.0%} of a step: products with sizes that are no "
+        f"multiple of 8 take {slow_s / padded_s:.1f} times as long (a vocabulary: "
+        f"--model-args '{{\"vocab_size\": {_padded(max(lengths))}}}')"
     )
+
+
+def _padded(size: float) -> int:
+    return math.ceil(size / PADDED) * PADDED
 
 
 def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float:

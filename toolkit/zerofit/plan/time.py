@@ -288,16 +288,16 @@ class Timer:
         Stages 2 and 3 reduce them each time. Offloaded, they are accumulated on the host: at stage 3 a rank's share
         (stage3.py:2015), at stage 2 those of all parameters on every rank (stage_1_and_2.py:1809).
         """
-        handled = (
-            tuple(self._handled(layout, one, later=later) for later in (False, True)) if layout.zero_stage > 1 else ()
+        first, later = (
+            (self._handled(layout, one, later=again),) if layout.zero_stage > 1 else () for again in (False, True)
         )
         if layout.offload_optimizer == "none" or (layout.zero_stage < 3 and layout.accumulation == 1):
-            return handled[:1], handled[1:]
+            return first, later
         moved = b * one.trained_parameters * (self._share(layout, one) if layout.zero_stage == 3 else 1)
         seconds = moved / self.rates.pcie
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
-        return (*handled[:1], *((up, down) if layout.zero_stage == 3 else (down,))), (*handled[1:], up, down)
+        return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
     def _handled(self, layout: PlannedLayout, one: RankPass, *, later: bool) -> StepTask:
         """Return the engine's own passes over gradients that are reduced, the first time or a later one."""

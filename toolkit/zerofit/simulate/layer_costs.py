@@ -155,7 +155,7 @@ class ProfileRecorder(TorchDispatchMode):
         scratch = self._scratch(func._overloadpacket._qualified_op_name, args, kwargs, out)
         if scratch:
             self.segments[-1].live.append(self.live_bytes + scratch)
-        if _is_kernel(func):
+        if is_kernel(func):
             self._calls.append(call_of(func, args, kwargs, out))
         return out
 
@@ -189,7 +189,7 @@ class ProfileRecorder(TorchDispatchMode):
 
 
 @cache
-def _is_kernel(func: Any) -> bool:
+def is_kernel(func: Any) -> bool:
     """Return whether an op launches anything: no views, no bare allocations."""
     alias = next((r.alias_info for r in func._schema.returns), None)
     view = alias is not None and not alias.is_write

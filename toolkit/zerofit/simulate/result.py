@@ -124,7 +124,7 @@ class Simulation:
     breakdown: dict[str, int]  # kind -> bytes; sums to peak_bytes
     reserved_bytes: int  # by torch's caching allocator, at most, where the device keeps up with the host
     reserved_ahead_bytes: int  # where the host is ahead: what other streams use comes back late
-    overheads: tuple[Overhead, ...]  # on the device outside of the allocator
+    overheads: tuple[Overhead, ...]  # on the device beside reserved_bytes
     smi_bytes: int  # as nvidia-smi shows it
     device: str  # kind
     device_total_bytes: int

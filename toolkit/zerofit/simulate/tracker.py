@@ -38,8 +38,8 @@ _PYTHON = os.path.dirname(os.__file__)
 # frames that say nothing of who wants memory: torch, this package, contextlib, functools ...
 _PASSED_OVER = (_TORCH + os.sep, _HERE + os.sep, "<", f"{_PYTHON}/contextlib", f"{_PYTHON}/functools")
 # ... and by the ends of their files: that decorator, and what stands between DeepSpeed and torch
-_LT_IS_APART = is_older("torch", CUBLASLT_SHARES_FROM)
 _BETWEEN = ("deepspeed/utils/nvtx.py", "deepspeed/accelerator/abstract_accelerator.py")
+_LT_IS_APART = is_older("torch", CUBLASLT_SHARES_FROM)
 
 CallSite = tuple[str, CodeType | None, int]  # the module that runs, the function that calls an op, its line
 

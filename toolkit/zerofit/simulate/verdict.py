@@ -20,6 +20,7 @@ from zerofit.spec.overhead import (
     CPU_PROCESS_LOW_BYTES,
     CUDNN_COPIES,
     CUDNN_SOURCE,
+    CUDNN_WORKSPACES,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_CONNECTION_BYTES,
     NCCL_NVLINK_BYTES,
@@ -37,7 +38,7 @@ FITS, WITHIN, NOT = "fits", "within the margin", "does not fit"
 
 @dataclass(frozen=True)
 class Overhead:
-    """One thing that takes memory outside of torch's allocator: a figure to show, and the range that sources give."""
+    """One thing that takes memory beside what is simulated: a figure to show, and the range that sources give."""
 
     name: str
     low_bytes: int
@@ -68,7 +69,7 @@ def overheads(device: Device, groups: Sequence[Communicator], convolution_bytes:
         return [Overhead("process", CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES, _PRIVATE)]
     figure = context_figure(device.kind)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
-    workspaces = Overhead("cuDNN's workspaces", 0, CUDNN_COPIES * convolution_bytes, CUDNN_SOURCE)
+    workspaces = Overhead(CUDNN_WORKSPACES, 0, CUDNN_COPIES * convolution_bytes, CUDNN_SOURCE)
     buffers = (_buffers(device, group) for group in groups if group.ranks > 1)
     return [context, *([workspaces] if convolution_bytes else []), *buffers]
 

@@ -49,6 +49,7 @@ REPLAYED = 0.03
 # the byte. Of ResNet-50 torch reserved 102 MiB more than was simulated in bf16 and 414 MiB in fp32, where its largest
 # convolution has 147 and 294 MiB.
 CUDNN_COPIES, CUDNN_SOURCE = 2, "measured: ResNet-50 on an H100 (benchmarks/gpu/README.md)"
+CUDNN_WORKSPACES = "cuDNN's workspaces"
 
 
 @dataclass(frozen=True, kw_only=True)
