@@ -15,7 +15,10 @@ import zerofit as zf
 from tests.plan.stub import make_profile
 from zerofit.app.planning.methods import compare_methods, read_methods
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.requests import as_request
+from zerofit.app.simulation import prepare_simulation
 from zerofit.cli.main import main
+from zerofit.plan.layout import PlannedLayout
 
 H100 = zf.Cluster("h100-80gb", gpus=8)
 
@@ -53,6 +56,29 @@ def test_the_fields_of_a_run_are_pins(profile):
     with pytest.raises(zf.UserError) as error:
         zf.plan("gpt2", H100, seq_len=5000, micro_batch=0, image="image:3x2")
     assert {p.where for p in error.value.problems} == {"--seq-len", "--micro-batch", "--input"}
+
+
+def test_layouts_have_the_optimizer_that_train_takes(profile, tmp_path):
+    """SGD for a CNN, but where its states are on the host; what is asked for comes first."""
+    cnn = tmp_path / "cnn.json"
+    cnn.write_text(
+        json.dumps(replace(make_profile(), model="resnet18", task="image", seq_len=None, cnn=True).as_dict())
+    )
+    for asked, here in ((None, "sgd"), ("adamw", "adamw"), ("sgd", "sgd")):
+        pins = {"global_batch": 64, "optimizer": asked}
+        found = zf.plan(profile=cnn, cluster=H100, top=500, **pins).layouts
+        on_host = {one.layout.optimizer for one in found if one.layout.offload_optimizer != "none"}
+        assert {one.layout.optimizer for one in found if one.layout.offload_optimizer == "none"} == {here}
+        assert on_host == {asked or "adamw"}
+    offloads = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for config in ({"zero_optimization": {"stage": 2}}, offloads):
+        run = zf.Run(model="resnet18", data="synthetic", ds_config=config, micro_batch=2)
+        planned = zf.plan(profile=cnn, cluster=H100, ds_config=config, micro_batch=2).layouts[0].layout
+        job = prepare_simulation(as_request(run), H100).job
+        assert (planned.optimizer, planned.offload) == (job.run.optimizer, PlannedLayout.of(job).offload)
+    assert {one.layout.optimizer for one in zf.plan(profile=profile, cluster=H100, global_batch=64).layouts} == {
+        "adamw"
+    }
 
 
 def test_questions_and_boxes(profile):

@@ -34,6 +34,7 @@ def test_two_ranks_measure_this_machine(own_cache, monkeypatch):
     assert found is not None and found.date and found.versions["torch"]
     assert {"fp32", "bf16"} <= set(found.matmul_flops) and all(v > 1e8 for v in found.matmul_flops.values())
     names = ("memory_bandwidth", "host_copy", "host_bandwidth", "disk_read", "disk_write", "launch_s")
+    names += ("adam_bandwidth", "sgd_bandwidth", "hook_s", "gradient_s")
     assert all(getattr(found, name) > 0 for name in names)
     assert (found.link is not None) == (found.devices > 1) == bool(found.collectives)
     assert {(one.kind, one.dtype) for one in found.kernels} == {
@@ -41,11 +42,11 @@ def test_two_ranks_measure_this_machine(own_cache, monkeypatch):
         for kind in ("product", "attention", "convolution", "elementwise", "normalisation", "copy", "embedding")
         for dtype in ("float32", "bfloat16")
     }
-    assert found.adam_bandwidth and found.adam_bandwidth > 1e8 and {one.ranks for one in found.collectives} <= {2}
+    rates = rates_of(Cluster("cpu"), "fp32", found)
+    assert (rates.hook_s, rates.gradient_s, rates.sgd) == (found.hook_s, found.gradient_s, found.sgd_bandwidth)
+    assert 1e-5 < found.hook_s < 0.05 and found.adam_bandwidth > 1e8 and {one.ranks for one in found.collectives} <= {2}
     product = next(one for one in found.kernels if one.kind == "product" and one.dtype == "float32")
-    assert kernels_s([as_planned(product)], 1, rates_of(Cluster("cpu"), "fp32", found)) == pytest.approx(
-        product.seconds
-    )
+    assert kernels_s([as_planned(product)], 1, rates) == pytest.approx(product.seconds)
 
 
 def as_planned(one: MeasuredKernel) -> Kernel:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import zerofit as zf
 from zerofit.app.requests import as_request
@@ -17,6 +20,7 @@ from zerofit.app.simulation import prepare_simulation
 from zerofit.config.ds_json import bundled, read_document
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.layout import PlannedLayout
+from zerofit.spec.measured_kernels import SGD_BYTES, UNSTEPPED_BYTES
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 ELEMENTS, PARAMETERS = 1_443_072, 21
@@ -81,3 +85,38 @@ def test_kernels_of_the_step_are_the_engines(counted, case):
     layout, phases = counted[case]
     work = engine_work(layout)
     assert phases["step"][0] == work.looped * PARAMETERS + work.begun
+
+
+class _Moved(TorchDispatchMode):
+    """Bytes that ops read and write: of every tensor that they are given, and of those that they make or change."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.detach.default:
+            tensors = [one for one in (*tree_leaves((args, kwargs)), out) if isinstance(one, torch.Tensor)]
+            self.bytes += sum(one.nbytes for one in tensors)
+        return out
+
+
+def test_sgd_moves_what_its_ops_read_and_write():
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9, weight_decay=0.01, foreach=False)
+    for _ in range(2):  # the first makes the momentum
+        parameter.grad = torch.ones(1000)
+        with _Moved() as moved:
+            optimizer.step()
+    assert moved.bytes == 1000 * (SGD_BYTES - UNSTEPPED_BYTES)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_autograd_reads_two_gradients_and_writes_one_where_it_adds(precision):
+    """What a later micro batch takes longer than the first at stages 0 and 1 (`plan.time`)."""
+    parameter, moved = torch.nn.Parameter(torch.ones(1000, dtype=precision)), []
+    for _ in range(2):
+        loss = (parameter * 2).sum()
+        with _Moved() as mode:
+            loss.backward()
+        moved.append(mode.bytes)
+    assert moved[1] - moved[0] == 3 * 1000 * precision.itemsize

@@ -117,7 +117,7 @@ def test_collectives_that_were_measured_are_a_line():
 
 
 def test_a_trace_corrects_rates_by_kind():
-    longer = {"Adam": 4.0, "launches and hooks": 3.0, "all-reduce": 2.0}
+    longer = {"optimizer": 4.0, "launches and hooks": 3.0, "all-reduce": 2.0}
     plain = Calibration(kind="h100-80gb", device_name="", devices=8, date="")
     before, traced = rates_of(make_cluster(), "bf16", plain), replace(plain, origin="t.json", longer=longer, slower=1.5)
     found = rates_of(make_cluster(), "bf16", traced)

@@ -10,7 +10,8 @@ import pytest
 from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
-from zerofit.plan.time import ADAM_BYTES, HOST_ADAM_BYTES, Timer, model_flops
+from zerofit.plan.time import Timer, model_flops
+from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES
 
 PARAMETERS = BLOCKS * BLOCK
 
@@ -98,9 +99,28 @@ def test_the_optimizer(timer):
     assert timer.step(choose(zero_stage=0)).optimizer_s == pytest.approx(PARAMETERS * ADAM_BYTES / 1e12)
     assert timer.step(choose()).optimizer_s == pytest.approx(PARAMETERS / 8 * ADAM_BYTES / 1e12 + gathered)
     offloaded = timer.step(choose(zero_stage=3, offload_optimizer="cpu"))
-    assert offloaded.optimizer_s == pytest.approx(PARAMETERS * HOST_ADAM_BYTES / 1e11)  # shared
+    assert offloaded.optimizer_s == pytest.approx(PARAMETERS * (ADAM_BYTES + 2) / 1e11)  # shared
     # gradients down and up in bf16, down in float32, stepped parameters up
     assert offloaded.transfer_s == pytest.approx((2 * 2 + 4 + 2) * PARAMETERS / 8 / 1e10)
+
+
+def test_sgd_steps_at_its_own_rate_and_moves_less_to_disks(timer):
+    rates = replace(timer.rates, sgd=2e12)
+    one = Timer(make_profile(), make_cluster(), rates).step(choose(zero_stage=0, optimizer="sgd"))
+    assert one.optimizer_s == pytest.approx(PARAMETERS * SGD_BYTES / 2e12)
+    disks = {"zero_stage": 3, "offload_optimizer": "nvme"}
+    adam, sgd = (timer.step(choose(**disks, optimizer=name)) for name in ("adamw", "sgd"))
+    read_and_written = 4 * PARAMETERS * (1 / rates.nvme_read + 1 / rates.nvme_write)  # one moment in float32
+    assert adam.transfer_s - sgd.transfer_s == pytest.approx(read_and_written)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_autograd_adds_gradients_of_later_micro_batches(timer, stage):
+    own = Timer(make_profile(), make_cluster(), replace(timer.rates, streaming=1e12))
+    for layout in (choose(zero_stage=stage, accumulation=3), choose(zero_stage=stage, pp=4, dp=2, accumulation=5)):
+        extra_s = own.step(layout).reduce_s - own.step(replace(layout, accumulation=1)).reduce_s
+        parameters = own.parts(layout).one.trained_parameters
+        assert extra_s == pytest.approx((layout.accumulation - 1) * 3 * 2 * parameters / 1e12)
 
 
 def test_the_engine_passes_over_gradients_and_masters(timer):

@@ -1,4 +1,4 @@
-"""States of 8 bits and of Adafactor: simulated as counted by hand, and forecast by plan as simulated."""
+"""States of 8 bits, of SGD and of Adafactor: simulated as counted by hand, and forecast by plan as simulated."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "paged zero3": {"config": "zero3", "optimizer": "paged-adamw8bit"},
     "adafactor bf16": {"config": "zero0", "optimizer": "adafactor"},
     "adafactor fp32": {"config": "zero0", "optimizer": "adafactor", "precision": "fp32"},
+    **{f"sgd zero{stage}": {"config": f"zero{stage}", "optimizer": "sgd"} for stage in range(4)},
+    "sgd fp32": {"config": "zero0", "optimizer": "sgd", "precision": "fp32"},
+    "cpu sgd": {"config": "zero0", "optimizer": "sgd", "kind": "cpu"},
     "cpu zero0": {"config": "zero0", "optimizer": "adamw8bit", "kind": "cpu"},
     "cpu zero2": {"config": "zero2", "optimizer": "adamw8bit", "kind": "cpu", "precision": "fp32"},
     "cpu adafactor": {"config": "zero0", "optimizer": "adafactor", "kind": "cpu"},
@@ -55,6 +58,9 @@ def counted(name: str) -> int:
     matrices, vectors = [rows * columns for rows, columns in MATRICES], sum(VECTORS)
     if "adafactor" in name:
         return 4 * (sum(rows + columns for rows, columns in MATRICES) + vectors)
+    if "sgd" in name:
+        share = 1 if name in ("sgd zero0", "sgd fp32", "cpu sgd") else 2
+        return 4 * (sum(matrices) + vectors) // share
     if "zero0" in name:
         paged = 2 * sum(matrices) if "paged" in name else 0
         return sum(map(eight_bit, matrices + VECTORS)) - paged + 2048

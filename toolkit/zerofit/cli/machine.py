@@ -126,6 +126,8 @@ def _show_speeds(result: dict[str, Any]) -> None:
     rows = {
         "memory_bandwidth": "memory",
         "host_copy": "copies from host memory",
+        "adam_bandwidth": "Adam's step",
+        "sgd_bandwidth": "SGD's step",
         "host_bandwidth": "Adam in host memory, all ranks",
         "link": "all-reduce, bus bandwidth",
         "disk_read": "disk, read",
@@ -134,7 +136,13 @@ def _show_speeds(result: dict[str, Any]) -> None:
     for name, words in rows.items():
         if result[name] is not None:
             table.add_row(words, f"{result[name] / 1e9:.3g} GB/s")
-    for name, words in {"launch_s": "one op after the other", "link_latency_s": "small all-reduce"}.items():
+    rows = {
+        "launch_s": "one op after the other",
+        "hook_s": "ZeRO-3's hooks, a parameter",
+        "gradient_s": "the engine's work, a gradient",
+        "link_latency_s": "small all-reduce",
+    }
+    for name, words in rows.items():
         if result[name] is not None:
             table.add_row(words, f"{result[name] * 1e6:.3g} us")
     out().print(table)

@@ -109,7 +109,9 @@ def _show_best(console: Console, plan: Plan) -> None:
     seconds = {name.removesuffix("_s"): s for name, s in asdict(best.time).items() if name != "step_s" and s > 0}
     times = sorted(seconds.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {s / best.step_s:.0%}" for name, s in times[:5])
-    console.print(f"  1: buckets of {layout.bucket:,} elements, overlap_comm {str(layout.overlap).lower()}")
+    console.print(
+        f"  1: {layout.optimizer}, buckets of {layout.bucket:,} elements, overlap_comm {str(layout.overlap).lower()}"
+    )
     console.print(f"     peak in {memory.peak_phase}: {kinds}")
     console.print(f"     step: {shares}")
     if best.errors and best.errors.low < best.errors.high:

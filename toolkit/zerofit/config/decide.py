@@ -19,13 +19,13 @@ from zerofit.config.batch import solve
 from zerofit.config.images import check_averages
 from zerofit.config.part import check_part
 from zerofit.config.pipelines import check_schedule
-from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
+from zerofit.config.recipes import CNNS, MOMENTUM, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.shares import check_shares, solve_by_rank
 from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import Machine, ModelFacts
-from zerofit.spec.optimizers import OPTIMIZERS, run_name
+from zerofit.spec.optimizers import OPTIMIZERS, run_name, usual_optimizer
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Batch, Layout
 
@@ -225,8 +225,8 @@ def _settled(
     run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch, kind: Kind
 ) -> Run:
     """Return the run with everything filled in that does not depend on the data."""
-    offloads = get(config, "zero_optimization.offload_optimizer.device", "none") != "none"  # which is for Adam
-    optimizer = merged.get("optimizer", "adamw" if offloads else OPTIMIZER[kind])
+    offload = get(config, "zero_optimization.offload_optimizer.device", "none")
+    optimizer = merged.get("optimizer", usual_optimizer(kind in CNNS, offload))
     offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True
     clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
     defaults = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM.get(optimizer)}

@@ -1,4 +1,4 @@
-"""Default optimizer, learning rate and weight decay of a model's kind; docs/defaults.md says what they reach.
+"""Default learning rate and weight decay of a model's kind; docs/defaults.md says what they reach.
 
 What a user or the DeepSpeed JSON names comes first, each value by itself.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters", "gan"]  # the first two from scratch
 
-OPTIMIZER: Mapping[Kind, str] = {**dict.fromkeys(get_args(Kind), "adamw"), "cnn": "sgd", "pretrained-cnn": "sgd"}
+CNNS: tuple[Kind, ...] = ("cnn", "pretrained-cnn")
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 BATCH, PARAMETERS = 16, 1.2e6  # samples a step and size of the model (llama-tiny) for which the rates stand
 # 0.01 is the largest step of Adafactor, of the size of what it steps (Shazeer & Stern, 2018, algorithm 6)
@@ -58,6 +58,6 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
 
 def weight_decay(kind: Kind, optimizer: str | None, steps: int) -> float:
     """Return the default weight decay, to two digits."""
-    if kind in ("cnn", "pretrained-cnn") and optimizer == "sgd":
+    if kind in CNNS and optimizer == "sgd":
         return min(WEIGHT_DECAY, float(f"{CNN_DECAY / math.sqrt(steps):.2g}"))
     return WEIGHT_DECAY

@@ -19,13 +19,15 @@ import torch.distributed as dist
 
 # torch documents both under this name, without exporting them
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn import functional as F
 
-from zerofit.doctor.measure_kernels import measure_kernels
+from zerofit.doctor.measure_engine import measure_engine
+from zerofit.doctor.measure_kernels import Stopwatch, measure_kernels
 from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
-CPU_MESSAGES = ((0.0625, 200), (0.5, 200), (4, 60), (32, 10))  # MiB, and how often
+CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, and how often
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
 
@@ -41,6 +43,7 @@ def measure(job: MeasurementJob) -> dict[str, object]:
         "memory": lambda: {"memory_bandwidth": _memory(device, budget_s)},
         "launches": lambda: {"launch_s": _launch(device, budget_s)},
         "kernels by shape": lambda: measure_kernels(device, budget_s) if job.by_shape else {},
+        "the engine": lambda: measure_engine(Stopwatch(device, budget_s)) if job.by_shape else {},
         "Adam in host memory": lambda: {"host_bandwidth": _adam(budget_s)},
         "host copies": lambda: {"host_copy": _host_copy(device, budget_s)},
         "collectives": lambda: _collectives(device, ranks) if ranks > 1 else {},
@@ -140,11 +143,11 @@ def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
 def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
     """Measure what ZeRO sends, in messages of a few KiB to those of a large bucket.
 
-    On CPUs between products, as in a step: ranks do not come at the same moment, and gloo's threads, asleep, need a
+    On CPUs between kernels, as in a step: ranks do not come at the same moment, and gloo's threads, asleep, need a
     core. One message after the other takes a tenth of that.
     """
     found, on_cpu = [], device.type == "cpu"
-    rows, matrix = torch.randn(1024, 256), torch.randn(256, 256)  # about a millisecond of a core
+    rows, matrix = torch.randn(1024, 256), torch.randn(256, 256)
     for mib, calls in CPU_MESSAGES if on_cpu else GPU_MESSAGES:
         whole = torch.zeros(int(mib * 2**18) // ranks * ranks, device=device)
         part = torch.empty(len(whole) // ranks, device=device)
@@ -157,8 +160,9 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
             work()
             taken = []
             for _ in range(calls):
-                if on_cpu:
-                    rows @ matrix
+                if on_cpu:  # a layer's worth, some milliseconds of a core
+                    for _ in range(3):
+                        F.silu(rows @ matrix)
                 taken.append(_timed(work, device))
             seconds = statistics.mean(taken) if on_cpu else statistics.median(taken)
             found.append({"op": op, "ranks": ranks, "size_bytes": whole.nbytes, "seconds": seconds})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofit.spec.measured_kernels import ADAM_BYTES, MeasuredKernel
+from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES, MeasuredKernel
 
 Work = Callable[[], Any]
 Operands = Iterator[list[Tensor]]
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     attention: tuple[tuple[int, int, int], ...]  # heads of all samples, tokens, width of a head
     convolution: tuple[tuple[int, int, int, int, int], ...]  # images, channels in and out, pixels of a side, kernel
     bytes: tuple[int, ...]  # of one operand of kernels that only move
-    adam: int  # elements
+    stepped: int  # elements of an optimizer's step
 
 
 CPU = Sizes(
@@ -53,7 +53,7 @@ CPU = Sizes(
         (8, 512, 512, 2, 3),
     ),
     bytes=(2**14, 2**18, 2**22, 2**24, 2**25),
-    adam=2**22,
+    stepped=2**22,
 )
 GPU = Sizes(
     rows=(512, 4096, 16384),
@@ -63,7 +63,7 @@ GPU = Sizes(
     attention=((64, 512, 64), (64, 2048, 64), (32, 2048, 128), (32, 8192, 128)),
     convolution=((64, 3, 64, 224, 7), (64, 64, 64, 56, 3), (64, 256, 1024, 14, 1), (64, 512, 512, 7, 3)),
     bytes=(2**22, 2**25, 2**28),
-    adam=2**27,
+    stepped=2**27,
 )
 
 
@@ -83,11 +83,11 @@ class Stopwatch:
     def seconds(self, work: Work) -> float:
         """Return the seconds of one call: of a CPU's threads the least, to which whatever else runs only adds."""
         work()
-        calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self._timed(work, 1)))))
+        calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
         taken: list[float] = []
         end = time.perf_counter() + self._budget_s
         while len(taken) < 3 or time.perf_counter() < end:
-            taken.append(self._timed(work, calls))
+            taken.append(self.timed(work, calls))
         return statistics.median(taken) if self._alone or self.device.type != "cpu" else min(taken)
 
     def kernel_s(self, work: Work) -> float:
@@ -95,7 +95,8 @@ class Stopwatch:
         seconds = self.seconds(work)
         return max(seconds - self.call_s, 0.2 * seconds)
 
-    def _timed(self, work: Work, calls: int) -> float:
+    def timed(self, work: Work, calls: int) -> float:
+        """Return the seconds of one of so many calls in a row."""
         self._wait()
         start = self._clock()
         for _ in range(calls):
@@ -109,13 +110,13 @@ class Stopwatch:
 
 
 def measure_kernels(device: torch.device, budget_s: float) -> dict[str, object]:
-    """Return the table of kernels, and what an op of a model costs its host and Adam an element."""
+    """Return the table of kernels, and what an op of a model costs its host and a step an element."""
     watch = Stopwatch(device, budget_s / 10)
     found = [one for dtype in _dtypes(device) for one in _kernels(watch, dtype)]
     return {
         "kernels": [asdict(one) for one in found],
         "launch_s": _launch_s(watch),
-        "adam_bandwidth": _adam_bandwidth(watch),
+        **_step_bandwidths(watch),
     }
 
 
@@ -277,16 +278,22 @@ def _launch_s(watch: Stopwatch) -> float:
     return watch.seconds(step) / counted.count
 
 
-def _adam_bandwidth(watch: Stopwatch) -> float:
-    """Return bytes a second of an optimizer's step on the device, with gradients' norm and scale."""
-    elements = CPU.adam if watch.device.type == "cpu" else GPU.adam
+def _step_bandwidths(watch: Stopwatch) -> dict[str, float]:
+    """Return bytes a second of optimizers' steps on the device, with gradients' norm and scale."""
+    elements = CPU.stepped if watch.device.type == "cpu" else GPU.stepped
     parameter = nn.Parameter(torch.zeros(elements, device=watch.device))
     parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=watch.device.type == "cuda")
+    optimizers = {
+        "adam_bandwidth": (ADAM_BYTES, torch.optim.AdamW([parameter], fused=watch.device.type == "cuda")),
+        "sgd_bandwidth": (SGD_BYTES, torch.optim.SGD([parameter], momentum=0.9, weight_decay=0.01)),
+    }
 
-    def step() -> None:
+    def stepped(optimizer: torch.optim.Optimizer) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(1.0 / (1.0 + 0.0 * parameter.grad.norm()))
         optimizer.step()
 
-    return ADAM_BYTES * elements / watch.seconds(step)
+    return {
+        name: size * elements / watch.seconds(lambda optimizer=optimizer: stepped(optimizer))
+        for name, (size, optimizer) in optimizers.items()
+    }

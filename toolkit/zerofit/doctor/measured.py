@@ -102,7 +102,8 @@ def together(ranks: Sequence[Figures]) -> Figures:
     found["launch_s"] = max(one["launch_s"] for one in ranks)
     found["host_bandwidth"] = sum(one["host_bandwidth"] for one in ranks)
     if "kernels" in ranks[0]:
-        found["adam_bandwidth"] = min(one["adam_bandwidth"] for one in ranks)
+        found |= {name: min(one[name] for one in ranks) for name in ("adam_bandwidth", "sgd_bandwidth")}
+        found |= {name: max(one[name] for one in ranks) for name in ("hook_s", "gradient_s")}
     for name in ("kernels", "collectives"):
         rows = zip(*(one[name] for one in ranks if name in one), strict=True)
         found[name] = [max(row, key=lambda one: one["seconds"]) for row in rows]

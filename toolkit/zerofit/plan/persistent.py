@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.optimizer_states import STATES_BYTES, states_of, whole_states
+from zerofit.plan.optimizer_states import STATES_BYTES, moments_bytes, states_of, whole_states
 from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.partitions import reaching
@@ -215,7 +215,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
     host = {  # "nvme" is the CPU here (:220)
         "master weights": masters,
-        "optimizer state": STATES_BYTES * part,
+        "optimizer state": moments_bytes(layout) * part,
         "gradients": masters,  # of the same sizes (:941)
         # :573, :652
         "communication buckets": sum(locked(element * size) for size in sizes) + locked(element * line.largest),
@@ -311,12 +311,12 @@ def optimizer_offloaded(
 ) -> PersistentMemory:
     """Return states, masters and gradients; sub-groups below a MiB stay on the host (optimizer_utils.py)."""
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
-    disk = layout.offload_optimizer == "nvme"
+    disk, moments = layout.offload_optimizer == "nvme", moments_bytes(layout)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
     kept = [size for size in sizes if not disk or 4 * size < LEAST_SWAPPED_BYTES]
     host = {
         "master weights": 4 * sum(kept),
-        "optimizer state": 8 * sum(kept),
+        "optimizer state": moments * sum(kept),
         # of the micro batch (zero/stage3.py:791), and the optimizer's own (:1338)
         "gradients": locked(element * sum(sizes)) + sum(locked(4 * size) for size in kept),
     }
@@ -324,8 +324,8 @@ def optimizer_offloaded(
         return PersistentMemory({}, host)
     host["swap buffers"] = SWAP_BUFFERS * locked(4 * _aligned(max(swapped), 4))  # swap_tensor/utils.py:180
     # moments are made in ordinary memory at the first step; gradients before they are locked (:791)
-    momentary = max(8 * max(swapped), element * sum(sizes) if device != "cpu" else 0)
-    return PersistentMemory({}, host, 16 * sum(swapped), momentary)
+    momentary = max(moments * max(swapped), element * sum(sizes) if device != "cpu" else 0)
+    return PersistentMemory({}, host, (2 * MASTER_BYTES + moments) * sum(swapped), momentary)
 
 
 def parameters_offloaded(

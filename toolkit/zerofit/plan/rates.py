@@ -129,12 +129,8 @@ EFFICIENCIES: dict[str, SourcedRate] = {
 LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
 HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of a ring over NVLink, protocol Simple")
 CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
-CPU_HOOK_S = SourcedRate(
-    300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
-)
-CPU_GRADIENT_S = SourcedRate(
-    300e-6, "measured on two CPU cores, in eight trainings of small models: hook, bucket, norm and step of one gradient"
-)
+CPU_HOOK_S = SourcedRate(200e-6, "measured by `zerofit calibrate` on two cores: 190 to 220 us")
+CPU_GRADIENT_S = SourcedRate(75e-6, "measured by `zerofit calibrate` on two cores: 60 to 90 us")
 NO_GRADIENT_S = SourcedRate(0.0, "with the engine's share of kernels: on GPUs it runs ahead")
 _ENGINE_LAUNCH = SourcedRate(
     0.30, "measured: GPT-2 at stage 0, a Llama at stage 2, on an H100: these kernels are of no module and no autograd"
@@ -152,7 +148,7 @@ TRACED = {
     "engine_launch_s": _HOST,
     "hook_s": _HOST,
     "gradient_s": _HOST,
-    **dict.fromkeys(("streaming", "adam", "host"), "Adam"),
+    **dict.fromkeys(("streaming", "adam", "sgd", "host"), "optimizer"),
 }
 UNTOUCHED = ("engine", "exposed_between", "unaligned")
 
@@ -164,7 +160,8 @@ class Rates:
     flops: float
     memory: float
     streaming: float  # of long passes over contiguous memory
-    adam: float  # under an optimizer's step on the device
+    adam: float  # under Adam's step on the device
+    sgd: float  # under that of SGD with momentum
     launch_s: float
     engine_launch_s: float  # of the host, from one of the engine's own kernels to the next
     engine: float  # times as long as in a bare loop: kernels under DeepSpeed
@@ -207,9 +204,12 @@ def rates_of(
     assumed = _assumed(cluster, precision, products, fitted)
     found: dict[str, float | None] = {
         "memory": measured.memory_bandwidth and measured.memory_bandwidth * _of_streaming(cluster, fitted),
-        "streaming": measured.memory_bandwidth,
+        "streaming": _passes(cluster, measured),
         "adam": measured.adam_bandwidth,
+        "sgd": measured.sgd_bandwidth,
         "launch_s": measured.launch_s,
+        "hook_s": measured.hook_s,
+        "gradient_s": measured.gradient_s if cluster.on_cpu else None,
         "engine_launch_s": measured.launch_s and assumed["engine_launch_s"].value / LAUNCH_S.value * measured.launch_s,
         "link": measured.link,
         "link_reduce": measured.link,
@@ -253,6 +253,15 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
     return SourcedRate(rate.value * times if name.endswith("_s") else rate.value / times, how)
 
 
+def _passes(cluster: Cluster, measured: Calibration) -> float | None:
+    """Return bytes a second of long passes: on a CPU most of them fill memory that the system has just given."""
+    copies = [one for one in measured.kernels if one.kind == "copy" and one.dtype == "float32"]
+    if not cluster.on_cpu or not copies:
+        return measured.memory_bandwidth
+    largest = max(copies, key=lambda one: one.moved_bytes)
+    return largest.moved_bytes / largest.seconds
+
+
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
     """Return what kernels between products reach of the bandwidth that one long addition does."""
     return 1.0 if cluster.on_cpu else fitted.memory / STREAMING.value
@@ -275,6 +284,7 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "memory": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
         "streaming": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else STREAMING),
         "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
+        "sgd": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
         "launch_s": LAUNCH_S,
         "engine_launch_s": NO_ENGINE_LAUNCH if on_cpu else _share_of(LAUNCH_S.value, _ENGINE_LAUNCH),
         "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),

@@ -18,7 +18,7 @@ from zerofit.spec.model_facts import (
     prefetch_elements,
     width,
 )
-from zerofit.spec.optimizers import refusals
+from zerofit.spec.optimizers import refusals, usual_optimizer
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import PipelineSchedule
 
@@ -114,7 +114,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
                 ema=request.keep.get("ema"),
-                optimizer=request.keep.get("optimizer", "adamw"),
+                optimizer=request.keep.get("optimizer") or usual_optimizer(profile.cnn, optimizer),
             )
             if any(refusals(first.optimizer, first.precision, first.offload_optimizer, first)):
                 continue

@@ -25,7 +25,7 @@ class Span(NamedTuple):
     phase: str  # "forward", "backward" or "step"
     micro_batch: int  # from 0; -1: of the whole step
     module: str  # "block.17"; "" where it belongs to no layer
-    kind: str  # "product", "all-gather", "Adam", ...
+    kind: str  # "product", "all-gather", "optimizer", ...
     start_s: float
     end_s: float
     bytes: float
@@ -139,15 +139,14 @@ class _Drawing:
         self._steps(self.parts.played_s())
 
     def _steps(self, done_s: float) -> None:
-        """Reduce gradients and step on all stages, once the passes are done."""
+        """Reduce gradients and step on all stages, once the passes are done; what was added up is drawn behind them."""
         parts, ends = self.parts, []
         for stage in range(self.layout.pp):
-            self.now_s = done_s
+            self.now_s, share, others = done_s, self._share(stage), self.layout.accumulation - 1
+            self._tasks(stage, "backward", -1, (task.scaled(others * share) for task in parts.later))
             self._tasks(stage, "step", -1, [self._reduction(stage)])
-            self.now_s = done_s + parts.reduce_s
-            share = self._share(stage)
-            own = (StepTask(t.stream, t.name, share * t.bytes, share * t.seconds) for t in parts.step)
-            self._tasks(stage, "step", -1, own)
+            self.now_s = done_s + others * sum(task.seconds for task in parts.later) + parts.reduce_s
+            self._tasks(stage, "step", -1, (task.scaled(share) for task in parts.step))
             ends.append(self.now_s)
         self.now_s = max(ends)
 

@@ -11,8 +11,9 @@ from zerofit.plan.dualpipev import PartSeconds, Played, played
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.optimizer_states import STEP_BYTES
+from zerofit.plan.optimizer_states import STEP_BYTES, moments_bytes
 from zerofit.plan.passes import Passes, RankPass, StageLayers
+from zerofit.plan.persistent import MASTER_BYTES
 from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import timeline
 from zerofit.plan.zero3_gather import LayerFetches, fetches
@@ -20,10 +21,9 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
 from zerofit.spec.profile import Profile, setting
 
-# of host memory: the C++ op reads gradient and states and writes states (28), clipping reads and writes the gradient
-# (8, stage3.py:2988), the stepped parameter is converted (6, stage3.py:2858)
-HOST_ADAM_BYTES = 42
-STATE_BYTES = 12  # what NVMe offload reads and writes of each element: master and moments
+# of host memory beside what the optimizer moves: clipping reads and writes the gradient (8, stage3.py:2988), the
+# stepped parameter is converted (6, stage3.py:2858)
+HOST_BYTES = 14
 
 Stream = Literal[
     "compute",
@@ -38,6 +38,7 @@ Stream = Literal[
     "NVMe",
 ]
 HANDLED = "gradients into buckets and out"  # the engine's own passes
+ADDED = "gradients added up"
 TRANSFERS = ("device to host", "host to device", "NVMe")
 
 
@@ -68,6 +69,10 @@ class StepTask(NamedTuple):
     name: str
     bytes: float
     seconds: float
+
+    def scaled(self, factor: float) -> StepTask:
+        """Return so many times the work."""
+        return self._replace(bytes=factor * self.bytes, seconds=factor * self.seconds)
 
 
 class Fetches(NamedTuple):
@@ -189,7 +194,7 @@ class Timer:
             bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
         tasks = [(1, task) for task in (*parts.first, *parts.step)] + [(micro_batches - 1, t) for t in parts.later]
         moved_s = sum(times * task.seconds for times, task in tasks if task.stream in TRANSFERS)
-        handled_s = sum(times * task.seconds for times, task in tasks if task.name == HANDLED)
+        handled_s = sum(times * task.seconds for times, task in tasks if task.name in (HANDLED, ADDED))
         optimizer_s = sum(times * task.seconds for times, task in tasks) - moved_s - handled_s
         reduce_s = parts.reductions * reduce_wait_s + handled_s
         return StepTime(
@@ -285,13 +290,15 @@ class Timer:
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
         """Return what the engine does with gradients after the first and after each other micro batch.
 
-        Stages 2 and 3 reduce them each time. Offloaded, they are accumulated on the host: at stage 3 a rank's share
-        (stage3.py:2015), at stage 2 those of all parameters on every rank (stage_1_and_2.py:1809).
+        Stages 2 and 3 reduce them each time; below, autograd adds them to those of the micro batches before. Offloaded,
+        they are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all parameters
+        on every rank (stage_1_and_2.py:1809).
         """
-        first, later = (
-            (self._handled(layout, one, later=again),) if layout.zero_stage > 1 else () for again in (False, True)
-        )
-        if layout.offload_optimizer == "none" or (layout.zero_stage < 3 and layout.accumulation == 1):
+        if layout.zero_stage < 2:
+            added = 3 * b * one.trained_parameters
+            return (), (StepTask("compute", ADDED, added, added / self.rates.streaming),)
+        first, later = ((self._handled(layout, one, later=again),) for again in (False, True))
+        if layout.offload_optimizer == "none" or (layout.zero_stage == 2 and layout.accumulation == 1):
             return first, later
         moved = b * one.trained_parameters * (self._share(layout, one) if layout.zero_stage == 3 else 1)
         seconds = moved / self.rates.pcie
@@ -313,6 +320,7 @@ class Timer:
         rates, gpus, work = self.rates, self._cluster.gpus, engine_work(layout)
         part = self._share(layout, one) if layout.zero_stage else 1
         share = part * one.trained_parameters
+        moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
         if layout.zero_stage < 2:
             yield self._handled(layout, one, later=False)
         launches = part * work.looped * one.trained_tensors + work.begun
@@ -320,14 +328,16 @@ class Timer:
         if layout.offload_optimizer == "none":
             passed = (work.step - UNSTEPPED_BYTES) * share
             yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
-            moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
-            yield StepTask("compute", "Adam", moved, moved / rates.adam)
+            yield StepTask(
+                "compute", "optimizer", moved, moved / (rates.sgd if layout.optimizer == "sgd" else rates.adam)
+            )
         else:
-            states = STATE_BYTES * share
+            states = (MASTER_BYTES + moments_bytes(layout)) * share
+            passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * share
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / rates.pcie)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
-            yield StepTask("host", "Adam", HOST_ADAM_BYTES * share, HOST_ADAM_BYTES * share * gpus / rates.host)
+            yield StepTask("host", "optimizer", passed, passed * gpus / rates.host)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "write optimizer states", states, states * gpus / rates.nvme_write)
             if layout.offload_param == "none":

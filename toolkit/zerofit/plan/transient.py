@@ -50,7 +50,7 @@ def init_moments(
             "master weights": MASTER_BYTES * line.parameters,
             "gradients": 4 * line.parameters,
             "optimizer state": whole_states(line, layout, device).device,
-            "temporaries": step_bytes(layout, line.largest, device),
+            "temporaries": whole_step_bytes(line, layout, device),
         }
 
 
@@ -108,7 +108,8 @@ def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
         yield StepMemory(temporaries=_gather_copy(line, layout, device))
         ranks = layout.zero_ranks
         parts = partitions(line, ranks) if layout.zero_stage < 3 else parameter_shards(line, sharers(layout))
-        yield StepMemory(host=step_bytes(layout, min(max(parts, default=0), SUB_GROUP_ELEMENTS), device))
+        stepped = min(max(parts, default=0), SUB_GROUP_ELEMENTS)
+        yield StepMemory(host=step_bytes(layout, stepped, device))
     elif layout.zero_stage == 3:
         yield from _step_shards(line, layout, device)
     else:

@@ -16,7 +16,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
 Event = dict[str, Any]
-HOST, OPTIMIZER = "launches and hooks", "Adam"
+HOST, OPTIMIZER = "launches and hooks", "optimizer"
 KINDS = (  # what a name contains; the first that matches holds
     ("all-gather", r"all_?gather"),
     ("reduce-scatter", r"reduce_?scatter"),
@@ -39,6 +39,7 @@ FORECAST_KINDS = {  # of the timeline, as a profiler tells them
     **dict.fromkeys(("launches", "launches of the step"), HOST),
     "passes of the step": OPTIMIZER,
     "gradients into buckets and out": "copy",
+    "gradients added up": "elementwise",
     "all-gather of stepped parameters": "all-gather",
     **dict.fromkeys(("copy to the host", "copy from the host"), "copy"),
     **dict.fromkeys(("fetch", "accumulated gradients", "gradients in float32", "stepped parameters"), "copy"),

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.models import checkpointing as models_checkpointing
 from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
-from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.catalog import ModelError, ModelSource, is_cnn
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layer_drop import EveryLayer
@@ -92,6 +92,7 @@ def profile_model(
         sample_bytes=sum(math.prod(one.shape) * (4 if one.ids is None else 8) for one in tensors),  # float32, int64
         experts=expert_count(config),
         model_type=getattr(config, "model_type", None),
+        cnn=is_cnn(source) and not (source.partial and source.partial.lora),
         pipelines=source.family != "custom" and not are_packed(inputs) and _is_list_of_layers(subject.model),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )

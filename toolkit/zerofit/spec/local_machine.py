@@ -173,7 +173,10 @@ class Calibration:
     matmul_flops: dict[str, float] = field(default_factory=dict)  # by precision
     memory_bandwidth: float | None = None  # of the device
     adam_bandwidth: float | None = None  # of the device under an Adam step
+    sgd_bandwidth: float | None = None  # the same under SGD with momentum
     launch_s: float | None = None  # from one small op of a model to the next
+    hook_s: float | None = None  # of the host: ZeRO-3 fetches and releases a parameter
+    gradient_s: float | None = None  # of the host: a parameter's gradient is reduced and stepped with
     link: float | None = None  # bus bandwidth of a ring all-reduce between local ranks
     link_latency_s: float | None = None  # of a small all-reduce
     host_copy: float | None = None  # from pinned host memory to the device; on a CPU from memory to memory

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# of one element's step on the device, in float32: master and two moments, 12 read and 12 written; the gradient scaled
-# (8), its norm taken (4), read by Adam (4)
-ADAM_BYTES, UNSTEPPED_BYTES = 40, 12  # the latter without Adam
+# of one element's step on the device, in float32: the gradient scaled (8) and its norm taken (4); by Adam it is read
+# (4), master and two moments are read (12) and written (12); SGD adds the decay (12), scales the momentum (8), adds to
+# it (12) and steps (12), each an op of its own
+UNSTEPPED_BYTES = 12
+ADAM_BYTES, SGD_BYTES = UNSTEPPED_BYTES + 28, UNSTEPPED_BYTES + 44
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,14 @@ def eight_bit_bytes(numel: int) -> int:
     return 2 * (numel + BLOCK_BYTES * -(-numel // BLOCK_ELEMENTS))
 
 
+def usual_optimizer(cnn: bool, offload: str) -> Literal["sgd", "adamw"]:
+    """Return the optimizer of a run that names none: SGD for a CNN, else AdamW, which alone steps well on the host.
+
+    `offload`: where its states are, "none" for the device.
+    """
+    return "sgd" if cnn and offload == "none" else "adamw"
+
+
 class Refusal(NamedTuple):
     """Why an optimizer is not taken, and the knob to turn."""
 

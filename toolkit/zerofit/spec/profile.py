@@ -181,6 +181,7 @@ class Profile:
     experts: int | None = None  # that a layer's router chooses from; None without a mixture
     sample_bytes: int = 0  # of one sample and its labels, as they wait on the host
     model_type: str | None = None
+    cnn: bool = False  # a convolutional network that is trained without adapters
     pipelines: bool = True  # whether a pipeline can cut it
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -100,8 +100,9 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     if get(config, "expert_parallel.enabled") is not True:
         found.pop("ep")
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
-    if "optimizer" in found and (name := run_name(str(found.pop("optimizer")))) in PLANNED:  # others as if Adam
-        found["optimizer"] = name
+    if found.get("optimizer", "auto") != "auto":
+        name = run_name(str(found["optimizer"]))
+        found["optimizer"] = name if name in PLANNED else "adamw"  # whose states most others have
     ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
         found["checkpointing"] = True

@@ -1,0 +1,91 @@
+"""What DeepSpeed's engine takes of the host for each parameter, beside the kernels and collectives of a step."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# torch documents it under this name, without exporting it
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from zerofit.doctor.measure_kernels import Stopwatch
+
+UNITS, WIDTH, ROWS = 32, 256, 64
+STEPS = 20  # of each engine, as many on each rank: they wait for each other
+
+
+class _Unit(nn.Module):
+    """One small parameter, behind a product that takes a host's caches as a model's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x @ self.matrix)
+
+
+def measure_engine(watch: Stopwatch) -> dict[str, float]:
+    """Return seconds of the host: ZeRO-3's fetch and release of a parameter, and what becomes of a gradient.
+
+    The former is what a forward takes longer under stage 3 than without an engine, where every parameter is kept
+    gathered, so that nothing is sent. The latter is what forward, backward and step take longer under stage 1: a hook,
+    the bucket, the norm and the parameter's way back.
+    """
+    alone = not dist.is_initialized()
+    if alone:
+        backend = "nccl" if watch.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("LOCAL_RANK", str(watch.device.index or 0))
+    x = torch.randn(ROWS, WIDTH, device=watch.device, requires_grad=True)
+    plain = _model(watch.device)
+    forward_s, backward_s = _seconds(watch, lambda: plain(x).sum(), lambda loss: loss.backward())
+    found = {}
+    for name, stage, without_s in (("hook_s", 3, forward_s), ("gradient_s", 1, forward_s + backward_s)):
+        engine = _engine(watch.device, stage)
+
+        def ending(loss: Tensor, engine: Any = engine) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        parts = _seconds(watch, lambda engine=engine: engine(x).sum(), ending)
+        found[name] = max(0.0, (parts[0] if stage == 3 else sum(parts)) - without_s) / UNITS
+        engine.destroy()
+    if alone:
+        dist.destroy_process_group()
+    return found
+
+
+def _model(device: torch.device) -> nn.Module:
+    return nn.Sequential(*(_Unit() for _ in range(UNITS))).to(device)
+
+
+def _engine(device: torch.device, stage: int) -> Any:
+    import deepspeed  # takes seconds, which other measurements need not
+
+    model = _model(device)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 2 * WIDTH},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _seconds(watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], None]) -> tuple[float, float]:
+    """Return the median seconds of a forward and of what ends the step."""
+    first, second = [], []
+    for _ in range(STEPS):
+        loss: list[Tensor] = []
+        first.append(watch.timed(lambda loss=loss: loss.append(forward()), 1))
+        second.append(watch.timed(lambda loss=loss: ending(loss[0]), 1))
+    return statistics.median(first), statistics.median(second)
