@@ -141,6 +141,7 @@ def _show_speeds(result: dict[str, Any]) -> None:
         "hook_s": "ZeRO-3's hooks, a parameter",
         "gradient_s": "the engine's work, a gradient",
         "link_latency_s": "small all-reduce",
+        "call_s": "small all-gather, of many at once",
     }
     for name, words in rows.items():
         if result[name] is not None:

@@ -27,6 +27,8 @@ from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
+TOGETHER, CALLS = 32, 40  # small collectives that are issued together, and how often
+ROWS, MATRIX = torch.randn(1024, 256), torch.randn(256, 256)
 CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, and how often
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
@@ -141,14 +143,24 @@ def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
 
 
 def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
-    """Measure what ZeRO sends, in messages of a few KiB to those of a large bucket.
+    """Measure what ZeRO sends, in messages of a few KiB to those of a large bucket; and small ones issued together.
 
-    On CPUs between kernels, as in a step: ranks do not come at the same moment, and gloo's threads, asleep, need a
-    core. One message after the other takes a tenth of that.
+    On CPUs after kernels, as in a step: ranks do not come at the same moment, and gloo's threads, asleep, need a core.
+    One message after the other takes a tenth of that.
     """
-    found, on_cpu = [], device.type == "cpu"
-    rows, matrix = torch.randn(1024, 256), torch.randn(256, 256)
-    for mib, calls in CPU_MESSAGES if on_cpu else GPU_MESSAGES:
+    found = []
+
+    def seconds(work: Callable[[], object], calls: int) -> float:
+        work()
+        taken = []
+        for _ in range(calls):
+            if device.type == "cpu":  # a layer's worth, some milliseconds of a core
+                for _ in range(3):
+                    F.silu(ROWS @ MATRIX)
+            taken.append(_timed(work, device))
+        return statistics.mean(taken) if device.type == "cpu" else statistics.median(taken)
+
+    for mib, calls in CPU_MESSAGES if device.type == "cpu" else GPU_MESSAGES:
         whole = torch.zeros(int(mib * 2**18) // ranks * ranks, device=device)
         part = torch.empty(len(whole) // ranks, device=device)
         works: dict[str, Callable[[], object]] = {
@@ -157,16 +169,14 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
             "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),
         }
         for op, work in works.items():
-            work()
-            taken = []
-            for _ in range(calls):
-                if on_cpu:  # a layer's worth, some milliseconds of a core
-                    for _ in range(3):
-                        F.silu(rows @ matrix)
-                taken.append(_timed(work, device))
-            seconds = statistics.mean(taken) if on_cpu else statistics.median(taken)
-            found.append({"op": op, "ranks": ranks, "size_bytes": whole.nbytes, "seconds": seconds})
-    return {"collectives": found}
+            found.append({"op": op, "ranks": ranks, "size_bytes": whole.nbytes, "seconds": seconds(work, calls)})
+    pairs = [(torch.zeros(ranks * 256, device=device), torch.zeros(256, device=device)) for _ in range(TOGETHER)]
+
+    def together() -> None:
+        for handle in [dist.all_gather_into_tensor(*pair, async_op=True) for pair in pairs]:
+            handle.wait()
+
+    return {"collectives": found, "call_s": seconds(together, CALLS) / TOGETHER}
 
 
 def main(job: MeasurementJob) -> None:

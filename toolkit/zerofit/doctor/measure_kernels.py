@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     batches: tuple[tuple[int, int, int, int], ...]  # products of many: how many, M, N, K
     attention: tuple[tuple[int, int, int], ...]  # heads of all samples, tokens, width of a head
     convolution: tuple[tuple[int, int, int, int, int], ...]  # images, channels in and out, pixels of a side, kernel
+    batch_norm: tuple[tuple[int, int, int], ...]  # images, channels, pixels of a side
     bytes: tuple[int, ...]  # of one operand of kernels that only move
     stepped: int  # elements of an optimizer's step
 
@@ -52,6 +53,7 @@ CPU = Sizes(
         (8, 256, 256, 8, 3),
         (8, 512, 512, 2, 3),
     ),
+    batch_norm=((16, 64, 32), (16, 256, 16), (16, 512, 4)),
     bytes=(2**14, 2**18, 2**22, 2**24, 2**25),
     stepped=2**22,
 )
@@ -62,6 +64,7 @@ GPU = Sizes(
     batches=((256, 512, 512, 64), (256, 512, 64, 512)),
     attention=((64, 512, 64), (64, 2048, 64), (32, 2048, 128), (32, 8192, 128)),
     convolution=((64, 3, 64, 224, 7), (64, 64, 64, 56, 3), (64, 256, 1024, 14, 1), (64, 512, 512, 7, 3)),
+    batch_norm=((64, 64, 56), (64, 256, 56), (64, 1024, 14)),
     bytes=(2**22, 2**25, 2**28),
     stepped=2**27,
 )
@@ -135,6 +138,7 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
         yield from _moves(watch, sizes, dtype, name)
     yield from _attention(watch, sizes, dtype, name)
     yield from _convolutions(watch, sizes, dtype, name)
+    yield from _batch_norms(watch, sizes, dtype, name)
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
@@ -224,6 +228,28 @@ def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str)
             flops = 2.0 * shape[0] * shape[1] * shape[2] * groups
             for times, work in ((1.0, forward), (2.0, backward)):
                 yield replace(one, flops=times * flops, seconds=watch.kernel_s(work))
+
+
+def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
+    """Yield batch norms, forward (three passes over activations) and backward (five) together: each runs as often."""
+    for images, channels, side in sizes.batch_norm:
+        norm = nn.BatchNorm2d(channels).to(watch.device, dtype)
+        x = torch.randn(images, channels, side, side, device=watch.device).to(dtype).requires_grad_()
+        made = norm(x)
+        grad = torch.ones_like(made)
+
+        def backward(x: Tensor = x, norm: nn.Module = norm, made: Tensor = made, grad: Tensor = grad) -> Any:
+            return torch.autograd.grad(made, (x, *norm.parameters()), grad, retain_graph=True)
+
+        seconds = watch.kernel_s(lambda x=x, norm=norm: norm(x)) + watch.kernel_s(backward)
+        yield MeasuredKernel(
+            kind="normalisation",
+            dtype=name,
+            shape=(channels,),
+            groups=channels,
+            moved_bytes=8 * x.nbytes,
+            seconds=seconds,
+        )
 
 
 def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:

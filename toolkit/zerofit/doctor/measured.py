@@ -103,7 +103,9 @@ def together(ranks: Sequence[Figures]) -> Figures:
     found["host_bandwidth"] = sum(one["host_bandwidth"] for one in ranks)
     if "kernels" in ranks[0]:
         found |= {name: min(one[name] for one in ranks) for name in ("adam_bandwidth", "sgd_bandwidth")}
-        found |= {name: max(one[name] for one in ranks) for name in ("hook_s", "gradient_s")}
+        found |= {
+            name: max(one[name] for one in ranks) for name in ("hook_s", "gradient_s", "call_s") if name in ranks[0]
+        }
     for name in ("kernels", "collectives"):
         rows = zip(*(one[name] for one in ranks if name in one), strict=True)
         found[name] = [max(row, key=lambda one: one["seconds"]) for row in rows]

@@ -39,9 +39,12 @@ def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
     return size_bytes * _SENT[op](ranks)
 
 
-def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates) -> float:
+def collective_s(
+    op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates, *, at_once: bool = False
+) -> float:
     """Return the seconds for `size_bytes` in `calls` calls: rings inside a node, rings of nodes between them.
 
+    `at_once`: they are issued together, and ranks wait for each other once; measured lines are of calls among kernels.
     Chunks move through node and network at once, so the slower of the two counts. Between nodes each rank has its own
     share of the network: a node's ranks send different parts of what leaves the node.
     """
@@ -50,7 +53,8 @@ def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rat
     longer = rates.longer.get(op.replace("_", "-"), 1.0) if rates.longer else 1.0
     line = rates.collectives.line(op, group.size) if rates.collectives and group.nodes == 1 else None
     if line:
-        return longer * rates.slower * (size_bytes * line.byte_s + calls * line.call_s)
+        each_s = rates.call_s if at_once else rates.slower * line.call_s
+        return longer * (rates.slower * size_bytes * line.byte_s + calls * each_s)
     link = rates.link_reduce if op == "all_reduce" and group.per_node >= 8 else rates.link
     inside = sent_bytes(op, size_bytes, group.size) / link if group.per_node > 1 else 0.0
     outside = 0.0

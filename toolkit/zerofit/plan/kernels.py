@@ -32,7 +32,10 @@ def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    moved_s = kernel.moved_bytes.at(micro_batch) / rates.memory
+    reached = rates.memory
+    if kernel.kind == "normalisation" and kernel.groups > 1 and kernel.dtype == "bfloat16":
+        reached = min(reached, kernel.groups * rates.channel)
+    moved_s = kernel.moved_bytes.at(micro_batch) / reached
     return moved_s if kernel.kind in WITH_PRODUCTS else moved_s * rates.unfused
 
 

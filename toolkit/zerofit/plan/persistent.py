@@ -232,7 +232,7 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     frozen = sum(map(spread.shard, line.frozen))
     # never given back once gathered (partitioned_param_coordinator.py:644);
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    gathered = _small_bytes(line, layout.persistence, spread, element)
+    gathered = kept_gathered(line, layout).bytes
     here = {
         "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, held for good
         "gathered parameters": gathered,
@@ -255,10 +255,23 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     return PersistentMemory(here, host, offloaded.nvme + states.nvme, states.momentary)
 
 
+class KeptGathered(NamedTuple):
+    """Small parameters that stage 3 keeps whole, once gathered (stage3_param_persistence_threshold)."""
+
+    count: int
+    bytes: int
+
+
+def kept_gathered(line: StageTimeline, layout: PlannedLayout) -> KeptGathered:
+    """Return the parameters that a rank never gives back."""
+    return _small(line, layout.persistence, sharers(layout), layout.element_bytes)
+
+
 @lru_cache(maxsize=1024)
-def _small_bytes(line: StageTimeline, threshold: int, spread: ParameterSharers, element: int) -> int:
+def _small(line: StageTimeline, threshold: int, spread: ParameterSharers, element: int) -> KeptGathered:
     every = (p for layer in (*line.layers, *line.packed) for p in layer)
-    return sum(p.bytes(element) for p in every if p.numel <= threshold and spread.of(p) > 1)
+    sizes = [p.bytes(element) for p in every if p.numel <= threshold and spread.of(p) > 1]
+    return KeptGathered(len(sizes), sum(sizes))
 
 
 def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

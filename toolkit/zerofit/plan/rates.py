@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -91,6 +92,12 @@ UNALIGNED["A100"] = UNALIGNED["A800"] = SourcedRate(
 )
 OTHER_UNALIGNED = SourcedRate(1.0, "assumed: no figure is known")
 
+# bytes a second of each channel that batch norm in bf16 reaches: one block takes a whole channel of NCHW, since cuDNN's
+# kernels do not take bf16 there (ATen/native/cuda/Normalization.cuh, batch_norm_collect_statistics_kernel)
+BATCH_NORM_CHANNEL = SourcedRate(
+    5e9, "measured: ResNet-50 in bf16 on an H100, 64 to 256 channels: 3.1 to 5.7 GB/s each (benchmarks/gpu)"
+)
+
 # fused attention, on the products that it makes: half of them under a causal mask
 ATTENTION: dict[str, SourcedRate] = {
     "A100": SourcedRate(0.55, _SIMUMAX + "a100_pcie, sdp"),
@@ -167,6 +174,7 @@ class Rates:
     engine: float  # times as long as in a bare loop: kernels under DeepSpeed
     gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
+    channel: float  # of each channel of a batch norm in bf16, which no more than one block of a GPU takes
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions, which run on the general cores
     attention: float  # fused kernels, on the products that they make
@@ -217,7 +225,7 @@ def rates_of(
         "host": measured.host_bandwidth,
         "nvme_read": measured.disk_read,
         "nvme_write": measured.disk_write,
-        "call_s": measured.link_latency_s,
+        "call_s": measured.call_s or measured.link_latency_s,
     }
     reached = measured.matmul_flops.get(precision)
     if reached:  # by products alone: the other kernels with FLOPs follow
@@ -231,6 +239,7 @@ def rates_of(
         **{name: rate.value for name, rate in chosen.items()},
         ahead=not cluster.on_cpu,
         edge=products.edge,
+        channel=math.inf if cluster.on_cpu else BATCH_NORM_CHANNEL.value / measured.slower,
         attention_blocks=0.0 if cluster.on_cpu else ATTENTION_BLOCKS.value,
         unfused=1.0,
         exposed_inside=EXPOSED_INSIDE.value,

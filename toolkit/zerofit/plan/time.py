@@ -13,9 +13,9 @@ from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STEP_BYTES, moments_bytes
 from zerofit.plan.passes import Passes, RankPass, StageLayers
-from zerofit.plan.persistent import MASTER_BYTES
+from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
-from zerofit.plan.timeline import timeline
+from zerofit.plan.timeline import StageTimeline, timeline
 from zerofit.plan.zero3_gather import LayerFetches, fetches
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
@@ -39,6 +39,7 @@ Stream = Literal[
 ]
 HANDLED = "gradients into buckets and out"  # the engine's own passes
 ADDED = "gradients added up"
+GATHERED = "all-gather of stepped parameters"
 TRANSFERS = ("device to host", "host to device", "NVMe")
 
 
@@ -238,15 +239,19 @@ class Timer:
         """Return the share of its parameters that a rank has: of experts that are spread it shares with fewer."""
         return (1 + (layout.ep - 1) * one.expert_share) / layout.zero_ranks
 
-    def _spread_s(self, op: str, size_bytes: float, calls: float, layout: PlannedLayout, one: RankPass) -> float:
+    def _spread_s(
+        self, op: str, size_bytes: float, calls: float, layout: PlannedLayout, one: RankPass, *, at_once: bool = False
+    ) -> float:
         """Time a collective of parameters: spread experts' among the ranks that hold the same."""
         gpus, experts = self._cluster.gpus, one.expert_share
         shards = group_of(layout.zero_ranks, layout.tp, gpus)
-        every_s = collective_s(op, size_bytes * (1 - experts), calls * (1 - experts), shards, self.rates)
+        every_s = collective_s(
+            op, size_bytes * (1 - experts), calls * (1 - experts), shards, self.rates, at_once=at_once
+        )
         if layout.ep == 1:
             return every_s
         same = group_of(layout.zero_ranks // layout.ep, layout.ep, gpus)
-        return every_s + collective_s(op, size_bytes * experts, calls * experts, same, self.rates)
+        return every_s + collective_s(op, size_bytes * experts, calls * experts, same, self.rates, at_once=at_once)
 
     def _reduce_groups(self, one: RankPass, bucket: int) -> Sequence[ReduceGroup]:
         if (one, bucket) not in self._groups:
@@ -263,8 +268,7 @@ class Timer:
             copy_s = share / self.rates.pcie
         elif layout.offload_param == "nvme":
             copy_s = share * self._cluster.gpus / self.rates.nvme_read
-        line = timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
-        forward, backward = (tuple(self._means(found)) for found in fetches(line, layout))
+        forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
         return Fetches(
             copy_s=copy_s,
             gather_s=self._spread_s("all_gather", 1, 0, layout, one),
@@ -272,6 +276,10 @@ class Timer:
             forward=forward,
             backward=backward,
         )
+
+    def _line(self, layout: PlannedLayout) -> StageTimeline:
+        """Return the layers of a rank at stage 3."""
+        return timeline(self._profile, self._profile.key_of(layout.setting, 3), None, 0)
 
     def _means(self, found: Sequence[LayerFetches]) -> Iterator[tuple[float, float]]:
         """Yield the mean of each run of equal layers."""
@@ -345,7 +353,11 @@ class Timer:
         if layout.zero_stage in (1, 2):
             whole = b * one.trained_parameters
             seconds = self._spread_s("all_gather", whole, _calls(layout, one), layout, one)
-            yield StepTask("data parallel", "all-gather of stepped parameters", whole, seconds)
+            yield StepTask("data parallel", GATHERED, whole, seconds)
+        if layout.zero_stage == 3:  # those that are kept whole, one by one (stage3.py:2841)
+            kept = kept_gathered(self._line(layout), layout)
+            seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, one, at_once=True)
+            yield StepTask("data parallel", GATHERED, kept.bytes, seconds)
 
 
 def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:

@@ -44,6 +44,9 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any) -> KernelCall:
         flops=flops_of(func, args, kwargs, out),
         moved_bytes=_moved_bytes(kind, name, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]),
     )
+    if "batch_norm" in name:
+        channels = next(one.shape[1] for one in tensors if one.dim() > 1)
+        return replace(call, shape=(channels,), groups=channels)
     shape = _SHAPES.get(kind)
     if shape is None:
         return call

@@ -179,6 +179,7 @@ class Calibration:
     gradient_s: float | None = None  # of the host: a parameter's gradient is reduced and stepped with
     link: float | None = None  # bus bandwidth of a ring all-reduce between local ranks
     link_latency_s: float | None = None  # of a small all-reduce
+    call_s: float | None = None  # of a small all-gather, one of many that are issued together
     host_copy: float | None = None  # from pinned host memory to the device; on a CPU from memory to memory
     host_bandwidth: float | None = None  # of host memory under an Adam step, all cores together
     disk_read: float | None = None

@@ -81,7 +81,7 @@ class Kernel:
     moved_bytes: Linear  # read and written by all of them
     flops: Linear = Linear()  # of all of them; of attention without what a causal mask spares
     # product: M, N, K of each; convolution: M, N, K of the product that it is, for each of its groups;
-    # attention: heads of all samples, queries, keys, width of a head
+    # attention: heads of all samples, queries, keys, width of a head; batch norm: channels, which are its groups, too
     shape: tuple[Linear, ...] = ()
     groups: int = 1
     causal: bool = False
