@@ -36,7 +36,6 @@ def timer() -> Timer:
         hop_s=0.0,
         network_hop_s=0.0,
         edge=0.0,
-        engine=1.0,
         engine_launch_s=0.0,
         streaming=math.inf,
     )

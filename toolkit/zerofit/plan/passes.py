@@ -186,8 +186,7 @@ class Passes:
         return self._known_kernels[key, micro_batch]
 
     def _busy(self, kernels: Sequence[Kernel], micro_batch: int) -> tuple[float, float]:
-        busy_s = self._rates.engine * kernels_s(kernels, micro_batch, self._rates)
-        return busy_s, launches(kernels) * self._rates.launch_s
+        return kernels_s(kernels, micro_batch, self._rates), launches(kernels) * self._rates.launch_s
 
     def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float, float]]:
         """Return for each layer the seconds of tensor, sequence and expert parallelism in its forward.

@@ -27,11 +27,10 @@ class Coefficients:
     """What was fitted to published throughput, for GPUs; nothing else was."""
 
     memory: float = 0.59  # share of the data sheet's bandwidth that kernels without products reach
-    network: float = 0.63  # share of the wire between nodes that collectives reach
-    network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.55  # share of a collective between nodes, beside compute, that adds to it
-    hook_s: float = 429e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
-    engine: float = 1.06  # times as long as in a bare loop: kernels under DeepSpeed's hooks and waits of streams
+    network: float = 0.68  # share of the wire between nodes that collectives reach
+    network_hop_s: float = 30e-6  # one step of a ring between nodes, with the small messages of many ranks
+    exposed_between: float = 0.6  # share of a collective between nodes, beside compute, that adds to it
+    hook_s: float = 338e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
     host: float = 0.2  # share of the memory channels' bandwidth that CPU Adam reaches: published runs say 0.03 to 0.5
 
 
@@ -138,12 +137,11 @@ HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of 
 CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
 CPU_HOOK_S = SourcedRate(200e-6, "measured by `zerofit calibrate` on two cores: 190 to 220 us")
 CPU_GRADIENT_S = SourcedRate(75e-6, "measured by `zerofit calibrate` on two cores: 60 to 90 us")
-NO_GRADIENT_S = SourcedRate(0.0, "with the engine's share of kernels: on GPUs it runs ahead")
+NO_GRADIENT_S = SourcedRate(0.0, "on GPUs it runs ahead")
 _ENGINE_LAUNCH = SourcedRate(
     0.30, "measured: GPT-2 at stage 0, a Llama at stage 2, on an H100: these kernels are of no module and no autograd"
 )
 NO_ENGINE_LAUNCH = SourcedRate(0.0, "in what one gradient takes of the host")
-NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")
 STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
@@ -157,7 +155,7 @@ TRACED = {
     "gradient_s": _HOST,
     **dict.fromkeys(("streaming", "adam", "sgd", "host"), "optimizer"),
 }
-UNTOUCHED = ("engine", "exposed_between", "unaligned")
+UNTOUCHED = ("exposed_between", "unaligned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +169,6 @@ class Rates:
     sgd: float  # under that of SGD with momentum
     launch_s: float
     engine_launch_s: float  # of the host, from one of the engine's own kernels to the next
-    engine: float  # times as long as in a bare loop: kernels under DeepSpeed
     gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
     channel: float  # of each channel of a batch norm in bf16, which no more than one block of a GPU takes
@@ -296,7 +293,6 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "sgd": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
         "launch_s": LAUNCH_S,
         "engine_launch_s": NO_ENGINE_LAUNCH if on_cpu else _share_of(LAUNCH_S.value, _ENGINE_LAUNCH),
-        "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),
         "gradient_s": CPU_GRADIENT_S if on_cpu else NO_GRADIENT_S,
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
         "link": _share_of(device.link, ring),

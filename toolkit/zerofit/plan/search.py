@@ -103,7 +103,7 @@ def _padding(profile: Profile, one: RankedLayout, rates: Rates) -> str:
             if found := unaligned_lengths(kernel):
                 lengths |= set(found)
                 shape = tuple(size if size.per_sample else Linear(fixed=_padded(size.fixed)) for size in kernel.shape)
-                times = layer.count * layout.accumulation * rates.engine
+                times = layer.count * layout.accumulation
                 slow_s += times * kernel_s(kernel, layout.micro_batch, rates)
                 padded_s += times * kernel_s(replace(kernel, shape=shape), layout.micro_batch, rates)
     if slow_s - padded_s < 0.01 * one.step_s:

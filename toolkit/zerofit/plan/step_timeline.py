@@ -263,7 +263,7 @@ class _Drawing:
             cost, micro_batch = self._costs[layer], self.layout.micro_batch
             found: dict[str, _KindTime] = {}
             for kernel in cost.backward_kernels if backward else cost.forward_kernels:
-                seconds = self._rates.engine * kernel_s(kernel, micro_batch, self._rates)
+                seconds = kernel_s(kernel, micro_batch, self._rates)
                 moved, flops = kernel.moved_bytes.at(micro_batch), kernel.flops.at(micro_batch)
                 _, *before = found.get(kernel.kind, _KindTime(kernel.kind, 0.0, 0.0, 0.0))
                 sums = map(sum, zip(before, (seconds, moved, flops), strict=True))
