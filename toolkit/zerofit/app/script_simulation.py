@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.script_trace import trace_of_script
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
@@ -32,6 +34,7 @@ def simulate_script(
     steps: int = STEPS,
     longest: bool = False,
     alloc_conf: str = "",
+    trace: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run a training script, as it is, as one rank of a cluster until it has made its first optimizer steps.
@@ -43,6 +46,7 @@ def simulate_script(
         steps: optimizer steps after which the script is stopped.
         longest: say what it needs with batches as long as it allows, too.
         alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
+        trace: file for the timeline of the last step of the rank that is returned, in the Chrome trace format.
         on_event: hears what is being done.
 
     Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
@@ -64,6 +68,8 @@ def simulate_script(
     read = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
     read_alloc_conf(alloc_conf)
+    if trace is not None:
+        refuse_place(Path(trace))
     check_command(read, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=read,
@@ -74,22 +80,27 @@ def simulate_script(
         workspace_bytes=blas_workspace_bytes(cluster.device.kind),
         alloc_conf=alloc_conf,
         steps=steps,
+        traced=trace is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
-    stages, seen = [(targets, _simulate(targets, report.status))], list[tuple[ScriptTarget, Simulation]]()
+    stages, seen = [(targets, _simulate(targets, report.status))], list[tuple[ScriptTarget, RankRecord, Simulation]]()
     for targets, records in stages:
         if rank is None:
             stages += _next_stage(targets, records, report)
             targets, records = _heaviest(targets, records, report)
         one, *more = [_answer(*pair, cluster) for pair in zip(targets, records, strict=True)]
-        seen.append((targets[0], _with_longest(one, more[0]) if more else one))
-    target, worst = max(seen, key=lambda pair: pair[1].reserved_bytes)
+        assert isinstance(records[0], RankRecord)
+        seen.append((targets[0], records[0], _with_longest(one, more[0]) if more else one))
+    target, record, worst = max(seen, key=lambda found: found[2].reserved_bytes)
+    if trace is not None:
+        write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
     names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
-    peaks = tuple(StagePeak(**{name: getattr(one, name) for name in names}) for _, one in seen)
+    peaks = tuple(StagePeak(**{name: getattr(one, name) for name in names}) for *_, one in seen)
     return replace(
         worst,
         stages=peaks if len(peaks) > 1 else (),
-        fits=all(one.fits for _, one in seen),
+        fits=all(one.fits for *_, one in seen),
+        trace=Path(trace) if trace is not None else None,
         seconds=round(time.perf_counter() - start, 1),
         simulate_knobs=ScriptKnobSimulations(target=target, seen=worst, cluster=cluster),
     )
@@ -153,7 +164,7 @@ class ScriptKnobSimulations:
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
-            targets = [replace(self.target, command=knob.command, received=None) for knob in knobs]
+            targets = [replace(self.target, command=knob.command, received=None, traced=False) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         for knob, target, record in zip(knobs, targets, records, strict=True):
             if not isinstance(record, Problem):

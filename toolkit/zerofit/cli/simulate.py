@@ -88,7 +88,8 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
     Or any training script, unmodified: write what starts it behind --, with python, torchrun, deepspeed or accelerate
     launch, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after
-    --steps optimizer steps (2). Of the options, the hardware's, --rank, --steps, --alloc-conf and --plot belong to it.
+    --steps optimizer steps (2). Of the options, the hardware's, --rank, --steps, --alloc-conf, --plot and --trace
+    belong to it.
 
     Exit code 0: it fits, 1: it does not, or only within the margin, or more is added than --fail-above, 2: bad input.
     """
@@ -150,7 +151,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
             hardware["nodes"] = read.nodes
         found = problems.attempt(lambda: one_cluster(hardware))
         problems.raise_if_any()
-        settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf")}
+        settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace")}
         settings |= {"steps": options["steps"] or STEPS}
         result = simulate_script(words, found, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
@@ -160,7 +161,7 @@ def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
     """Refuse options that describe a run of zerofit's own: a script's are words of its command."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        described = name in (*RUN_FIELDS, "target", "image", "exact", "trace") and name != "steps"
+        described = name in (*RUN_FIELDS, "target", "image", "exact") and name != "steps"
         if described and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             message = f"{parameter.opts[-1]} describes a run of zerofit's own, and behind -- stands a command"
             problems.add("usage", message, "leave it out, and change the command instead", parameter.opts[-1])

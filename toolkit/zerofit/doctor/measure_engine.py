@@ -23,6 +23,8 @@ STEPS = 20  # of each engine, as many on each rank: they wait for each other
 class _Unit(nn.Module):
     """One small parameter, behind a product that takes a host's caches as a model's do."""
 
+    matrix: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("matrix", torch.randn(WIDTH, WIDTH) / WIDTH**0.5)

@@ -21,7 +21,7 @@ class Span(NamedTuple):
     """One piece of work on one stream of a pipeline stage's rank; times in seconds from the step's start."""
 
     stage: int
-    stream: Stream
+    stream: str  # a Stream; of a script as it is called
     phase: str  # "forward", "backward" or "step"
     micro_batch: int  # from 0; -1: of the whole step
     module: str  # "block.17"; "" where it belongs to no layer
@@ -39,9 +39,9 @@ class StepTimeline:
     spans: tuple[Span, ...]
     step_s: float
 
-    def busy_s(self) -> dict[tuple[int, Stream], float]:
+    def busy_s(self) -> dict[tuple[int, str], float]:
         """Return how long each stream of each stage works."""
-        busy: defaultdict[tuple[int, Stream], float] = defaultdict(float)
+        busy: defaultdict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
             busy[span.stage, span.stream] += span.end_s - span.start_s
         return dict(busy)

@@ -33,7 +33,8 @@ def step_trace(
     `about` says in "otherData" what was forecast.
     """
     spans = [span for span in timeline.spans if span.stage in ranks]
-    events = [*_names(spans, ranks), *_span_events(spans, ranks)]
+    streams = list(dict.fromkeys((*STREAMS, *(span.stream for span in spans))))
+    events = [*_names(spans, ranks, streams), *_span_events(spans, ranks, streams)]
     events += [
         {"ph": "C", "name": "memory", "pid": ranks[one.stage], "ts": _us(one.at_s), "args": dict(one.bytes)}
         for one in sorted(memory, key=lambda sample: sample.at_s)
@@ -79,20 +80,20 @@ def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[st
     return {k: (1 - share) * known[below].get(k, 0) + share * known[above].get(k, 0) for k in kinds}
 
 
-def _names(spans: Iterable[Span], ranks: Mapping[int, int]) -> Iterator[Event]:
+def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
     """Yield what processes and threads are called, and their order."""
     used = {(span.stage, span.stream) for span in spans}
     for stage, rank in ranks.items():
         words = f"rank {rank}" + (f" (stage {stage})" if len(ranks) > 1 else "")
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": words}}
-        for number, stream in enumerate(STREAMS, start=1):
+        for number, stream in enumerate(streams, start=1):
             if (stage, stream) in used:
                 yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}}
                 order = {"sort_index": number}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": order}
 
 
-def _span_events(spans: Iterable[Span], ranks: Mapping[int, int]) -> Iterator[Event]:
+def _span_events(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
     """Yield complete events; where the same moment was rounded to two, none begins before the one before it ends."""
     ends_us: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in sorted(spans, key=lambda span: span.start_s):
@@ -104,7 +105,7 @@ def _span_events(spans: Iterable[Span], ranks: Mapping[int, int]) -> Iterator[Ev
             "name": f"{span.module}: {span.kind}" if span.module else span.kind,
             "cat": span.phase,
             "pid": ranks[span.stage],
-            "tid": STREAMS.index(span.stream) + 1,
+            "tid": streams.index(span.stream) + 1,
             "ts": start_us,
             "dur": round(end_us - start_us, 3),
             "args": {

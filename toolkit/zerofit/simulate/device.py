@@ -169,16 +169,24 @@ class SimulatedGpu(SimulatedHost):
 
 def fake_op(name: str, meter: AllocationTracker) -> Any:
     """Return a stand-in for what the builder of this op (its NAME) would have loaded."""
-    return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace()
+    return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
 
 
 class _InPlace:
     """A module with functions of any name that change their arguments in place and return 0."""
 
+    def __init__(self, meter: AllocationTracker):
+        self._meter = meter
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: 0
+
+        def work(*args: Any, **_: Any) -> int:
+            self._meter.ran(name, args)
+            return 0
+
+        return work
 
 
 class _AsyncHandle:

@@ -42,7 +42,7 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any) -> KernelCall:
         kind=kind,
         dtype=dtype,
         flops=flops_of(func, args, kwargs, out),
-        moved_bytes=_moved_bytes(kind, name, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]),
+        moved_bytes=_moved_bytes(kind, name, tensors, _written(func, args, out)),
     )
     if "batch_norm" in name:
         channels = next(one.shape[1] for one in tensors if one.dim() > 1)
@@ -59,6 +59,20 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any) -> KernelCall:
     )
 
 
+def one_kernel(call: KernelCall) -> Kernel:
+    """Return the kernel of one call, whatever the micro batch."""
+    return Kernel(
+        kind=call.kind,
+        dtype=call.dtype,
+        count=1.0,
+        moved_bytes=Linear(fixed=call.moved_bytes),
+        flops=Linear(fixed=call.flops),
+        shape=tuple(Linear(fixed=size) for size in call.shape),
+        groups=call.groups,
+        causal=call.causal,
+    )
+
+
 def _kind(name: str) -> KernelKind:
     if name in _PRODUCTS:
         return "product"
@@ -71,6 +85,19 @@ def _kind(name: str) -> KernelKind:
     if name.startswith("embedding"):
         return "embedding"
     return "copy" if name in _COPIES else "elementwise"
+
+
+def _written(func: Any, args: Any, out: Any) -> list[Tensor]:
+    """Return what an op makes, or where it gives nothing out, what it changes: lists of tensors, as optimizers do."""
+    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    if made:
+        return made
+    changed = [
+        value
+        for one, value in zip(func._schema.arguments, args, strict=False)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.simulate.allocator import Event
+from zerofit.simulate.issued import IssuedWait, IssuedWork
 from zerofit.spec.files import field_data
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.run_folder import Job
@@ -216,6 +217,7 @@ class RankRecord:
     convolution_bytes: int = 0  # input, weights and output of the largest convolution
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
+    issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step, where it is traced
     heavier: HeavierRank | None = None  # the one that keeps most; None where it is this one
 
     @property

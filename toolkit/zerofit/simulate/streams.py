@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zerofit.simulate.allocator import Synchronized
+from zerofit.simulate.issued import IssuedLog
 from zerofit.simulate.ledger import Ledger
 
 
@@ -21,6 +22,7 @@ class Streams:
 
     def __init__(self, ledger: Ledger):
         streams, self.ledger, self.made = self, ledger, 0
+        self.issued: IssuedLog | None = None  # where what is issued is noted
         self.known: dict[int, int] = {}  # number of a stream -> the moment before which the host knows it to be done
         self._here = threading.local()
 
@@ -63,6 +65,8 @@ class Streams:
         """Wait for all that the device has to do."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
         self.known = dict.fromkeys(range(self.made), self.now)
+        if self.issued is not None:
+            self.issued.wait(None, None)
 
     def wait_for(self, done: dict[int, int]) -> None:
         """Let the host wait until streams have come so far."""
@@ -76,6 +80,11 @@ class Streams:
         """A moment: the number of allocations and releases so far."""
         return len(self.ledger.events)
 
+    @property
+    def place(self) -> int:
+        """Another: the number of works and waits that were noted."""
+        return 0 if self.issued is None else len(self.issued.items)
+
 
 class SimulatedEvent:
     """A place in a stream: what is done when the stream has come there."""
@@ -83,12 +92,14 @@ class SimulatedEvent:
     def __init__(self, streams: Streams):
         self._streams = streams
         self.done: dict[int, int] = {}  # number of a stream -> the moment before which its work is done
+        self._place = 0, 0  # number of the stream, and how much had been issued
         self._asked_at = -1
 
     def record(self, stream: SimulatedStream | None = None) -> None:
         """Take the present end of a stream."""
         stream = stream or self._streams.current
         self.done = {**stream.waited, stream.number: self._streams.now}
+        self._place = stream.number, self._streams.place
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
         """Let a stream wait for this event."""
@@ -97,6 +108,12 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """Let the host wait for this event."""
         self._streams.wait_for(self.done)
+        self.waits(None)
+
+    def waits(self, stream: int | None) -> None:
+        """Note that a stream, or the host, waits for this event."""
+        if self._streams.issued is not None:
+            self._streams.issued.wait(stream, *self._place)
 
     def query(self) -> bool:
         """Return whether the host knows it to be done."""
@@ -126,6 +143,7 @@ class SimulatedStream:
         """Wait for an event of another stream."""
         for number, moment in event.done.items():
             self.waited[number] = max(moment, self.waited.get(number, 0))
+        event.waits(self.number)
 
     def wait_stream(self, other: SimulatedStream) -> None:
         """Wait for all that another stream has to do."""

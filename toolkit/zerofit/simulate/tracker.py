@@ -114,6 +114,9 @@ class AllocationTracker(TorchDispatchMode):
             if storage is not None and storage.kind is None:
                 storage.kind = kind
 
+    def ran(self, name: str, args: Any) -> None:
+        """Hear that one of DeepSpeed's C++ ops has worked in place."""
+
     def in_own_code(self) -> bool:
         """Return whether a line that is neither a library's nor ours is running, in a module's forward."""
         code, _ = _caller()

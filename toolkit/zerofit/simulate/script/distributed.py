@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -79,6 +81,36 @@ def reductions(meter: ScriptTracker) -> None:
         return original(tensor, op, *args, **kwargs)
 
     _replace("all_reduce", all_reduce)
+
+
+def handles(meter: ScriptTracker) -> None:
+    """Note which stream waits for a collective: the one that is current when its handle is asked to.
+
+    (torch.distributed.Work.wait, of the backend that sends nothing)
+    """
+    for kind in (c10d.Work, *c10d.Work.__subclasses__()):
+        if "wait" in vars(kind):
+            replace_in(kind, "wait", _noted(kind.wait, meter))
+
+
+def _noted(original: Any, meter: ScriptTracker) -> Any:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if meter.streams.issued is not None:
+            meter.streams.issued.wait_for(self, meter.streams.current.number)
+        return original(self, *args, **kwargs)
+
+    return wait
+
+
+def fetched_parameters(meter: ScriptTracker) -> None:
+    """Note what ZeRO-3's hooks fetch. (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)"""
+    original = PartitionedParameterCoordinator.fetch_sub_module
+
+    def fetch_sub_module(self: Any, current_submodule: nn.Module, forward: bool) -> None:
+        meter.note_hooks(sum(hasattr(p, "ds_id") for p in current_submodule.parameters(recurse=False)))
+        original(self, current_submodule, forward)
+
+    replace_in(PartitionedParameterCoordinator, "fetch_sub_module", fetch_sub_module)
 
 
 def data_parallel(meter: ScriptTracker) -> None:

@@ -30,11 +30,12 @@ from torch.nn.parameter import is_lazy
 from zerofit.simulate import patches
 from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.device import install
+from zerofit.simulate.issued import IssuedLog
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.partitions import heavier_than_this
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank_record import record_of
-from zerofit.simulate.record import RankRecord
+from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
 from zerofit.simulate.script import phases as script_phases
 from zerofit.simulate.script.command import rank_problems
@@ -68,6 +69,7 @@ def simulate_script(
     shown = gpu.SHOWN if target.on_gpu else "cpu"
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
+    meter.gpus = target.gpus
     apply_patches(meter, target)
     os.environ |= environment(target)
     shapes, lengths_seen = BatchShapes(), Lengths()
@@ -79,7 +81,8 @@ def simulate_script(
         log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
     )
     joints = StageJoints(target.received)
-    log.on_begin = _announcer(meter, phases, say)
+    issued = IssuedLog() if target.traced else None
+    log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
     with fakes, meter:
         phases.cut()
         joints.join()
@@ -92,7 +95,7 @@ def simulate_script(
     host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
     record = record_of(meter, log, target.alloc_conf, script=facts, heavier=heavier)
-    return replace(record, pipeline=joints.stage)
+    return replace(record, pipeline=joints.stage, issued=tuple(issued.items) if issued else ())
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -127,6 +130,8 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
+    distributed.handles(meter)
+    distributed.fetched_parameters(meter)
     distributed.resized_storages(meter)
     distributed.sharded_shapes(meter)
     pretrained.pretrained(meter)
@@ -164,10 +169,15 @@ def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list
     return follow
 
 
-def _announcer(meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None]) -> Callable[[str, int], None]:
+def _announcer(
+    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog | None, last: int
+) -> Callable[[str, int], None]:
+    """Return what hears of each phase; `issued` notes what the rank issues in its last step."""
+
     def begin(name: str, step: int) -> None:
         _tag(meter, phases)
         meter.begin(name, step)
+        meter.streams.issued = issued if name in STEPS and step == last else None
         say(name if step < 0 else f"step {step + 1}: {name}")
 
     return begin

@@ -23,6 +23,7 @@ class ScriptTarget:
     workspace_bytes: int = 0  # that torch keeps for the matrix products of a thread on a stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
+    traced: bool = False  # note what the rank issues in its last step
     longest: bool = False  # make every batch as long as the script allows
     received: SentTensors | None = None  # of the rank's pipeline stage, from the one before; None of the first
 

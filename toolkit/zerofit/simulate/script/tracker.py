@@ -20,11 +20,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, KERNEL, STEP, CommunicatingRanks, IssuedWork
+from zerofit.simulate.kernels import call_of, one_kernel
+from zerofit.simulate.layer_costs import is_kernel
+from zerofit.simulate.op_costs import Scratch, bytes_of
 from zerofit.simulate.quick_ops import as_stored
 from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
 
@@ -37,6 +41,7 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
+_COPIES = ("_to_copy", "copy_")
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
@@ -51,6 +56,7 @@ class ScriptTracker(AllocationTracker):
         self._adopted: dict[int, int] = {}  # address of a real storage -> index of its fake's
         self.without_rule = ""  # the last op whose outputs' shapes nobody knows
         self.unseen = False  # ops that only find out shapes
+        self.gpus = 1  # of a node
         self.all_true = False  # what is asked of other ranks' data holds: they are like this one
         self.autocast: torch.dtype | None = None  # what it has cast to in training
         self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
@@ -86,12 +92,66 @@ class ScriptTracker(AllocationTracker):
         sends = name.startswith("c10d::")
         if sends:
             self._note_collective(name, args)
+        if self.streams.issued is not None and not self.unseen:
+            if sends:
+                self._note_sent(name, args, out)
+            elif faked and is_kernel(func):
+                self._note_kernel(func, args, kwargs, out)
         written = (out, next(iter(leaves), None)) if faked and (sends or func._schema.is_mutable) else ()
         overwritten = any(map(is_real, written))
         if is_counted(func) and not self.unseen and (sends or not overwritten):
             # a fake that stood in for a real tensor that was overwritten is no memory of its own
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
         return out
+
+    def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
+        """Return work of this moment, on the current stream."""
+        stream, module = self.streams.current.number, self._module if module is None else module
+        return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
+
+    def _note_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what an op launches: a kernel, or a copy between host and device; nothing where the host computes."""
+        assert self.streams.issued is not None
+        places = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, FakeTensor)}
+        if self.device not in places:
+            return
+        backward = torch._C._current_autograd_node() is not None
+        module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
+        if len(places) > 1 and func._overloadpacket.__name__ in _COPIES:
+            moved = max(t.nbytes for t in tree_leaves((args, out)) if isinstance(t, Tensor))
+            work = self._issued(COPY, module, bytes=moved)
+        else:
+            work = self._issued(KERNEL, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
+        self.streams.issued.items.append(work)
+
+    def _note_sent(self, name: str, args: Any, out: Any) -> None:
+        """Note a collective, and the handle by which it is waited for."""
+        assert self.streams.issued is not None
+        boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
+        if boxed is None:
+            return
+        group = dist.ProcessGroup.unbox(boxed)
+        members = dist.get_process_group_ranks(group)
+        near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
+        ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
+        handles = [Work.unbox(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch._C.ScriptObject)]
+        moved = max(map(bytes_of, args), default=0)
+        self.streams.issued.send(self._issued(name.removeprefix("c10d::").strip("_"), bytes=moved), ranks, handles)
+
+    def note_hooks(self, parameters: int) -> None:
+        """Note that ZeRO-3's hooks fetch parameters of a module."""
+        if self.streams.issued is not None and parameters:
+            self.streams.issued.items.append(self._issued(HOOKS, count=parameters))
+
+    def ran(self, name: str, args: Any) -> None:
+        """Note that one of DeepSpeed's C++ ops has worked in place: of Adam on the device, or on the host."""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+        if self.streams.issued is None or not tensors:
+            return
+        size = sum(t.nbytes for t in tensors)
+        moved = 7 * size // 4 if "adam" in name else 2 * size  # of four tensors it changes all but the gradient
+        kind = STEP if max(tensors, key=lambda one: one.nbytes).device.type == self.device else HOST_STEP
+        self.streams.issued.items.append(self._issued(kind, bytes=moved, inside=False))
 
     def _holds_nothing(self, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether a new tensor on the host is fake: a large one, or numbers that DeepSpeed makes for itself."""

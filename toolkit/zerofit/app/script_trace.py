@@ -1,0 +1,179 @@
+"""The trace of a script's step, as `zerofit simulate --trace FILE -- COMMAND` writes it: each op where it would run."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.plan.collectives import RankGroup, collective_s
+from zerofit.plan.kernels import kernel_s
+from zerofit.plan.rates import Rates, rates_of
+from zerofit.plan.step_timeline import Span, StepTimeline
+from zerofit.plan.step_trace import MemorySample, step_trace
+from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, STEP, IssuedWait, IssuedWork
+from zerofit.simulate.record import MemoryPoint, RankRecord
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.model_facts import ELEMENT_BYTES
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_OPS = {  # of collectives, as c10d calls them: the first that is in the name
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+}
+_SENT = "send"  # and of the rest: a tensor from one rank to others
+
+
+def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:
+    """Return the trace of the last step of a simulated script's rank; memory is drawn where the host allocates it."""
+    assert record.script
+    clocks = _Clocks(cluster, record.script.precision.split()[0])
+    for place, one in enumerate(record.issued):
+        clocks.take(place, one)
+    spans = tuple(sorted([*clocks.spans, *clocks.launches()], key=lambda span: (span.stream, span.start_s)))
+    timeline = StepTimeline(spans=spans, step_s=clocks.end_s)
+    machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
+    about = {"forecast": f"a step of {record.script.name}", "model": record.script.model, **machine}
+    return step_trace(timeline, _memory(record.timeline, clocks.allocated), {0: rank}, about)
+
+
+def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]]) -> Iterator[MemorySample]:
+    """Yield the points of the step when the host issued what they stand before."""
+    moments = [t for t, _ in allocated]
+    for point in points:
+        place = bisect_left(moments, point.t)
+        if moments and moments[0] <= point.t and place < len(allocated):
+            yield MemorySample(0, allocated[place][1], point.bytes)
+
+
+@dataclass
+class _Clocks:
+    """The host's clock and the streams', while work is issued in its order.
+
+    The host runs ahead of a GPU, and waits where the script does; on a CPU it is what computes.
+    """
+
+    cluster: Cluster
+    precision: str
+    host_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    allocated: list[tuple[int, float]] = field(default_factory=list)  # allocations so far, and the host's clock
+
+    def __post_init__(self) -> None:
+        calibration = read_calibration(self.cluster.device.kind)
+        known = {name: rates_of(self.cluster, name, calibration) for name in ELEMENT_BYTES}
+        self._usual, self._rates = known[self.precision], known
+        self._done: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # place and end of a stream's work
+        self._free: defaultdict[int, float] = defaultdict(float)  # from when on a stream may begin its next one
+        self._issuing: list[Span] = []  # what the host does, as one while it goes on
+        self._forwards, self._phase = 0, ""
+        self._names: dict[int, str] = {0: "compute"}
+
+    @property
+    def end_s(self) -> float:
+        """When all is done."""
+        return max([self.host_s, *(done[-1][1] for done in self._done.values())])
+
+    def take(self, place: int, one: IssuedWork | IssuedWait) -> None:
+        """Place what was issued next."""
+        if isinstance(one, IssuedWait):
+            self._wait(one)
+            return
+        if one.phase != self._phase:
+            self._phase, self._forwards = one.phase, self._forwards + (one.phase == "forward")
+        self.allocated.append((one.t, self.host_s))
+        if one.kind == HOOKS:
+            self._issue(one, one.count * self._usual.hook_s)
+        elif one.kind == HOST_STEP:
+            self._span(one, "host", STEP, self.host_s, one.bytes * self.cluster.gpus / self._usual.host)
+            self.host_s = self.spans[-1].end_s
+        else:
+            self._run(place, one)
+
+    def launches(self) -> list[Span]:
+        """Return what the host did beside computing."""
+        return self._issuing
+
+    def _run(self, place: int, one: IssuedWork) -> None:
+        rates = self._usual
+        self._issue(one, rates.launch_s if one.inside else rates.engine_launch_s)
+        waits = [self.host_s, self._free[one.stream], self._end(one.stream)]
+        if one.behind is not None:
+            waits += [self._free[one.behind], self._end(one.behind)]
+        kind, seconds = self._kind_and_seconds(one)
+        self._span(one, self._name(one), kind, max(waits), seconds)
+        end_s = self.spans[-1].end_s
+        self._done[one.stream].append((place, end_s))
+        if not rates.ahead and one.stream >= 0:
+            self.host_s = end_s
+
+    def _kind_and_seconds(self, one: IssuedWork) -> tuple[str, float]:
+        """Return what a trace calls it, and how long it takes."""
+        rates = self._usual
+        if one.kind == COPY:
+            return COPY, one.bytes / rates.pcie
+        if one.kind == STEP:
+            return STEP, one.bytes / rates.adam
+        if one.kernel is None:
+            assert one.ranks
+            op = next((ours for name, ours in _OPS.items() if name in one.kind), _SENT)
+            group = RankGroup(one.ranks.size, one.ranks.per_node)
+            return op.replace("_", "-"), collective_s(op, one.bytes, 1, group, rates)
+        moved = one.kernel.moved_bytes.fixed
+        if not one.inside and not one.kernel.flops.fixed:  # long passes of an engine or an optimizer
+            return one.kernel.kind, moved / rates.streaming
+        return one.kernel.kind, kernel_s(one.kernel, 1, self._rates_for(one.kernel.dtype))
+
+    def _rates_for(self, dtype: str) -> Rates:
+        return self._rates[_PRECISIONS.get(dtype, self.precision)]
+
+    def _wait(self, one: IssuedWait) -> None:
+        on = list(self._done) if one.on is None else [one.on]
+        until_s = max((self._end(stream, one.before) for stream in on), default=0.0)
+        if one.stream is None or not self._usual.ahead:
+            self.host_s = max(self.host_s, until_s)
+        else:
+            self._free[one.stream] = max(self._free[one.stream], until_s)
+
+    def _end(self, stream: int, before: int | None = None) -> float:
+        """Return when a stream has done what was issued to it, or what was issued before a place."""
+        done = self._done[stream]
+        last = len(done) if before is None else bisect_left(done, (before, 0.0))
+        return done[last - 1][1] if last else 0.0
+
+    def _issue(self, one: IssuedWork, seconds: float) -> None:
+        """Let the host spend time on it; what it does without a pause in one module is one span."""
+        start_s, self.host_s = self.host_s, self.host_s + seconds
+        if not seconds:
+            return
+        last = self._issuing[-1] if self._issuing else None
+        if last and (last.end_s, last.phase, last.module) == (start_s, one.phase, one.module):
+            self._issuing[-1] = last._replace(end_s=self.host_s)
+            return
+        words = "launches and hooks" if one.kind == HOOKS else "launches"
+        self._issuing.append(self._made(one, "host", words, start_s, self.host_s))
+
+    def _span(self, one: IssuedWork, stream: str, kind: str, start_s: float, seconds: float) -> None:
+        self.spans.append(self._made(one, stream, kind, start_s, start_s + seconds))
+
+    def _made(self, one: IssuedWork, stream: str, kind: str, start_s: float, end_s: float) -> Span:
+        moved, flops, kernel = one.bytes, 0.0, one.kernel
+        if stream == "host" and one.kind != HOST_STEP:
+            moved = 0.0
+        elif kernel:
+            moved, flops = kernel.moved_bytes.fixed, kernel.flops.fixed
+        micro_batch = -1 if one.phase == "step" else self._forwards - 1
+        return Span(0, stream, one.phase, micro_batch, one.module, kind, start_s, end_s, moved, flops)
+
+    def _name(self, one: IssuedWork) -> str:
+        """Return what a stream is called."""
+        if one.stream not in self._names:
+            name = f"collectives of {one.ranks.size} ranks" if one.ranks else f"stream {one.stream}"
+            same = sum(known.startswith(name) for known in self._names.values())
+            self._names[one.stream] = f"{name} ({same + 1})" if same else name
+        return self._names[one.stream]
