@@ -13,7 +13,7 @@ from zerofit.plan.kernels import kernel_s
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.step_timeline import Span, StepTimeline
 from zerofit.plan.step_trace import MemorySample, step_trace
-from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, STEP, IssuedWait, IssuedWork
+from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, ON_HOST, STEP, IssuedWait, IssuedWork
 from zerofit.simulate.record import MemoryPoint, RankRecord
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import read_calibration
@@ -26,6 +26,7 @@ _OPS = {  # of collectives, as c10d calls them: the first that is in the name
     "allgather": "all_gather",
     "alltoall": "all_to_all",
 }
+LAUNCHES = ("launches", "launches and hooks")
 _SENT = "send"  # and of the rest: a tensor from one rank to others
 
 
@@ -77,7 +78,7 @@ class _Clocks:
     @property
     def end_s(self) -> float:
         """When all is done."""
-        return max([self.host_s, *(done[-1][1] for done in self._done.values())])
+        return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
     def take(self, place: int, one: IssuedWork | IssuedWait) -> None:
         """Place what was issued next."""
@@ -89,8 +90,9 @@ class _Clocks:
         self.allocated.append((one.t, self.host_s))
         if one.kind == HOOKS:
             self._issue(one, one.count * self._usual.hook_s)
-        elif one.kind == HOST_STEP:
-            self._span(one, "host", STEP, self.host_s, one.bytes * self.cluster.gpus / self._usual.host)
+        elif one.kind in (HOST_STEP, ON_HOST):
+            kind, moved = (one.kernel.kind, one.kernel.moved_bytes.fixed) if one.kernel else (STEP, one.bytes)
+            self._span(one, "host", kind, self.host_s, moved * self.cluster.gpus / self._usual.host)
             self.host_s = self.spans[-1].end_s
         else:
             self._run(place, one)
@@ -155,7 +157,7 @@ class _Clocks:
         if last and (last.end_s, last.phase, last.module) == (start_s, one.phase, one.module):
             self._issuing[-1] = last._replace(end_s=self.host_s)
             return
-        words = "launches and hooks" if one.kind == HOOKS else "launches"
+        words = LAUNCHES[one.kind == HOOKS]
         self._issuing.append(self._made(one, "host", words, start_s, self.host_s))
 
     def _span(self, one: IssuedWork, stream: str, kind: str, start_s: float, seconds: float) -> None:
@@ -163,7 +165,7 @@ class _Clocks:
 
     def _made(self, one: IssuedWork, stream: str, kind: str, start_s: float, end_s: float) -> Span:
         moved, flops, kernel = one.bytes, 0.0, one.kernel
-        if stream == "host" and one.kind != HOST_STEP:
+        if kind in LAUNCHES:
             moved = 0.0
         elif kernel:
             moved, flops = kernel.moved_bytes.fixed, kernel.flops.fixed

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from zerofit.spec.profile import Kernel
 
-HOOKS, STEP, HOST_STEP = "hooks", "optimizer", "optimizer on the host"  # kinds of work beside kernels and collectives
-COPY, KERNEL = "copy", "kernel"
+# kinds of work beside collectives: kernels, what the host computes, copies between both, DeepSpeed's C++ optimizers
+KERNEL, ON_HOST, COPY, STEP, HOST_STEP = "kernel", "on the host", "copy", "optimizer", "optimizer on the host"
+HOOKS = "hooks"  # of ZeRO-3
 
 
 class CommunicatingRanks(NamedTuple):
@@ -22,7 +23,7 @@ class CommunicatingRanks(NamedTuple):
 class IssuedWork(NamedTuple):
     """Work that begins when its stream has done what was issued to it before, and what it has waited for."""
 
-    kind: str  # KERNEL, COPY, HOOKS, STEP, HOST_STEP, or a collective as c10d calls it: "allreduce"
+    kind: str  # one of the above, or a collective as c10d calls it: "allreduce"
     stream: int  # from 0, the default one; negative: of a process group's collectives
     phase: str
     module: str  # that runs, or whose backward it is; "" outside of the model

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, KERNEL, STEP, CommunicatingRanks, IssuedWork
+from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
 from zerofit.simulate.kernels import call_of, one_kernel
 from zerofit.simulate.layer_costs import is_kernel
 from zerofit.simulate.op_costs import Scratch, bytes_of
@@ -110,18 +110,17 @@ class ScriptTracker(AllocationTracker):
         return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
 
     def _note_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note what an op launches: a kernel, or a copy between host and device; nothing where the host computes."""
+        """Note what an op launches: a kernel, or a copy between host and device; or what the host computes."""
         assert self.streams.issued is not None
         places = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, FakeTensor)}
-        if self.device not in places:
-            return
         backward = torch._C._current_autograd_node() is not None
         module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
         if len(places) > 1 and func._overloadpacket.__name__ in _COPIES:
             moved = max(t.nbytes for t in tree_leaves((args, out)) if isinstance(t, Tensor))
             work = self._issued(COPY, module, bytes=moved)
         else:
-            work = self._issued(KERNEL, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
+            kind = KERNEL if self.device in places else ON_HOST
+            work = self._issued(kind, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
         self.streams.issued.items.append(work)
 
     def _note_sent(self, name: str, args: Any, out: Any) -> None:
