@@ -92,8 +92,9 @@ class _Clocks:
             self._issue(one, one.count * self._usual.hook_s)
         elif one.kind in (HOST_STEP, ON_HOST):
             kind, moved = (one.kernel.kind, one.kernel.moved_bytes.fixed) if one.kernel else (STEP, one.bytes)
-            self._span(one, "host", kind, self.host_s, moved * self.cluster.gpus / self._usual.host)
-            self.host_s = self.spans[-1].end_s
+            seconds = moved * self.cluster.gpus / self._usual.host
+            self._span(one, "host", kind, self.host_s, seconds)
+            self.host_s += seconds
         else:
             self._run(place, one)
 
@@ -108,8 +109,9 @@ class _Clocks:
         if one.behind is not None:
             waits += [self._free[one.behind], self._end(one.behind)]
         kind, seconds = self._kind_and_seconds(one)
-        self._span(one, self._name(one), kind, max(waits), seconds)
-        end_s = self.spans[-1].end_s
+        end_s = max(waits) + seconds
+        if seconds:  # a rank alone sends nothing
+            self._span(one, self._name(one), kind, max(waits), seconds)
         self._done[one.stream].append((place, end_s))
         if not rates.ahead and one.stream >= 0:
             self.host_s = end_s
