@@ -54,6 +54,26 @@ def test_a_run_is_the_same_with_a_profile(trained, pools, tmp_path):
     assert pools(2).train(tmp_path / "run", **how).losses == trained.losses
 
 
+def test_a_pipelines_stages_mark_their_own_layers(pools, tmp_path):
+    how = {**ASKED, "steps": 2, "gradient_accumulation_steps": 2, "ds_config": "pipeline", "pipeline": 2}
+    found = pools(2).train(tmp_path / "run", **how, profile="2", profile_ranks="0,1")
+    stages = []
+    for stage in (0, 1):
+        events = json.loads(found.folder.rank_trace(stage, 2).read_text())["traceEvents"]
+        marks = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
+        marked = [name.removeprefix(SECTION_MARK) for _, name in marks]
+        forward, backward = (
+            [name.partition("|")[2] for name in marked if name.startswith(phase)] for phase in ("forward", "backward")
+        )
+        own = list(dict.fromkeys(forward))
+        assert own == list(dict.fromkeys(filter(None, backward)))[::-1] and "step|" in marked
+        assert forward.count(own[-2]) >= 2  # micro batches
+        stages.append(own)
+        trace = read_trace(found.folder.rank_trace(stage, 2))
+        assert trace.parts[Part("block", "product")] > 0 and trace.parts[Part("", "optimizer")] > 0
+    assert stages[0] + stages[1] == ["embedding", "block.0", "block.1", "block.2", "head"]
+
+
 def test_steps_and_ranks_that_the_run_does_not_have_are_refused(pools, tmp_path):
     with pytest.raises(UserError) as error:
         pools(2).train(tmp_path / "run", **ASKED, steps=5, profile="4-6", profile_ranks="0,2")
@@ -68,7 +88,7 @@ def test_what_is_read_back_adds_up_to_the_step(trained):
     for kind in ("product", HOST, "elementwise"):
         assert trace.parts[Part("block", kind)] > 0
     assert trace.parts[Part("head", "product")] > 0 and trace.parts[Part("", "all-reduce")] > 0
-    assert trace.parts[Part("", "Adam")] > 0
+    assert trace.parts[Part("", "optimizer")] > 0
 
 
 def test_a_trace_moves_the_forecast_of_its_step_to_what_it_took(trained):

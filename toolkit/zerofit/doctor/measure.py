@@ -45,7 +45,7 @@ def measure(job: MeasurementJob) -> dict[str, object]:
         "memory": lambda: {"memory_bandwidth": _memory(device, budget_s)},
         "launches": lambda: {"launch_s": _launch(device, budget_s)},
         "kernels by shape": lambda: measure_kernels(device, budget_s) if job.by_shape else {},
-        "the engine": lambda: measure_engine(Stopwatch(device, budget_s)) if job.by_shape else {},
+        "DeepSpeed's engine": lambda: measure_engine(Stopwatch(device, budget_s)) if job.by_shape else {},
         "Adam in host memory": lambda: {"host_bandwidth": _adam(budget_s)},
         "host copies": lambda: {"host_copy": _host_copy(device, budget_s)},
         "collectives": lambda: _collectives(device, ranks) if ranks > 1 else {},

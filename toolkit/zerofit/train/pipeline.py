@@ -27,6 +27,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, RotaryBlock, as_layers, state_tensors
 from zerofit.models.quantized import elements
 from zerofit.models.router_loss import Carried, RouterLoss, ends, router_loss
+from zerofit.models.sections import ModelSection, numbered
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import IGNORE_INDEX
@@ -67,6 +68,17 @@ class PipelineTrainer(EngineTrainer):
         self._balance = RouterBalance(module, self.engine.seq_data_parallel_group, self._router_loss is not None)
         module.register_forward_pre_hook(lambda *_: self._balance.begin())
         module.register_forward_hook(lambda *_: self._balance.end() if module.training else None)
+
+    def sections(self) -> list[ModelSection]:
+        """Return the layers of this rank's stage, under the names that forecasts have for the whole model's."""
+        names = [layer.name for layer in self._layers]
+        if source_of(self.job.run).family == "transformers":  # as `block_sections` names them
+            blocks = [n for n, name in enumerate(names) if name[-1].isdigit()]
+            ends = ["embedding"] * blocks[0], ["head"] * (len(names) - blocks[-1] - 1)
+            names = [*ends[0], *numbered(["block"] * len(blocks)), *ends[1]]
+        else:
+            names = numbered(names)
+        return [ModelSection(name=names[n], start=self._layers[n].module) for n in chain(*self.parts)]
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step; return float32 (1,), the loss over the whole pipeline and all its replicas."""

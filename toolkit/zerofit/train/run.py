@@ -26,6 +26,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import torch_name
 from zerofit.models.inputs import Inputs, are_tokenized
+from zerofit.models.sections import ModelSection, numbered, sections_of
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
@@ -177,8 +178,14 @@ def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) 
     """Return the profile of the chosen steps; None on ranks that were not chosen."""
     if job.run.profile is None or rank not in Numbers.parse(job.run.profile_ranks):
         return None
-    in_sections = isinstance(trainer, ZeroTrainer) and not job.run.compile  # hooks would cut compiled graphs
-    return StepProfile(trainer, Numbers.parse(job.run.profile), partial(folder.rank_trace, rank), in_sections)
+    sections = list[ModelSection]()
+    if isinstance(trainer, PipelineTrainer):
+        sections = trainer.sections()
+    elif isinstance(trainer, ZeroTrainer) and not job.run.compile:  # hooks would cut compiled graphs
+        found = sections_of(trainer.engine.module)
+        names = numbered([one.name for one in found])
+        sections = [replace(one, name=name) for one, name in zip(found, names, strict=True)]
+    return StepProfile(trainer, Numbers.parse(job.run.profile), partial(folder.rank_trace, rank), sections)
 
 
 def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | None) -> EngineTrainer:

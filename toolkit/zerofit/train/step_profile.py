@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, OptimizerStep
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from zerofit.models.sections import numbered, sections_of, watched
+from zerofit.models.sections import ModelSection, watched
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK, Numbers
 from zerofit.train.trainer import EngineTrainer
+
+_INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep: "step"}
 
 
 class StepProfile:
@@ -26,13 +29,15 @@ class StepProfile:
     A run that ends before writes what there is.
     """
 
-    def __init__(self, trainer: EngineTrainer, steps: Numbers, file: Callable[[int], Path], in_sections: bool):
+    def __init__(
+        self, trainer: EngineTrainer, steps: Numbers, file: Callable[[int], Path], sections: Sequence[ModelSection]
+    ):
         """Profile `steps` (1-based); `file` names the trace by its first step.
 
-        `in_sections`: the engine's module is the model itself, as built.
+        `sections`: those of the model, or of this rank's pipeline stage, that are marked, by the names of forecasts.
         """
         self._trainer, self._steps, self._file = trainer, steps, file
-        self._in_sections = in_sections
+        self._sections = list(sections)
         self._running: tuple[profile, Path] | None = None
 
     @contextmanager
@@ -67,10 +72,8 @@ class StepProfile:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Mark phases, and the sections of the model where it is one."""
-        engine = self._trainer.engine
-        sections = sections_of(engine.module) if self._in_sections else []
-        names = numbered([one.name for one in sections]) or [""]
+        """Mark phases and sections."""
+        names = [one.name for one in self._sections] or [""]
 
         def begin(section: int, tensors: Any) -> None:
             if torch._C._current_graph_task_id() != -1:  # checkpointing runs forwards again, in backward
@@ -78,17 +81,31 @@ class StepProfile:
             _mark("forward", names[section])
             tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
             if tensor is not None:
-                tensor.register_hook(lambda grad: _mark("backward", names[section - 1]))
+                before = names[section - 1] if section else ""
+                tensor.register_hook(lambda grad: _mark("backward", before))
 
-        phases = {"forward": names[0], "backward": names[-1], "step": ""}
-        for phase, module in phases.items():
+        modules = {"forward": names[0], "backward": names[-1], "step": ""}
+        with _marked_phases(self._trainer.engine, modules), watched(self._sections, begin):
+            yield
+
+
+@contextmanager
+def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
+    """Mark what an engine begins, with the module that runs first: in a pipeline by its schedule's instructions."""
+    if hasattr(engine, "_INSTRUCTION_MAP"):
+        known = engine._INSTRUCTION_MAP
+        own = {kind: _marking(phase, modules[phase], known[kind]) for kind, phase in _INSTRUCTIONS.items()}
+        engine._INSTRUCTION_MAP = known | own
+        names = ["_INSTRUCTION_MAP"]
+    else:
+        for phase, module in modules.items():
             setattr(engine, phase, _marking(phase, module, getattr(engine, phase)))
-        try:
-            with watched(sections, begin):
-                yield
-        finally:
-            for phase in phases:
-                delattr(engine, phase)
+        names = list(modules)
+    try:
+        yield
+    finally:
+        for name in names:  # the class has its own
+            delattr(engine, name)
 
 
 def _marking(phase: str, module: str, method: Callable[..., Any]) -> Callable[..., Any]:
