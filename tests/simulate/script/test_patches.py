@@ -54,6 +54,11 @@ PATCHES = {
     ),
     "compiling": (["torch:compile", "torch.nn:Module.compile"], []),
     "triton_kernels": ([], []),
+    "handles": (["torch.distributed:Work.wait"], []),
+    "fetched_parameters": (
+        ["deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"],
+        [],
+    ),
     "process_groups": (
         [*(f"torch.distributed:{name}" for name in GROUPS), f"{MESH}:init_process_group"],
         [
