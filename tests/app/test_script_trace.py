@@ -146,3 +146,16 @@ def test_a_scripts_step_takes_as_long_as_plan_says_of_the_same_model(stage):
     assert max(sum(event["args"].values()) for event in memory) == max(last)
     modules = {event["args"]["module"] for event in events}
     assert "module.model.layers.3.mlp.down_proj" in modules or "model.layers.3.mlp.down_proj" in modules
+
+
+def test_a_scripts_own_batches_are_copied_to_the_device():
+    lines = ["import torch", "model = torch.nn.Linear(1024, 8).cuda()", "sgd = torch.optim.SGD(model.parameters())"]
+    lines += ["while True:", "    model(torch.randn(4096, 1024).cuda()).sum().backward()", "    sgd.step()"]
+    Path("train.py").write_text("\n".join(lines))
+    zf.simulate_script(["python", "train.py"], zf.Cluster("h100-80gb", gpus=1), trace="step.json")
+    events = json.loads(Path("step.json").read_text())["traceEvents"]
+    copies = [event for event in events if event["ph"] == "X" and event["args"]["kind"] == "copy"]
+    batch = 4 * 4096 * 1024
+    assert [(event["args"]["bytes"], event["dur"]) for event in copies] == [
+        (batch, pytest.approx(1e6 * batch / RATES.pcie, rel=1e-3))
+    ]

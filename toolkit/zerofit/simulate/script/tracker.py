@@ -112,12 +112,13 @@ class ScriptTracker(AllocationTracker):
     def _note_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note what an op launches: a kernel, or a copy between host and device; or what the host computes."""
         assert self.streams.issued is not None
-        places = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, FakeTensor)}
+        copies = func._overloadpacket.__name__ in _COPIES  # of a script's own batches, too, which are real
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
+        places = {t.device.type for t in tensors}
         backward = torch._C._current_autograd_node() is not None
         module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
-        if len(places) > 1 and func._overloadpacket.__name__ in _COPIES:
-            moved = max(t.nbytes for t in tree_leaves((args, out)) if isinstance(t, Tensor))
-            work = self._issued(COPY, module, bytes=moved)
+        if copies and len(places) > 1:
+            work = self._issued(COPY, module, bytes=max(t.nbytes for t in tensors))
         else:
             kind = KERNEL if self.device in places else ON_HOST
             work = self._issued(kind, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
