@@ -11,7 +11,7 @@ from typing import Any
 from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.rates import Rates, rates_of
-from zerofit.plan.step_timeline import Span, StepTimeline
+from zerofit.plan.step_timeline import LAUNCHES, Span, StepTimeline
 from zerofit.plan.step_trace import MemorySample, step_trace
 from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, ON_HOST, STEP, IssuedWait, IssuedWork
 from zerofit.simulate.record import MemoryPoint, RankRecord
@@ -26,7 +26,6 @@ _OPS = {  # of collectives, as c10d calls them: the first that is in the name
     "allgather": "all_gather",
     "alltoall": "all_to_all",
 }
-LAUNCHES = ("launches", "launches and hooks")
 _SENT = "send"  # and of the rest: a tensor from one rank to others
 
 
@@ -159,8 +158,7 @@ class _Clocks:
         if last and (last.end_s, last.phase, last.module) == (start_s, one.phase, one.module):
             self._issuing[-1] = last._replace(end_s=self.host_s)
             return
-        words = LAUNCHES[one.kind == HOOKS]
-        self._issuing.append(self._made(one, "host", words, start_s, self.host_s))
+        self._issuing.append(self._made(one, "host", LAUNCHES[one.kind == HOOKS], start_s, self.host_s))
 
     def _span(self, one: IssuedWork, stream: str, kind: str, start_s: float, seconds: float) -> None:
         self.spans.append(self._made(one, stream, kind, start_s, start_s + seconds))

@@ -28,7 +28,6 @@ from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
 TOGETHER, CALLS = 32, 40  # small collectives that are issued together, and how often
-ROWS, MATRIX = torch.randn(1024, 256), torch.randn(256, 256)
 CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, and how often
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
@@ -148,7 +147,7 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
     On CPUs after kernels, as in a step: ranks do not come at the same moment, and gloo's threads, asleep, need a core.
     One message after the other takes a tenth of that.
     """
-    found = []
+    found, rows, matrix = [], torch.randn(1024, 256), torch.randn(256, 256)
 
     def seconds(work: Callable[[], object], calls: int) -> float:
         work()
@@ -156,7 +155,7 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
         for _ in range(calls):
             if device.type == "cpu":  # a layer's worth, some milliseconds of a core
                 for _ in range(3):
-                    F.silu(ROWS @ MATRIX)
+                    F.silu(rows @ matrix)
             taken.append(_timed(work, device))
         return statistics.mean(taken) if device.type == "cpu" else statistics.median(taken)
 

@@ -12,9 +12,8 @@ from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-PlannedOptimizer = Literal[
-    "adamw", "sgd", "adamw8bit", "paged-adamw8bit", "adafactor"
-]  # of which plan knows the states
+# of which plan knows the states
+PlannedOptimizer = Literal["adamw", "sgd", "adamw8bit", "paged-adamw8bit", "adafactor"]
 PLANNED: tuple[PlannedOptimizer, ...] = get_args(PlannedOptimizer)
 # DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
 DEFAULT_BUCKET = 500_000_000

@@ -16,6 +16,8 @@ from zerofit.plan.rates import Rates
 from zerofit.plan.time import ReduceGroup, StepParts, StepTask, Stream, Timer, reduce_groups
 from zerofit.spec.profile import Profile
 
+LAUNCHES = "launches", "launches and hooks"  # what the host does: without ZeRO-3, and with it
+
 
 class Span(NamedTuple):
     """One piece of work on one stream of a pipeline stage's rank; times in seconds from the step's start."""
@@ -242,8 +244,7 @@ class _Drawing:
         elif work.copy_s:
             yield Piece("compute", one.module, "copy to the host", end_s - work.copy_s, end_s, copied)
             end_s -= work.copy_s
-        words = "launches and hooks" if self.parts.fetches else "launches"
-        yield Piece("host", one.module, words, start_s, start_s + work.host_s, 0.0)
+        yield Piece("host", one.module, LAUNCHES[self.parts.fetches is not None], start_s, start_s + work.host_s, 0.0)
         now_s = start_s if self._rates.ahead else start_s + work.host_s
         for kind, seconds, moved, flops in self._kinds(one.layer, backward):
             yield Piece("compute", one.module, kind, now_s, now_s + seconds, moved, flops)

@@ -108,8 +108,7 @@ def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
         yield StepMemory(temporaries=_gather_copy(line, layout, device))
         ranks = layout.zero_ranks
         parts = partitions(line, ranks) if layout.zero_stage < 3 else parameter_shards(line, sharers(layout))
-        stepped = min(max(parts, default=0), SUB_GROUP_ELEMENTS)
-        yield StepMemory(host=step_bytes(layout, stepped, device))
+        yield StepMemory(host=step_bytes(layout, min(max(parts, default=0), SUB_GROUP_ELEMENTS), device))
     elif layout.zero_stage == 3:
         yield from _step_shards(line, layout, device)
     else:

@@ -73,9 +73,11 @@ class PipelineTrainer(EngineTrainer):
         """Return the layers of this rank's stage, under the names that forecasts have for the whole model's."""
         names = [layer.name for layer in self._layers]
         if source_of(self.job.run).family == "transformers":  # as `block_sections` names them
-            blocks = [n for n, name in enumerate(names) if name[-1].isdigit()]
-            ends = ["embedding"] * blocks[0], ["head"] * (len(names) - blocks[-1] - 1)
-            names = [*ends[0], *numbered(["block"] * len(blocks)), *ends[1]]
+            blocks = [n for n, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
+            own = dict(zip(blocks, numbered(["block"] * len(blocks)), strict=True))
+            first, last = blocks[0], blocks[-1]
+            others = ("embedding" if n < first else "head" if n > last else "between" for n in range(len(names)))
+            names = [own.get(n, other) for n, other in enumerate(others)]
         else:
             names = numbered(names)
         return [ModelSection(name=names[n], start=self._layers[n].module) for n in chain(*self.parts)]

@@ -100,7 +100,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     if get(config, "expert_parallel.enabled") is not True:
         found.pop("ep")
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
-    if found.get("optimizer", "auto") != "auto":
+    if found.get("optimizer") not in ("auto", None):
         name = run_name(str(found["optimizer"]))
         found["optimizer"] = name if name in PLANNED else "adamw"  # whose states most others have
     ema = {"ema": given["ema"]} if given.get("ema") else {}
