@@ -37,7 +37,7 @@ class Cases(Protocol):
 PARTS = {  # the longest that one call may spend on each module of this package, seconds
     "environment": 150,
     "correctness": 180,
-    "tests": 180,
+    "tests": 240,
     "training": 420,
     "edges": 240,
     "scripts": 180,

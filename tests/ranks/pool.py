@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from zerofit.app.prepare_folder import Gate, make_ready, prepare
@@ -22,7 +24,6 @@ from zerofit.spec.run_folder import Job, RunFolder
 JOB_TIMEOUT_S = 180
 SHORT = {"eval_samples": 8}  # evaluating everything would take most of the time of a test's run
 ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join((str(ROOT), str(ROOT / "toolkit")))  # this tree's code, whatever is installed
 
 
 class Trained:
@@ -94,7 +95,7 @@ class RankPool:
             alive = self._process.poll() is None
             failed = [p.read_text() for p in answers if p.exists() and p.read_text() != "ok"]
             if not alive or time.monotonic() > deadline or (failed and _waited(answers)):
-                said = "\n".join(failed) or (self._inbox / "log").read_text()[-4000:]
+                said = "\n".join(failed) or self._said()
                 self.close()
                 raise AssertionError(said)
             time.sleep(0.01)
@@ -113,10 +114,20 @@ class RankPool:
             self._process = subprocess.Popen(
                 [*launcher(self.ranks, free_port()), *served],
                 cwd=ROOT,
-                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": PATHS},
+                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": _paths()},
                 stdout=log,
                 stderr=log,
             )
+
+    def _said(self) -> str:
+        """The end of the ranks' output; those that live write where they are."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                if "tests.ranks.server" in process.cmdline()[-3:]:
+                    process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+        return (self._inbox / "log").read_text()[-8000:]
 
     def close(self) -> None:
         """End the ranks."""
@@ -129,6 +140,11 @@ class RankPool:
             self._process.terminate()
             self._process.wait(40)
         self._process, self._inbox = None, self._inbox.parent
+
+
+def _paths() -> str:
+    """This tree's code before whatever is installed, and where else packages lie."""
+    return os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "toolkit"), os.environ.get("PYTHONPATH"))))
 
 
 def _waited(answers: list[Path]) -> bool:

@@ -7,10 +7,12 @@ FOLDER/NNNN.job, which holds the path of a run folder; each rank answers with FO
 from __future__ import annotations
 
 import copy
+import faulthandler
 import functools
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -38,8 +41,11 @@ MODULES = (groups, parallel_state_sp)
 
 def serve() -> None:
     end_with_parent()
+    faulthandler.register(signal.SIGUSR1)  # the pool asks hanging ranks where they are
     inbox = Path(sys.argv[-1])
     engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
+    # DeepSpeed refuses fp16 where a CPU has no instructions for it, although torch computes it everywhere
+    torch.ops.mkldnn._is_mkldnn_fp16_supported = lambda: True
     start(timeout=timedelta(minutes=2))
     rank = dist.get_rank()
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]

@@ -43,6 +43,7 @@ SETTLED = frozenset(
         "fp16-device",
         "bf16-device",
         "bf16-without-zero",
+        "fp16-without-zero",
         "sequence-parallel-alone",
         "experts-zero3",
         "scheduler-without-optimizer",

@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from torch import Tensor, nn
@@ -83,11 +84,15 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         import_muon()
     if job.layout.tp > 1:
         _count_slices()
+    if job.precision == "fp16" and job.layout.zero_stage == 0:
+        _scale_losses()
     more["optimizer"] = own_optimizer(job.ds_config, groups)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
     check_attributes(engine)
     if job.layout.zero_stage == 0:
         _keep_gradient_norm(engine) if job.precision == "fp32" else _forget_dummy_step(engine)
+    if job.precision == "fp16" and job.layout.zero_stage in (0, 3):
+        _unscale_norm(engine.optimizer)
     if run.compile:
         engine.compile()
     return engine
@@ -162,6 +167,45 @@ def _count_slices() -> None:
         return found
 
     unfused_optimizer.split_params_grads_into_shared_and_expert_params = marked
+
+
+@cache
+def _scale_losses() -> None:
+    """Let backward multiply losses by the scale that fp16's step without ZeRO divides gradients by (DeepSpeed#8393).
+
+    It does so only for optimizers of ZeRO (runtime/engine.py:3417); a version whose backward asks for fp16 mends it.
+    """
+    original: Any = DeepSpeedEngine.backward
+    if "fp16" in inspect.getsource(original):
+        return
+
+    @wraps(original)
+    def backward(self: Any, loss: Tensor, *args: Any, **more: Any) -> Any:
+        scaling = getattr(self.optimizer, "loss_scale_config", None)  # ZeRO's optimizers have none
+        if scaling and scaling.use_grad_scaling:
+            loss = loss.float() * scaling.cur_scale
+        return original(self, loss, *args, **more)
+
+    DeepSpeedEngine.backward = backward
+
+
+def _unscale_norm(optimizer: Any) -> None:
+    """Let fp16's optimizers without ZeRO, and stage 3's, keep the norm of the gradients themselves.
+
+    FP16_UnfusedOptimizer keeps that of the scaled ones (runtime/fp16/unfused_optimizer.py:224); the others divide it by
+    the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340, runtime/zero/stage3.py:2897).
+    """
+    original = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        scale = optimizer.loss_scale
+        found = original(closure)
+        if not optimizer.overflow:
+            divided = 1.0 if isinstance(optimizer, unfused_optimizer.FP16_UnfusedOptimizer) else optimizer.loss_scale
+            optimizer._global_grad_norm *= divided / scale
+        return found
+
+    optimizer.step = step
 
 
 def _keep_gradient_norm(engine: Any) -> None:

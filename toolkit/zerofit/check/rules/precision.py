@@ -83,6 +83,17 @@ PRECISION = (
         source="runtime/fp16/unfused_optimizer.py:425",
     ),
     Rule(
+        code="fp16-without-zero",
+        severity="warning",
+        path="fp16.enabled",
+        when=lambda c: c.fp16 and not c.bf16 and c.stage == 0 and c.get(ZERO) is not True,  # true: stage 1
+        message="fp16 without ZeRO",
+        why="DeepSpeed's backward does not scale the loss, and its step divides the gradients by the scale all the "
+        "same: they are 2^16 times too small to be clipped, and small ones are lost (zerofit train scales the loss)",
+        fix="take ZeRO stage 1: it needs no more memory or time",
+        source="runtime/engine.py:3417",
+    ),
+    Rule(
         code="loss-scale-window",
         path="fp16.loss_scale_window",
         when=lambda c: _dynamic(c) and _at_most_zero(c.number("fp16.loss_scale_window")),
