@@ -136,6 +136,17 @@ def _scripts(cases: dict[str, Any]) -> list[str]:
     return _table(["script", "allocated", "reserved"], rows)
 
 
+def _rates(cases: dict[str, Any]) -> list[str]:
+    """Return for each kind of kernel and dtype how many shapes were measured, and the lowest and highest rate."""
+    rows = []
+    for case, answer in cases.items():
+        name, unit = ("flops", 1e12) if "flops" in answer.get("rows", [{}])[0] else ("bytes", 1e9)
+        rates = [one[name] / one.get("forward_s", one.get("seconds")) / unit for one in answer.get("rows", [])]
+        words = f"{min(rates):,.1f} to {max(rates):,.0f} {'TFLOP/s' if name == 'flops' else 'GB/s'}" if rates else ""
+        rows.append([case, str(len(rates)), words])
+    return _table(["kernels", "shapes", "forward"], rows)
+
+
 def _speed(cases: dict[str, Any]) -> list[str]:
     rows = []
     for case, answer in cases.items():
@@ -156,6 +167,7 @@ TABLES = {
     "correctness": _correctness,
     "tests": _tests,
     "training": _training,
+    "kernels": _rates,
     "edges": _edges,
     "scripts": _scripts,
     "speed": _speed,

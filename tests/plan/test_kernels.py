@@ -24,8 +24,8 @@ def rates() -> Rates:
 
 def kernel(kind: str, *sizes: float, **fields: object) -> Kernel:
     shape = tuple(Linear(fixed=size) for size in sizes)
-    known = {"flops": Linear(per_sample=1e12), "moved_bytes": Linear(per_sample=1e9), "count": 2.0}
-    return Kernel(kind=kind, dtype="bfloat16", shape=shape, **{**known, **fields})  # pyright: ignore[reportArgumentType]
+    known = {"dtype": "bfloat16", "flops": Linear(per_sample=1e12), "moved_bytes": Linear(per_sample=1e9), "count": 2.0}
+    return Kernel(kind=kind, shape=shape, **{**known, **fields})  # pyright: ignore[reportArgumentType]
 
 
 def test_each_kind_has_its_rate(rates):
@@ -40,11 +40,32 @@ def test_each_kind_has_its_rate(rates):
 def test_rows_of_no_multiple_of_16_bytes_are_slow_in_16_bits_where_it_was_measured(rates):
     logits = kernel("product", 8192, 50257, 768)
     padded = kernels_s([kernel("product", 8192, 50264, 768)], 1, rates)
-    assert kernels_s([logits], 1, rates) == pytest.approx(padded / 0.18, rel=1e-3)
+    assert kernels_s([logits], 1, rates) == pytest.approx(padded / 0.16, rel=1e-3)
+    even = kernels_s([kernel("product", 8192, 50258, 768)], 1, rates)
+    assert even == pytest.approx(padded / 0.34, rel=1e-3)
     assert kernels_s([replace(logits, dtype="float32")], 1, rates) == pytest.approx(padded, rel=1e-3)
     rows = replace(logits, shape=(Linear(per_sample=1023), Linear(fixed=50264), Linear(fixed=768)))
     assert unaligned_lengths(rows) == [] and unaligned_lengths(logits) == [50257]  # rows, not their length
     assert rates_of(make_cluster("v100-32gb"), "fp16").unaligned == 1.0
+
+
+def test_grouped_convolutions_run_on_the_general_cores_and_batch_norms_a_channel_to_a_block(rates):
+    known = replace(rates, depthwise=4e11, channel={"float32": 1e9, "bfloat16": 2.5e8})
+
+    def grouped(channels: int, dtype: str = "bfloat16") -> Kernel:
+        return kernel("convolution", 3136, channels, 9 * channels, groups=32, dtype=dtype)
+
+    for one, rate in (
+        (grouped(1), 1e11),
+        (grouped(4), 4e11),
+        (grouped(64), 1e12),
+        (grouped(1, "float16"), 4e11),
+        (grouped(8, "float16"), 8e11),
+    ):
+        assert kernels_s([one], 1, known) == pytest.approx(1e12 / rate)
+    for groups, dtype, rate in ((64, "float32", 6.4e10), (64, "bfloat16", 1.6e10), (4096, "float32", 1e12)):
+        norm = kernel("normalisation", flops=Linear(), groups=groups, dtype=dtype)
+        assert kernels_s([norm], 1, known) == pytest.approx(1e9 / rate)
 
 
 def test_unaligned_rows_that_were_measured_are_as_measured(rates):
@@ -52,7 +73,7 @@ def test_unaligned_rows_that_were_measured_are_as_measured(rates):
     logits = kernel("product", 8192, 50257, 768, flops=Linear(per_sample=2e12))
     even = MeasuredKernel(kind="product", dtype="bfloat16", shape=(8192, 50264, 768), flops=1e12, seconds=1.0)
     odd = replace(even, shape=(8192, 50257, 768), seconds=3.0)
-    for known, seconds in (((even,), 2.0 / 0.18), ((even, odd), 6.0), ((odd,), 6.0)):
+    for known, seconds in (((even,), 2.0 / 0.16), ((even, odd), 6.0), ((odd,), 6.0)):
         table = replace(rates, kernels=KernelTable(known))
         assert kernels_s([logits], 1, table) == pytest.approx(seconds, rel=1e-3)
     assert kernels_s([replace(logits, shape=kernel("product", 8192, 50264, 768).shape)], 1, table) == pytest.approx(

@@ -114,8 +114,11 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Return bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does."""
-    parameter = torch.nn.Parameter(torch.zeros(2**24))
+    """Return bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does.
+
+    A GiB in all: servers have caches of hundreds of MiB.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(2**26))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return 4 * STATES * parameter.numel() / _seconds(optimizer.step, torch.device("cpu"), budget_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from zerofit.plan.measured_rates import WITH_PRODUCTS, unaligned_lengths
@@ -23,7 +24,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds of equal kernels: as such were measured, else by the rates of the device."""
-    measured_s = rates.kernels.seconds(kernel, micro_batch, rates.unaligned) if rates.kernels else None
+    measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
     else:
@@ -33,8 +34,8 @@ def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     reached = rates.memory
-    if kernel.kind == "normalisation" and kernel.groups > 1 and kernel.dtype == "bfloat16":
-        reached = min(reached, kernel.groups * rates.channel)
+    if kernel.kind == "normalisation" and kernel.groups > 1:
+        reached = min(reached, kernel.groups * rates.channel.get(kernel.dtype, math.inf))
     moved_s = kernel.moved_bytes.at(micro_batch) / reached
     return moved_s if kernel.kind in WITH_PRODUCTS else moved_s * rates.unfused
 
@@ -49,14 +50,28 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     flops = kernel.flops.at(micro_batch)
     if not flops:
         return 0.0
-    if kernel.kind == "convolution":
-        return flops / (rates.flops if kernel.groups == 1 else rates.general)
     sizes = [max(1.0, size.at(micro_batch)) for size in kernel.shape]
+    if kernel.kind == "convolution":
+        return flops / (rates.flops if kernel.groups == 1 else _grouped(kernel, sizes, rates))
     if kernel.kind == "attention":
         made_s = (0.5 if kernel.causal else 1.0) * flops / rates.attention
         if not sizes:
             return made_s
         heads, queries, _, _ = sizes
         return made_s * (1 + rates.attention_blocks / (heads * max(1.0, queries / ATTENTION_ROWS)))
-    share = rates.unaligned if unaligned_lengths(kernel) else 1.0
-    return flops / (share * rates.flops) * (1 + rates.edge * sum(1 / size for size in sizes))
+    return flops / (_aligned_share(kernel, rates) * rates.flops) * (1 + rates.edge * sum(1 / size for size in sizes))
+
+
+def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
+    """Return FLOPs a second of a grouped convolution: more channels in a group are more work on what is read."""
+    channels = sizes[1] if sizes else 1.0
+    least = rates.depthwise if kernel.dtype == "float16" else 0.0
+    return min(rates.flops, max(least, channels * rates.general))
+
+
+def _aligned_share(kernel: Kernel, rates: Rates) -> float:
+    """Return what a product reaches of the rate of those whose rows begin at multiples of 16 bytes."""
+    lengths = unaligned_lengths(kernel)
+    if not lengths:
+        return 1.0
+    return rates.unaligned if any(length % 2 for length in lengths) else rates.unaligned_even

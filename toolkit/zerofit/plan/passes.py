@@ -126,7 +126,8 @@ class Passes:
 
     def of(self, layout: PlannedLayout) -> RankPass:
         """Return the pass of a layout. Raises KeyError where its setting is not in the profile."""
-        degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, layout.zero_stage == 3)
+        hooks = layout.zero_stage == 3, self._handles(layout)
+        degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, *hooks)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
         if key not in self._known:
             self._known[key] = self._computed(layout)
@@ -151,6 +152,7 @@ class Passes:
         whole = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
         hooks = [sum(map(len, kinds)) if layout.zero_stage == 3 else 0 for kinds in whole]
         gradients = [sum(map(len, own)) for own in tensors]
+        handled = gradients if self._handles(layout) else [0] * len(gradients)
         # where it is checkpointed, forward's hooks and collectives run again in backward
         directions = [
             tuple(
@@ -160,7 +162,7 @@ class Passes:
                     (2 if backward and layout.checkpointing else 1, hooked, own if backward else 0),
                 )
                 for seconds, waits, copy, hooked, own in zip(
-                    kernels, self._waits(costs, layout), copies, hooks, gradients, strict=True
+                    kernels, self._waits(costs, layout), copies, hooks, handled, strict=True
                 )
             )
             for backward in (False, True)
@@ -175,6 +177,10 @@ class Passes:
             experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
         )
+
+    def _handles(self, layout: PlannedLayout) -> bool:
+        """Return whether gradients take the host in backward: those of a GPU at stage 0 wait for its end."""
+        return layout.zero_stage > 0 or not self._rates.ahead
 
     def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
         """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,10 +25,10 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 class Coefficients:
     """What was fitted to published throughput, for GPUs; nothing else was."""
 
-    memory: float = 0.59  # share of the data sheet's bandwidth that kernels without products reach
+    memory: float = 0.68  # share of the data sheet's bandwidth that kernels without products reach
     network: float = 0.68  # share of the wire between nodes that collectives reach
     network_hop_s: float = 30e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.6  # share of a collective between nodes, beside compute, that adds to it
+    exposed_between: float = 0.65  # share of a collective between nodes, beside compute, that adds to it
     hook_s: float = 338e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
     host: float = 0.2  # share of the memory channels' bandwidth that CPU Adam reaches: published runs say 0.03 to 0.5
 
@@ -79,24 +78,32 @@ PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
 OTHER_PRODUCTS = _best(0.80, "assumed: the middle of those that were measured")
 FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
 
-# share of that which products in 16 bits reach whose rows are no multiple of 16 bytes
-UNALIGNED: dict[str, SourcedRate] = {
-    "H100": SourcedRate(
-        0.18, "measured: 95 to 147 of 690 TFLOP/s with GPT-2's 50,257 columns (benchmarks/results/gpu-training.json)"
+
+class UnalignedShare(NamedTuple):
+    """What products in 16 bits reach, of others, whose rows are no multiple of 16 bytes, by a row's elements."""
+
+    odd: float
+    even: float  # multiples of two and four
+    how: str
+
+
+UNALIGNED: dict[str, UnalignedShare] = {
+    "H100": UnalignedShare(
+        0.16, 0.34, "measured: 50,257 to 50,264 and 30,522 to 30,528 columns (benchmarks/results/gpu-kernels.json)"
     ),
 }
 UNALIGNED["H200"] = UNALIGNED["H100 PCIe"] = UNALIGNED["H800"] = UNALIGNED["H100"]
-UNALIGNED["A100"] = UNALIGNED["A800"] = SourcedRate(
-    0.42, "karpathy/nanoGPT: a vocabulary of 50,304 in place of 50,257 makes GPT-2's steps on A100s a quarter faster"
+UNALIGNED["A100"] = UNALIGNED["A800"] = UnalignedShare(
+    0.42,
+    0.42,
+    "karpathy/nanoGPT: a vocabulary of 50,304 in place of 50,257 makes GPT-2's steps on A100s a quarter faster",
 )
-OTHER_UNALIGNED = SourcedRate(1.0, "assumed: no figure is known")
+OTHER_UNALIGNED = UnalignedShare(1.0, 1.0, "assumed: no figure is known")
 
-# bytes a second of each channel that batch norm in bf16 reaches: one block takes a whole channel of NCHW, since cuDNN's
-# kernels do not take bf16 there (ATen/native/cuda/Normalization.cuh, batch_norm_collect_statistics_kernel)
-BATCH_NORM_CHANNEL = SourcedRate(
-    5e9, "measured: ResNet-50 in bf16 on an H100, 64 to 256 channels: 3.1 to 5.7 GB/s each (benchmarks/gpu)"
-)
-
+# bytes a second of each channel that batch norm reaches by dtype: one block takes a whole channel of NCHW, in cuDNN's
+# kernels and, for bf16, which cuDNN does not take there, in torch's (ATen/native/cuda/Normalization.cuh).
+# Measured on an H100 with 32 and 64 channels (benchmarks/results/gpu-kernels.json)
+BATCH_NORM_CHANNEL = {"float32": 15e9, "float16": 7.3e9, "bfloat16": 5e9}
 # fused attention, on the products that it makes: half of them under a causal mask
 ATTENTION: dict[str, SourcedRate] = {
     "A100": SourcedRate(0.55, _SIMUMAX + "a100_pcie, sdp"),
@@ -110,7 +117,16 @@ OTHER_ATTENTION = SourcedRate(0.50, "assumed: between A100 and H100")
 ATTENTION_BLOCKS = SourcedRate(180, _SIMUMAX + "a100_pcie, sdp by number of heads")
 
 EFFICIENCIES: dict[str, SourcedRate] = {
-    "general": SourcedRate(0.5, "assumed: grouped convolutions on the general cores, against their float32 peak"),
+    "general": SourcedRate(
+        0.022,
+        "measured on an H100: grouped convolutions in NCHW, forward and backward together, for each channel of a group "
+        "(benchmarks/results/gpu-kernels.json), against the general cores' float32 peak",
+    ),
+    "depthwise": SourcedRate(
+        0.06,
+        "measured on an H100: the same by cuDNN, which takes float16 alone there (benchmarks/results/gpu-kernels.json)",
+    ),
+    "cpu general": SourcedRate(0.5, "assumed: grouped convolutions against the cores' peak"),
     "nvlink": SourcedRate(
         0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
     ),
@@ -137,10 +153,10 @@ HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of 
 CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
 CPU_HOOK_S = SourcedRate(200e-6, "measured by `zerofit calibrate` on two cores: 190 to 220 us")
 CPU_GRADIENT_S = SourcedRate(75e-6, "measured by `zerofit calibrate` on two cores: 60 to 90 us")
-NO_GRADIENT_S = SourcedRate(0.0, "on GPUs it runs ahead")
 _ENGINE_LAUNCH = SourcedRate(
-    0.30, "measured: GPT-2 at stage 0, a Llama at stage 2, on an H100: these kernels are of no module and no autograd"
+    0.44, "measured: GPT-2 and ResNet-50 at stage 0 on an H100: these kernels are of no module and no autograd"
 )
+_GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: as long as so many launches")
 NO_ENGINE_LAUNCH = SourcedRate(0.0, "in what one gradient takes of the host")
 STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
@@ -155,7 +171,7 @@ TRACED = {
     "gradient_s": _HOST,
     **dict.fromkeys(("streaming", "adam", "sgd", "host"), "optimizer"),
 }
-UNTOUCHED = ("exposed_between", "unaligned")
+UNTOUCHED = ("exposed_between", "unaligned", "unaligned_even")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +187,15 @@ class Rates:
     engine_launch_s: float  # of the host, from one of the engine's own kernels to the next
     gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
-    channel: float  # of each channel of a batch norm in bf16, which no more than one block of a GPU takes
+    channel: Mapping[
+        str, float
+    ]  # by dtype, of each channel of a batch norm, which no more than one block of a GPU takes
     edge: float  # elements of a product's dimension that tiles waste
-    general: float  # grouped convolutions, which run on the general cores
+    general: float  # grouped convolutions, which run on the general cores, for each channel of a group
+    depthwise: float  # the least of them in fp16
     attention: float  # fused kernels, on the products that they make
-    unaligned: float  # share that products with rows of no multiple of 16 bytes reach of the others
+    unaligned: float  # share that products with rows of no multiple of 16 bytes reach of the others: odd ones
+    unaligned_even: float  # rows of an even number of elements
     attention_blocks: float  # of queries that half fill a device
     unfused: float  # share of the traffic between products that is left; 1: one kernel an op
     exposed_inside: float  # share of a collective beside compute that adds to it, within a node
@@ -214,8 +234,7 @@ def rates_of(
         "sgd": measured.sgd_bandwidth,
         "launch_s": measured.launch_s,
         "hook_s": measured.hook_s,
-        "gradient_s": measured.gradient_s if cluster.on_cpu else None,
-        "engine_launch_s": measured.launch_s and assumed["engine_launch_s"].value / LAUNCH_S.value * measured.launch_s,
+        "gradient_s": measured.gradient_s,
         "link": measured.link,
         "link_reduce": measured.link,
         "pcie": measured.host_copy,
@@ -224,10 +243,13 @@ def rates_of(
         "nvme_write": measured.disk_write,
         "call_s": measured.call_s or measured.link_latency_s,
     }
+    if measured.launch_s and not cluster.on_cpu:
+        slower = measured.launch_s / LAUNCH_S.value
+        found |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)
     if reached:  # by products alone: the other kernels with FLOPs follow
         faster = reached * MODEL_SHAPES / assumed["flops"].value
-        found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general")}
+        found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
     date = f"measured here on {measured.date[:10]}"
     chosen = {name: SourcedRate(rate, date) if (rate := found.get(name)) else assumed[name] for name in assumed}
     if measured.origin:
@@ -236,7 +258,7 @@ def rates_of(
         **{name: rate.value for name, rate in chosen.items()},
         ahead=not cluster.on_cpu,
         edge=products.edge,
-        channel=math.inf if cluster.on_cpu else BATCH_NORM_CHANNEL.value / measured.slower,
+        channel={} if cluster.on_cpu else {name: one / measured.slower for name, one in BATCH_NORM_CHANNEL.items()},
         attention_blocks=0.0 if cluster.on_cpu else ATTENTION_BLOCKS.value,
         unfused=1.0,
         exposed_inside=EXPOSED_INSIDE.value,
@@ -280,20 +302,23 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
     attention = ATTENTION.get(device.name, OTHER_ATTENTION)
     if cluster.on_cpu or precision == "fp32":  # without a fused kernel of its own: products
         attention = SourcedRate(products.large, products.how)
-    on_cpu = cluster.on_cpu
+    on_cpu, general = cluster.on_cpu, device.peak("fp32") or 0.0
+    unaligned = UNALIGNED.get(device.name, OTHER_UNALIGNED)
     ring = EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]
     return {
         "flops": SourcedRate(peak * products.large, products.how),
         "attention": SourcedRate(peak * attention.value, attention.how),
-        "unaligned": UNALIGNED.get(device.name, OTHER_UNALIGNED),
-        "general": _share_of(device.peak("fp32") or 0.0, EFFICIENCIES["general"]),
+        "unaligned": SourcedRate(unaligned.odd, unaligned.how),
+        "unaligned_even": SourcedRate(unaligned.even, unaligned.how),
+        "general": _share_of(general, EFFICIENCIES["cpu general" if on_cpu else "general"]),
+        "depthwise": _share_of(general, EFFICIENCIES["cpu general" if on_cpu else "depthwise"]),
         "memory": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
         "streaming": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else STREAMING),
         "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
         "sgd": _share_of(device.bandwidth, EFFICIENCIES["cpu memory" if on_cpu else "adam"]),
         "launch_s": LAUNCH_S,
         "engine_launch_s": NO_ENGINE_LAUNCH if on_cpu else _share_of(LAUNCH_S.value, _ENGINE_LAUNCH),
-        "gradient_s": CPU_GRADIENT_S if on_cpu else NO_GRADIENT_S,
+        "gradient_s": CPU_GRADIENT_S if on_cpu else _share_of(LAUNCH_S.value, _GRADIENT),
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
         "link": _share_of(device.link, ring),
         "link_reduce": _share_of(device.link, EFFICIENCIES.get(f"{device.link_name[:8]} all-reduce", ring)),
