@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from zerofit.doctor.measured import MeasurementJob, measured
 from zerofit.doctor.remote import INSIDE, ask_all, conversations
@@ -96,7 +97,7 @@ def test_what_cannot_be_built_says_why(env):
 
 
 def test_what_is_compiled_is_not_looked_for_again(env, tmp_path):
-    """Nor by another process; for another environment it is."""
+    """Nor by another process; for another environment it is, and where DeepSpeed or torch was installed since."""
     build_ops(["QuickBuilder"], env, lambda words: None)
     build_ops(["QuickBuilder"], env, pytest.fail)
     (built,) = (tmp_path / "ops").glob(".QuickBuilder.*.built")
@@ -104,6 +105,12 @@ def test_what_is_compiled_is_not_looked_for_again(env, tmp_path):
     said: list[str] = []
     build_ops(["QuickBuilder"], env, said.append)
     assert any("compiling" in words for words in said)
+    installed = Path(torch.__file__).stat().st_mtime
+    os.utime(built, (installed - 1, installed - 1))
+    said.clear()
+    build_ops(["QuickBuilder"], env, said.append)
+    assert any("compiling" in words for words in said)
+    build_ops(["QuickBuilder"], env, pytest.fail)
 
 
 BATON = """

@@ -77,7 +77,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
     One process builds at a time, and a build ends with the process that asked for it. torch's lock files that a killed
     build has left in the folder are removed; those of a build that lives are waited for.
     """
-    missing = [op for op in ops if not _built(env, op).exists()]
+    missing = [op for op in ops if not _is_built(env, op)]
     if not missing:
         return
     folder = Path(env["TORCH_EXTENSIONS_DIR"])
@@ -97,6 +97,17 @@ def _built(env: Mapping[str, str], op: str) -> Path:
     anyway, and compiles what is missing after all.
     """
     return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"
+
+
+def _is_built(env: Mapping[str, str], op: str) -> bool:
+    """Return whether an op was compiled since its sources and torch's headers were installed.
+
+    Newer ones of the same version, too, are compiled again: by a rank, without a word, where nobody did before.
+    """
+    built = _built(env, op)
+    specs = [importlib.util.find_spec(name) for name in ("torch", "deepspeed")]
+    installed = max(Path(spec.origin).stat().st_mtime for spec in specs if spec and spec.origin)
+    return built.exists() and built.stat().st_mtime > installed
 
 
 def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None:
