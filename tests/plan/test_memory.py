@@ -321,6 +321,14 @@ def test_nvme_takes_states_and_masters():
     assert memory.host_bytes == 2**20 + 4 * 2**21 + 8 * 500_000
 
 
+def test_gradients_for_disks_stay_in_float32_until_the_bucket_is_written():
+    """Of both blocks beside the embedding's, which is lifted to float64 for its norm; for the host one is alone."""
+    cpu, nvme = (forecast(PROFILE, layout(3, offload_optimizer=where)) for where in ("cpu", "nvme"))
+    assert cpu.breakdown["temporaries"] == 2_000_000 + (2 + 8) * 600_000
+    assert nvme.breakdown["temporaries"] == cpu.breakdown["temporaries"] + 4 * 400_000
+    assert nvme.peak_phase == "backward"
+
+
 def test_parameters_on_nvme_leave_files_and_buffers():
     """Of the first one's bf16 part of 600 kB nothing is on disk, being below a MiB; of three times as much it is."""
     both = layout(3, dp=2, offload_optimizer="nvme", offload_param="nvme")

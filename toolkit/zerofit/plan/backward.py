@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, sharers
+from zerofit.plan.persistent import MASTER_BYTES, overlap_in_partition, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward, left_by_backward
 from zerofit.spec.partitions import buckets
@@ -219,7 +219,11 @@ class _Scattered:
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.offloaded = layout.offload_optimizer != "none"
         self.fetched = 0 if device == "cpu" else self.element  # of an offloaded part, which comes back (:2028)
-        self.filled = self.outside = self.parts = self.largest = 0
+        # parts that go to disks stay in float32 until all of the bucket are written (:1453)
+        swapped = layout.offload_optimizer == "nvme" and (device != "cpu" or self.element < MASTER_BYTES)
+        self.swapped = MASTER_BYTES if swapped else 0
+        self.filled = self.outside = 0
+        self.parts: list[int] = []  # elements of each parameter in the bucket
         self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
@@ -240,9 +244,8 @@ class _Scattered:
             yield from self._reduce(activations, gathered)
         self.ranks = ranks
         yield self._live(activations, gathered)
-        self.parts += 1
+        self.parts.append(numel)
         self.filled += numel
-        self.largest = max(self.largest, numel)
         if numel > self.limit:  # does not fit into the bucket, and stays where it is (:1627)
             self.outside = self.element * numel
 
@@ -250,17 +253,24 @@ class _Scattered:
         """Reduce and empty the bucket; a single parameter in place, without padding (comm/coalesced_collectives.py)."""
         if not self.filled:
             return
-        alone = self.parts == 1 and self.filled % self.ranks == 0
+        alone = len(self.parts) == 1 and self.filled % self.ranks == 0
         flat = 0 if alone else self.reduced * -(-self.filled // self.ranks) * self.ranks
         copied = (self.copies - 1) * self.reduced * self.filled if self.ranks > 1 else 0
         if self.ranks != self.zero_ranks:  # a rank's part is scaled into another tensor (:1950)
             copied = max(copied, self.reduced * -(-self.filled // self.ranks))
         yield self._live(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
         if self.offloaded:
-            part = -(-self.largest // self.ranks)
-            passing = self.fetched * part + 8 * min(part, NORM_ELEMENTS)  # float64 (:1964)
-            yield self._live(activations, gathered, temporaries=flat + passing)
-        self.filled = self.outside = self.parts = self.largest = 0
+            yield self._live(activations, gathered, temporaries=flat + max(self._passing()))
+        self.filled = self.outside = 0
+        self.parts.clear()
+
+    def _passing(self) -> Iterator[int]:
+        """Yield the bytes of each offloaded part on its way: float64 for its norm (:1964), and what stays of others."""
+        kept = 0
+        for numel in self.parts:
+            part = -(-numel // self.ranks)
+            yield kept + self.fetched * part + max(8 * min(part, NORM_ELEMENTS), self.swapped * part)
+            kept += self.swapped * part
 
     def _live(self, activations: Point, gathered: int, temporaries: int = 0) -> LiveMemory:
         return LiveMemory(activations, self.outside, 0, gathered, temporaries, layer=self.layer)
