@@ -252,6 +252,32 @@ def test_a_script_is_read_as_the_shell_would():
     assert read_companion("run.sh", SCRIPT.replace("| tee", '"$@" | tee'), accelerate=False).open
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("torchrun --nproc_per_node=8", "torchrun (run.sh:2) gives each rank one thread"),
+        ("accelerate launch --num_processes 8", "accelerate (run.sh:2) gives each rank one thread"),
+        ("python -m torch.distributed.run --nproc_per_node 2", "torch.distributed.run (run.sh:2) gives each rank"),
+        ("torchrun --nproc_per_node=1", None),
+        ("OMP_NUM_THREADS=12 torchrun --nproc_per_node=8", None),
+        ("deepspeed --num_gpus 8", None),
+    ],
+)
+def test_a_launcher_that_leaves_cpu_adam_one_thread(tmp_path, command, said):
+    script = tmp_path / "run.sh"
+    script.write_text(f"set -e\n{command} train.py --deepspeed ds.json --bf16 True --learning_rate 1e-4\n")
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config, indent=1))
+    found = zf.check(tmp_path / "ds.json", training_args=script).findings
+    threads = [one.message for one in found if one.code == "offload-one-thread"]
+    assert [said in message.replace(f"{tmp_path}/", "") for message in threads] == ([True] if said else [])
+
+
 YAML = """\
 ### model
 model_name_or_path: some/model

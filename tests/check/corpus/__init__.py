@@ -3,7 +3,7 @@
 // seen: where it was reported, or "constructed"
 // also: why a second rule speaks of the same fault (where one does)
 // setting: ranks=4 rank=0 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16 (what the rule needs)
-//          reader=deepspeed schedule=dualpipev
+//          reader=deepspeed schedule=dualpipev one_thread=torchrun
 // deepspeed: what the installed DeepSpeed does, as tests/check/deepspeed_says.py reads it
 { ... the faulty line ends with `// <- CODE`, or more of them ... }
 """
@@ -76,7 +76,8 @@ class Case:
             known["facts"] = TINY
         known["schedule"] = self.words.get("schedule", "1f1b")
         known["reader"] = self.words.get("reader", "zerofit")
-        return TargetHardware(accelerator=self.words.get("accelerator"), **known)
+        known |= {key: self.words.get(key) for key in ("accelerator", "one_thread")}
+        return TargetHardware(**known)
 
 
 def cases() -> list[Case]:

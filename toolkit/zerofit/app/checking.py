@@ -255,6 +255,7 @@ def check(
         reader=known.name,
         asked=(*_asked(request.run), *asked_beside(companions, file, ranks)),
         guessed=bool(known.why),
+        one_thread=next((one.one_thread for one in companions if one.one_thread), None),
     )
     findings = tuple(find_all(document, hardware))
     return CheckResult(

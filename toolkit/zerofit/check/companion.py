@@ -14,9 +14,12 @@ from zerofit.check.finding import as_number
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.shell import UNKNOWN, Word, commands
 
+THREADS = "OMP_NUM_THREADS"
 FLAGS = {"true": True, "yes": True, "false": False, "no": False}
 AXOLOTL = ("base_model", "micro_batch_size")  # both stand in axolotl's files, neither in the Trainer's arguments
 ACCELERATE_JSON = "deepspeed_config.deepspeed_config_file"
+# start several ranks of a host with OMP_NUM_THREADS=1 where nobody has set it (torch's distributed/run.py:980)
+ONE_THREAD = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate")
 OURS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "deepspeed", "bf16", "fp16")
 
 
@@ -36,6 +39,7 @@ class Companion:
     kind: str  # "trainer", "axolotl" or "accelerate"
     values: Mapping[str, GivenValue] = field(default_factory=dict)
     open: bool = False  # more may be given where this file does not show it
+    one_thread: str | None = None  # what gives each rank one thread, and where
 
     def get(self, name: str) -> Any:
         """Return a value, None where it is missing or not known."""
@@ -125,8 +129,15 @@ def _of_script(file: str, text: str) -> Companion:
                 word.text == UNKNOWN and not (last.startswith("--") and "=" not in last)
                 for last, word in zip(before, words, strict=False)
             )
-            return Companion(file=file, kind="trainer", values=values, open=more)
+            one_thread = None if THREADS in text else _one_thread(file, words)
+            return Companion(file=file, kind="trainer", values=values, open=more, one_thread=one_thread)
     raise SyntaxFault("no command with arguments of a training (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
+
+
+def _one_thread(file: str, words: list[Word]) -> str | None:
+    """Return what starts the ranks with one thread each, and where it stands."""
+    launchers = [(word.text.rpartition("/")[2], word) for word in words if not word.text.startswith("-")]
+    return next((f"{name} ({file}:{word.line})" for name, word in launchers if name in ONE_THREAD), None)
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:

@@ -47,6 +47,7 @@ class TargetHardware:
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
     asked: tuple[Asked, ...] = ()  # what flags, and files beside the JSON, have for its keys
     guessed: bool = False  # from the file, by nobody's word
+    one_thread: str | None = None  # what starts the ranks with one thread each, and where that is said
 
 
 @dataclass(frozen=True, kw_only=True)
