@@ -35,11 +35,11 @@ def asked(*args: object, code: int = 0) -> dict:
 
 
 def test_one_figure_scales_all_layouts(stored):
-    free = asked(*stored, "--global-batch", 64, "--top", 500)
+    free = asked(*stored, "--global-batch", 64, "--top", 5000)
     rest = ["--tensor-parallel", 1, "--no-activation-checkpointing", "--offload", "none", "--top", 1]
     mine = asked(*stored, *MINE, *rest)
     forecast = mine["layouts"][0]["samples_per_s"]
-    found = asked(*stored, *MINE, "--measured", f"{forecast / 2}samples/s", "--top", 500)
+    found = asked(*stored, *MINE, "--measured", f"{forecast / 2}samples/s", "--top", 5000)
     assert found["measured"]["factor"] == pytest.approx(2, rel=0.01)  # speeds have three digits
     assert found["measured"]["layout"]["zero_stage"] == 2 and found["measured"]["layout"]["micro_batch"] == 4
     assert {row["zero_stage"] for row in found["layouts"]} == {0, 1, 2, 3}  # the others are searched for

@@ -147,6 +147,13 @@ def test_launches_of_the_step_run_ahead_of_a_device_that_is_behind(timer):
         assert own.step(layout).optimizer_s - plain.optimizer_s == pytest.approx(1e-3 * launches - ahead_s)
 
 
+def test_zero_3_with_one_rank_waits_for_each_parameter_that_it_fetches(timer):
+    slow, plain = (Timer(make_profile(), make_cluster(), replace(timer.rates, hook_s=s)) for s in (1.0, 0.0))
+    alone, two = (choose(zero_stage=3, dp=dp) for dp in (1, 2))
+    assert slow.step(two).compute_s == pytest.approx(2 * BLOCKS * 1.0)  # forward and backward
+    assert slow.step(alone).compute_s == pytest.approx(2 * BLOCKS * 1.0 + plain.step(alone).compute_s)
+
+
 def test_gradients_take_the_host_where_zero_handles_them_one_by_one(timer):
     slow = Timer(make_profile(), make_cluster(), replace(timer.rates, gradient_s=1.0))
     assert slow.step(choose(zero_stage=0)) == timer.step(choose(zero_stage=0))

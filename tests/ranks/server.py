@@ -20,8 +20,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero import parameter_offload
@@ -45,7 +45,7 @@ def serve() -> None:
     inbox = Path(sys.argv[-1])
     engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
     # DeepSpeed refuses fp16 where a CPU has no instructions for it, although torch computes it everywhere
-    torch.ops.mkldnn._is_mkldnn_fp16_supported = lambda: True
+    type(get_accelerator()).is_fp16_supported = lambda _: True
     start(timeout=timedelta(minutes=2))
     rank = dist.get_rank()
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]

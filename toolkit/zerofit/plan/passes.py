@@ -54,6 +54,7 @@ class RankPass:
     gradients: tuple[int, ...]  # how many parameters have one, on one rank
     experts: tuple[int, ...]  # of `elements`, those of spread experts
     output_bytes: float  # what a stage hands on
+    ahead: bool  # whether launches and hooks run ahead of the device
 
     @cached_property
     def stages(self) -> tuple[tuple[StageLayers, ...], ...]:
@@ -126,7 +127,7 @@ class Passes:
 
     def of(self, layout: PlannedLayout) -> RankPass:
         """Return the pass of a layout. Raises KeyError where its setting is not in the profile."""
-        hooks = layout.zero_stage == 3, self._handles(layout)
+        hooks = layout.zero_stage == 3, self._handles(layout), self._ahead(layout)
         degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, *hooks)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
         if key not in self._known:
@@ -160,6 +161,7 @@ class Passes:
                     seconds[backward],
                     (*waits, copy),
                     (2 if backward and layout.checkpointing else 1, hooked, own if backward else 0),
+                    self._ahead(layout),
                 )
                 for seconds, waits, copy, hooked, own in zip(
                     kernels, self._waits(costs, layout), copies, hooks, handled, strict=True
@@ -176,11 +178,19 @@ class Passes:
             gradients=tuple(gradients),
             experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
+            ahead=self._ahead(layout),
         )
 
     def _handles(self, layout: PlannedLayout) -> bool:
         """Return whether gradients take the host in backward: those of a GPU at stage 0 wait for its end."""
         return layout.zero_stage > 0 or not self._rates.ahead
+
+    def _ahead(self, layout: PlannedLayout) -> bool:
+        """Return whether launches run ahead: ZeRO-3 with one rank waits for each parameter that it fetches.
+
+        (zero/partition_parameters.py:84)
+        """
+        return self._rates.ahead and (layout.zero_stage < 3 or layout.zero_ranks > 1)
 
     def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
         """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""
@@ -216,7 +226,11 @@ class Passes:
         ]
 
     def _work(
-        self, seconds: tuple[float, float], waits: tuple[float, float, float, float], counts: tuple[int, int, int]
+        self,
+        seconds: tuple[float, float],
+        waits: tuple[float, float, float, float],
+        counts: tuple[int, int, int],
+        ahead: bool,
     ) -> LayerWork:
         """Return a layer's work in one direction; where launches and hooks run ahead, the slower of both counts.
 
@@ -227,6 +241,6 @@ class Passes:
         busy_s = seconds[0]
         host_s = seconds[1] + times * hooks * self._rates.hook_s + gradients * self._rates.gradient_s
         tensor_s, sequence_s, experts_s = (times * wait for wait in waits[:3])
-        on_device_s = max(busy_s, host_s) if self._rates.ahead else busy_s + host_s
+        on_device_s = max(busy_s, host_s) if ahead else busy_s + host_s
         waited_s = tensor_s + sequence_s + experts_s + waits[3]
         return LayerWork(busy_s, host_s, tensor_s, sequence_s, experts_s, waits[3], on_device_s + waited_s)

@@ -245,7 +245,7 @@ class _Drawing:
             yield Piece("compute", one.module, "copy to the host", end_s - work.copy_s, end_s, copied)
             end_s -= work.copy_s
         yield Piece("host", one.module, LAUNCHES[self.parts.fetches is not None], start_s, start_s + work.host_s, 0.0)
-        now_s = start_s if self._rates.ahead else start_s + work.host_s
+        now_s = start_s if self.parts.one.ahead else start_s + work.host_s
         for kind, seconds, moved, flops in self._kinds(one.layer, backward):
             yield Piece("compute", one.module, kind, now_s, now_s + seconds, moved, flops)
             now_s += seconds

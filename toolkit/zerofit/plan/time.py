@@ -333,7 +333,7 @@ class Timer:
             yield self._handled(layout, one, later=False)
         launches = part * work.looped * one.trained_tensors + work.begun
         launched_s = launches * rates.engine_launch_s
-        if rates.ahead and layout.zero_stage and layout.offload_optimizer == "none":
+        if one.ahead and layout.zero_stage and layout.offload_optimizer == "none":
             # of a device that is behind they are hidden; at stage 0 each parameter's overflow is waited for
             launched_s = max(0.0, launched_s - layout.accumulation * (one.sums.layer_s - one.sums.host_s))
         yield StepTask("host", "launches of the step", 0.0, launched_s)
