@@ -39,7 +39,7 @@ from zerofit.spec.profile import Kernel, LayerCost, Linear, Profile
 
 # where a fit begins, and what holds it where few sources speak: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8
 # GB/s), two CPU cores
-PRIOR = Coefficients(memory=0.7, network=0.8, network_hop_s=30e-6, exposed_between=0.5, hook_s=200e-6, host=0.2)
+PRIOR = Coefficients(memory=0.7, network=0.8, network_hop_s=30e-6, exposed_between=0.5, hook_s=200e-6)
 STIFF = 0.01  # a coefficient twice as large is as bad as half a percent of error; 0.001 to 0.03 were tried
 MOST = {"exposed_between": 1.0, "memory": 1.0, "network": 1.0}  # of coefficients that are shares
 COMPILED, FUSED = 0.5, 0.6  # share of the traffic between products that fused kernels leave, assumed
