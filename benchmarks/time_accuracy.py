@@ -29,7 +29,7 @@ from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
 from zerofit.plan.space import LARGE_BUCKET, stage3_sizes
-from zerofit.plan.time import Timer
+from zerofit.plan.time import StepParts, Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import find_device
 from zerofit.spec.events import Reporter
@@ -95,7 +95,8 @@ class Judge:
             found = self._known.setdefault(coefficients, {})
             for case, profile, layouts in zip(self._cases, self._profiles, self._layouts, strict=True):
                 cluster = cluster_of(case)
-                timer = Timer(profile, cluster, rates_for(case, cluster, coefficients))
+                kind = BlockTimer if "FSDP" in case["framework"] else Timer
+                timer = kind(profile, cluster, rates_for(case, cluster, coefficients))
                 step_s = min(timer.step(layout).step_s for layout in layouts)
                 found[case["id"]] = layouts[0].global_batch / step_s / case["published_samples_per_s"]
         return self._known[coefficients]
@@ -133,6 +134,19 @@ class Judge:
         return sum(w * e for w, e in zip(weights, errors, strict=True)) / sum(weights) + STIFF * sum(
             m * m for m in moved
         )
+
+
+class BlockTimer(Timer):
+    """Times of FSDP's steps, which gather each block in one call."""
+
+    def parts(self, layout: PlannedLayout) -> StepParts:
+        """Return what a step consists of."""
+        parts = super().parts(layout)
+        if not parts.fetches:
+            return parts
+        both = (parts.fetches.forward, parts.fetches.backward)
+        forward, backward = (tuple((size, min(1.0, calls)) for size, calls in found) for found in both)
+        return replace(parts, fetches=parts.fetches._replace(forward=forward, backward=backward))
 
 
 def profile_of(case: Case, cache: Path) -> Profile:
@@ -187,9 +201,9 @@ def layouts_of(case: Case, profile: Profile) -> Iterable[PlannedLayout]:
         checkpointing=case["activation_checkpointing"] is True,
         **(stage3_sizes(profile)._asdict() if case["zero_stage"] == 3 else {}),
     )
-    if "FSDP" in case["framework"]:  # it gathers a block at once, which is whole from its recomputation to its backward
+    if "FSDP" in case["framework"]:  # a block is whole from its recomputation to its backward, and nothing longer
         block = max(sum(layer.matrices + layer.vectors) for layer in profile.layers)
-        layout = replace(layout, prefetch=block, reuse=2 * block)
+        layout = replace(layout, prefetch=block, reuse=2 * block, persistence=0)
     overlaps = (
         (False, True) if case["zero_stage"] and case["pp"] == 1 and case["overlap_comm"] is not False else (False,)
     )
@@ -238,7 +252,11 @@ def rates_for(case: Case, cluster: Cluster, coefficients: Coefficients) -> Rates
     share = FLASH_ATTENTION.get((generation, device.name))
     if share:
         rates = replace(rates, attention=share * (device.peak(case["precision"]) or 0.0))
-    return rates if case["stack"] != "other" else replace(rates, hook_s=0.0, engine_launch_s=0.0, streaming=math.inf)
+    return (
+        rates
+        if case["stack"] != "other"
+        else replace(rates, hook_s=0.0, gradient_s=0.0, engine_launch_s=0.0, streaming=math.inf)
+    )
 
 
 def summary(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:

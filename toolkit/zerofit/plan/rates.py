@@ -25,10 +25,10 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 class Coefficients:
     """What was fitted to published throughput, for GPUs; nothing else was."""
 
-    memory: float = 0.68  # share of the data sheet's bandwidth that kernels without products reach
-    network: float = 0.68  # share of the wire between nodes that collectives reach
-    network_hop_s: float = 30e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.63  # share of a collective between nodes, beside compute, that adds to it
+    memory: float = 0.66  # share of the data sheet's bandwidth that kernels without products reach
+    network: float = 0.62  # share of the wire between nodes that collectives reach
+    network_hop_s: float = 39e-6  # one step of a ring between nodes, with the small messages of many ranks
+    exposed_between: float = 0.52  # share of a collective between nodes, beside compute, that adds to it
     hook_s: float = 338e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
 
 
