@@ -258,14 +258,19 @@ def test_a_script_is_read_as_the_shell_would():
         ("torchrun --nproc_per_node=8", "torchrun (run.sh:2) gives each rank one thread"),
         ("accelerate launch --num_processes 8", "accelerate (run.sh:2) gives each rank one thread"),
         ("python -m torch.distributed.run --nproc_per_node 2", "torch.distributed.run (run.sh:2) gives each rank"),
+        ("/opt/env/bin/torchrun --nproc-per-node gpu", "torchrun (run.sh:2) gives each rank one thread"),
+        ("accelerate launch", "accelerate (run.sh:2) gives each rank one thread"),  # as its own file says: all GPUs
         ("torchrun --nproc_per_node=1", None),
+        ("torchrun", None),
+        ("torchrun --nnodes 2 --nproc_per_node 1", None),
+        ("accelerate launch --num_processes 1", None),
         ("OMP_NUM_THREADS=12 torchrun --nproc_per_node=8", None),
         ("deepspeed --num_gpus 8", None),
     ],
 )
 def test_a_launcher_that_leaves_cpu_adam_one_thread(tmp_path, command, said):
     script = tmp_path / "run.sh"
-    script.write_text(f"set -e\n{command} train.py --deepspeed ds.json --bf16 True --learning_rate 1e-4\n")
+    script.write_text(f"set -e\n{command} train.py --deepspeed ds.json --bf16 True --output_dir out/accelerate\n")
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "bf16": {"enabled": "auto"},

@@ -24,6 +24,8 @@ from zerofit.spec.run_folder import Job, RunFolder
 JOB_TIMEOUT_S = 180
 SHORT = {"eval_samples": 8}  # evaluating everything would take most of the time of a test's run
 ROOT = Path(__file__).parents[2]
+# this tree's code before whatever is installed, and where else packages lie
+PATHS = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "toolkit"), os.environ.get("PYTHONPATH"))))
 
 
 class Trained:
@@ -114,7 +116,7 @@ class RankPool:
             self._process = subprocess.Popen(
                 [*launcher(self.ranks, free_port()), *served],
                 cwd=ROOT,
-                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": _paths()},
+                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": PATHS},
                 stdout=log,
                 stderr=log,
             )
@@ -140,11 +142,6 @@ class RankPool:
             self._process.terminate()
             self._process.wait(40)
         self._process, self._inbox = None, self._inbox.parent
-
-
-def _paths() -> str:
-    """This tree's code before whatever is installed, and where else packages lie."""
-    return os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "toolkit"), os.environ.get("PYTHONPATH"))))
 
 
 def _waited(answers: list[Path]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -39,7 +40,7 @@ class Companion:
     kind: str  # "trainer", "axolotl" or "accelerate"
     values: Mapping[str, GivenValue] = field(default_factory=dict)
     open: bool = False  # more may be given where this file does not show it
-    one_thread: str | None = None  # what gives each rank one thread, and where
+    one_thread: str | None = None  # what gives each of several ranks one thread, and where
 
     def get(self, name: str) -> Any:
         """Return a value, None where it is missing or not known."""
@@ -129,15 +130,20 @@ def _of_script(file: str, text: str) -> Companion:
                 word.text == UNKNOWN and not (last.startswith("--") and "=" not in last)
                 for last, word in zip(before, words, strict=False)
             )
-            one_thread = None if THREADS in text else _one_thread(file, words)
+            one_thread = None if THREADS in text else _one_thread(file, words, values)
             return Companion(file=file, kind="trainer", values=values, open=more, one_thread=one_thread)
     raise SyntaxFault("no command with arguments of a training (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
 
 
-def _one_thread(file: str, words: list[Word]) -> str | None:
-    """Return what starts the ranks with one thread each, and where it stands."""
-    launchers = [(word.text.rpartition("/")[2], word) for word in words if not word.text.startswith("-")]
-    return next((f"{name} ({file}:{word.line})" for name, word in launchers if name in ONE_THREAD), None)
+def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
+    """Return what starts several ranks of a host with one thread each, and where it stands: before the program."""
+    for word in takewhile(lambda word: not word.text.endswith(".py"), words):
+        name = word.text.rpartition("/")[2]
+        if name in ONE_THREAD:
+            count = values.get("num_processes" if name == "accelerate" else "nproc_per_node")
+            several = name == "accelerate" if count is None else count.value != 1  # torch starts one where none says
+            return f"{name} ({file}:{word.line})" if several else None
+    return None
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:

@@ -191,9 +191,7 @@ class Rates:
     engine_launch_s: float  # of the host, from one of the engine's own kernels to the next
     gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
-    channel: Mapping[
-        str, float
-    ]  # by dtype, of each channel of a batch norm, which no more than one block of a GPU takes
+    channel: Mapping[str, float]  # of each channel of a batch norm, by dtype: a block of a GPU takes a whole one
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions, which run on the general cores, for each channel of a group
     depthwise: float  # the least of them in fp16

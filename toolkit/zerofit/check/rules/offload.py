@@ -65,7 +65,7 @@ OFFLOAD = (
         code="offload-one-thread",
         severity="warning",
         path=f"{OPTIMIZER}.device",
-        when=lambda c: c.offload("optimizer") and c.setting.one_thread and c.setting.ranks != 1,
+        when=lambda c: c.offload("optimizer") and c.setting.one_thread,
         message=lambda c: f"the optimizer is offloaded, and {c.setting.one_thread} gives each rank one thread",
         why="DeepSpeed's CPU Adam has no more: one core steps 0.8 thousand million parameters a second, 16 cores 4.8",
         fix="set OMP_NUM_THREADS to the host's cores / its ranks",
