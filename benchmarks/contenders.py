@@ -6,6 +6,7 @@ learning rate that falls linearly from step to step. They differ in who wrote th
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -45,7 +46,12 @@ class Stream(Dataset):
         samples = data.train.batch(order.indices(0, count).tolist(), order.keys(0, count).tolist())
         self.inputs: Inputs = data.inputs
         self._x, self._labels = samples["inputs"], samples["labels"]
-        self._name = "input" if job.facts.task == "image" else "input_ids"  # as the model's forward calls it
+        self._name = ""
+
+    def feed(self, model: nn.Module) -> nn.Module:
+        """Give samples under the name that the model's forward has for them; return the model."""
+        self._name = next(iter(inspect.signature(model.forward).parameters))
+        return model
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -58,6 +64,12 @@ class Stream(Dataset):
 def as_it_is(batch: Any) -> Any:
     """The stream's batches are whole: nothing is put together."""
     return batch
+
+
+def loading(job: Job) -> dict[str, Any]:
+    """How the peers' loaders are set by who knows torch: on a GPU, images come ahead of it by way of pinned memory."""
+    ahead = torch.cuda.is_available() and job.facts.task == "image"
+    return {"num_workers": 4, "pin_memory": True} if ahead else {}
 
 
 def make_model(job: Job, inputs: Inputs) -> nn.Module:
@@ -83,8 +95,9 @@ def hand_written(job: Job, folder: RunFolder, player: Player) -> list[float]:
     """What one writes who knows DeepSpeed; the loss is read every LOG_EVERY steps."""
     stream, micro, rank = Stream(job), job.batch.micro, dist.get_rank()
     starts = range(rank * micro, len(stream), job.batch.total)
-    loader = DataLoader(stream, batch_sampler=[list(range(s, s + micro)) for s in starts], collate_fn=as_it_is)
-    model = make_model(job, stream.inputs)
+    samples = [list(range(s, s + micro)) for s in starts]
+    loader = DataLoader(stream, batch_sampler=samples, collate_fn=as_it_is, **loading(job))
+    model = stream.feed(make_model(job, stream.inputs))
     groups: Any = parameter_groups(model.parameters(), decay=False)  # DeepSpeed's annotation knows no groups
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config=job.ds_config, lr_scheduler=falling(job)
@@ -137,10 +150,10 @@ def accelerate(job: Job, folder: RunFolder, player: Player) -> list[float]:
     tell_accelerate()
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.ds_config))
     stream = Stream(job)
-    model = make_model(job, stream.inputs)
+    model = stream.feed(make_model(job, stream.inputs))
     optimizer: Any = DummyOptim(parameter_groups(model.parameters(), decay=False), lr=job.run.lr or 0.0)
     scheduler = DummyScheduler(optimizer, lr_scheduler_callable=falling(job))
-    loader = DataLoader(stream, batch_size=job.batch.micro, collate_fn=as_it_is)
+    loader = DataLoader(stream, batch_size=job.batch.micro, collate_fn=as_it_is, **loading(job))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     losses = []
     for step, batch in enumerate(loader):
@@ -189,11 +202,15 @@ def trainer(job: Job, folder: RunFolder, player: Player) -> list[float]:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=job.precision == "bf16",
+        fp16=job.precision == "fp16",
+        **{f"dataloader_{name}": value for name, value in loading(job).items()},
     )
     stream = Stream(job)
     own_loss = job.facts.task != "image"  # a transformers model has its own
     Noting(
-        model=make_model(job, stream.inputs),
+        model=stream.feed(make_model(job, stream.inputs)),
         args=arguments,
         train_dataset=stream,
         data_collator=already_shifted if own_loss else as_it_is,

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 TIMED, PROFILED = 8, 2  # steps after those whose memory is measured
 MOST_OPS = 150  # of a step, by the time of their kernels
+MOST_HOST_OPS = 40  # by their own time on the host
 # the class of a kernel by what its name has in it; the first that is found
 CLASSES = {
     "attention": ("attention", "fmha", "flash"),
@@ -115,10 +116,11 @@ class Waiting:
 
 
 def measure(asked: SimulationTarget) -> dict[str, Any]:
-    """Train in this process: {"allocated_bytes", "reserved_bytes", "used_bytes", "phases", "step_s", "kernels", "ops"}.
+    """Train in this process and say what it took.
 
-    `used_bytes` is all that this process takes of the device, the driver's part included. Times are seconds; `kernels`
-    those of one step by class, `ops` those of torch's ops by the shapes of their inputs.
+    "allocated_bytes", "reserved_bytes" and "phases" are torch's figures; "used_bytes" is all that this process takes of
+    the device, the driver's part included. Times are seconds: "step_s" of some steps, "kernels" of one step's by class,
+    "ops" of torch's ops by the shapes of their inputs, "host" what ops and calls of the driver take of the host.
     """
     from zerofit.simulate.drivers import empty_batches, start, train_steps
     from zerofit.simulate.phases import PhaseLog
@@ -168,11 +170,14 @@ def _profiled(step: Callable[[], Any]) -> dict[str, Any]:
         name = one.key.lower()
         kind = next((k for k, words in CLASSES.items() if any(w in name for w in words)), "elementwise")
         found[kind] += _seconds(one, on_gpu)
+    host = [one for one in profiled.key_averages() if one.device_type == DeviceType.CPU]
+    host = sorted(host, key=lambda one: -one.self_cpu_time_total)[:MOST_HOST_OPS]
     ops = [one for one in profiled.key_averages(group_by_input_shape=True) if one.device_type == DeviceType.CPU]
     ops = sorted(ops, key=lambda one: -_seconds(one, on_gpu))[:MOST_OPS]
     return {
         "kernels": {kind: round(seconds, 6) for kind, seconds in sorted(found.items())},
         "ops": [[one.key, one.input_shapes, one.count / PROFILED, round(_seconds(one, on_gpu), 7)] for one in ops],
+        "host": [[one.key, one.count / PROFILED, round(_seconds(one, on_gpu=False), 7)] for one in host],
     }
 
 

@@ -27,7 +27,7 @@ def cases(rehearse: bool) -> list[str]:
     """Overhead first: it is the promise; then the best of each model, plain and compiled."""
     if rehearse:
         return ["overhead lenet", "tune mlp"]
-    overhead = [f"overhead {name}" for name in ("llama-1b", "resnet50", "llama-1b-fp16")]
+    overhead = [f"overhead {name}" for name in ("llama-0.5b", "resnet50", "llama-0.5b-fp16")]
     return [*overhead, "tune llama-1b", "tune resnet50", "compiled llama-1b", "tune llama-8b"]
 
 

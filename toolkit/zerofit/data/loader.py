@@ -87,7 +87,12 @@ def default_workers(data: Data, ranks: int) -> int:
 
 
 def micro_batches(
-    dataset: Dataset, order: Order, slices: Iterable[range | MicroSlice], workers: int, mixing: Mixing | None = None
+    dataset: Dataset,
+    order: Order,
+    slices: Iterable[range | MicroSlice],
+    workers: int,
+    mixing: Mixing | None = None,
+    pinned: bool = False,
 ) -> Iterator[dict]:
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
@@ -95,6 +100,8 @@ def micro_batches(
     block of about 64 KiB) and may go on without end. With workers > 0, loader processes live until the iterator is
     closed; they give exactly what workers=0 gives, in the same order. `indices` is not to be written to. A MicroSlice
     in place of a range says what of its step the images share; `mixing`: how those with a `before` are mixed.
+    `pinned`: what loader processes give lies in pinned memory (positions are a list then), which a GPU copies while
+    this process goes on.
     """
     maker, rest = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(rest, None)
@@ -102,7 +109,7 @@ def micro_batches(
         return iter(())
     every = chain([first], rest)
     if workers or dataset.decodes or isinstance(first, MicroSlice):
-        return _batches(maker, every, workers)
+        return _batches(maker, every, workers, pinned)
     return maker.in_blocks(cast(Iterator[range], every))
 
 
@@ -170,16 +177,16 @@ def eval_batch_count(n: int, dp: int, micro: int, limit: int | None) -> int:
 
 
 def eval_batches(
-    dataset: Dataset, dp_rank: int, dp: int, micro: int, limit: int | None, workers: int = 0
+    dataset: Dataset, dp_rank: int, dp: int, micro: int, limit: int | None, workers: int = 0, pinned: bool = False
 ) -> Iterator[dict]:
     """Yield this rank's {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}, in a fixed order.
 
     Every sample is in one batch of one rank, and every rank gets the same number of batches of `micro` samples. What
     is missing in the last ones is filled with samples seen before, whose labels are all -100 and whose `real` is
-    False. `workers`: see `micro_batches`.
+    False. `workers` and `pinned`: see `micro_batches`.
     """
     maker = _EvalShare(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
-    return _batches(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers)
+    return _batches(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers, pinned)
 
 
 @dataclass(frozen=True)
@@ -202,12 +209,14 @@ class _EvalShare:
         return {**self.dataset.trimmed(batch), "indices": indices, "real": real}
 
 
-def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int) -> Iterator[dict]:
+def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int, pinned: bool) -> Iterator[dict]:
     """Return `maker[item]` for each item, in order: made here, or in `workers` processes."""
-    return _from_processes(maker, items, workers) if workers else map(maker.__getitem__, items)
+    return _from_processes(maker, items, workers, pinned) if workers else map(maker.__getitem__, items)
 
 
-def _from_processes(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int) -> Iterator[dict]:
+def _from_processes(
+    maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int, pinned: bool
+) -> Iterator[dict]:
     import multiprocessing
 
     import torch
@@ -223,6 +232,7 @@ def _from_processes(maker: _MicroBatches | _EvalShare, items: Iterable[Any], wor
         batch_size=None,
         collate_fn=cast(Any, _unchanged if roomy else _to_arrays),  # typed for a list: batch_size=None gives one
         num_workers=workers,
+        pin_memory=pinned,
         prefetch_factor=2,
         multiprocessing_context=context,
         generator=torch.Generator(),  # else it would draw from the one that training draws from

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # how far the next token lies from this one, equally likely
 ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a made-up table; SPREAD: noise around a class's centre
+LARGE = 128  # pixels of a side from which loader processes pay: 0.5 ms an image of 224
 POOL = 1 << 21  # random values that images share; drawing 150,000 normals an image would take longer than training
 
 
@@ -127,6 +128,11 @@ class MadePictures(LabelledDataset):
     size: int
     seed: int
 
+    @property
+    def decodes(self) -> bool:
+        """Whether pictures are so large that drawing a batch takes longer than a GPU trains on it."""
+        return self.size >= LARGE
+
     def __len__(self) -> int:
         return self.n
 
@@ -142,11 +148,11 @@ class SyntheticImages(MadePictures):
 
         numbers = np.asarray(indices) + self.first
         labels = (sample_hashes(numbers, 2 * self.seed) % np.uint64(self.classes)).astype(np.int64)
-        pictures, noise = _pictures_and_noise(self.classes, self.seed)
         pixels = 3 * self.size**2
+        pictures, noise = _pictures_and_noise(self.classes, self.seed, pixels)
         starts = sample_hashes(numbers, 2 * self.seed + 1) % np.uint64(POOL)
-        rows = [np.take(noise, np.arange(s, s + pixels), mode="wrap") for s in starts.astype(np.int64)]
-        images = torch.from_numpy(np.stack(rows)).view(-1, 3, self.size, self.size)
+        rows = np.stack([noise[start : start + pixels] for start in starts.astype(np.int64)])
+        images = torch.from_numpy(rows).view(-1, 3, self.size, self.size)
         coarse = torch.from_numpy(pictures[labels])
         return {
             "inputs": images.add_(interpolate(coarse, size=(self.size, self.size), mode="nearest")),
@@ -178,11 +184,11 @@ class SyntheticMasks(MadePictures):
 
 
 @lru_cache(maxsize=2)
-def _pictures_and_noise(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures float32 (classes, 3, 8, 8) and noise float32 (POOL,)."""
+def _pictures_and_noise(classes: int, seed: int, pixels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures float32 (classes, 3, 8, 8), and noise float32 (POOL + pixels,) that begins again after POOL."""
     generator = np.random.Generator(np.random.Philox(key=seed))
     pictures = generator.standard_normal((classes, 3, 8, 8), dtype=np.float32)
-    return pictures, 0.5 * generator.standard_normal(POOL, dtype=np.float32)
+    return pictures, np.resize(0.5 * generator.standard_normal(POOL, dtype=np.float32), POOL + pixels)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,9 +37,10 @@ class _Unit(nn.Module):
 def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return seconds of the host: ZeRO-3's fetch and release of a parameter; on a CPU what becomes of a gradient, too.
 
-    The former is what a forward takes longer under stage 3 than without an engine. On a CPU every parameter is kept
-    gathered, since sending takes the host, too, and is measured apart. The latter is what forward, backward and step
-    take longer under stage 1: a hook, the bucket, the norm and the parameter's way back. On a GPU that is launches,
+    The former is what a forward takes longer under stage 3 than without an engine. Every parameter is kept gathered: a
+    CPU's host sends, too, which is measured apart, and a GPU's waits for so small a one, where a model's gathering goes
+    on beside its kernels (benchmarks/gpu/README.md). The latter is what forward, backward and step take longer under
+    stage 1: a hook, the bucket, the norm and the parameter's way back. On a GPU that is launches,
     whose seconds are known.
     """
     alone = not dist.is_initialized()
@@ -75,10 +76,9 @@ def _engine(device: torch.device, stage: int) -> Any:
     import deepspeed  # takes seconds, which other measurements need not
 
     model = _model(device)
-    kept = 2 * WIDTH if device.type == "cpu" else 0
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": kept},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 2 * WIDTH},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,
     }

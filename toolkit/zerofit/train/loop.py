@@ -89,7 +89,7 @@ class Loop:
         order = Order.of(self.data.train, self.job.run.seed)
         images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
         slices, mixing = self._slices(order, images), images and images.mixing
-        micro = micro_batches(self.data.train, order, slices, self._workers(), mixing)
+        micro = micro_batches(self.data.train, order, slices, self._workers(), mixing, self._on_gpu)
         before_step = overridden(self.callbacks, "on_step_begin")
         self.progress.first = self.first
         for step in range(self.first, self.job.steps):
@@ -179,7 +179,7 @@ class Loop:
         trainer, job = self.trainer, self.job
         average_batch_statistics(trainer.module, trainer.engine.seq_data_parallel_group)
         valid, dp, micro, most = self.data.valid, job.layout.dp, job.batch.micro, job.run.eval_samples
-        batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers())
+        batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers(), self._on_gpu)
         count = eval_batch_count(len(valid), dp, micro, most)
         total, targets, right, *table = trainer.evaluate(self._telling(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
@@ -204,6 +204,10 @@ class Loop:
                 self.events.phase(f"evaluating ({done} of {count} batches; --eval-samples takes fewer)")
                 told = time.monotonic()
             yield batch
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer.engine.device.type == "cuda"
 
     def _workers(self) -> int:
         """Return the number of loader processes of this rank."""
