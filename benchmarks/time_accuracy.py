@@ -38,8 +38,8 @@ from zerofit.spec.model_facts import bucket_elements
 from zerofit.spec.profile import Kernel, LayerCost, Linear, Profile
 
 # where a fit begins, and what holds it where few sources speak: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8
-# GB/s), two CPU cores
-PRIOR = Coefficients(memory=0.7, network=0.8, network_hop_s=30e-6, exposed_between=0.5, hook_s=200e-6)
+# GB/s), hooks as `zerofit calibrate` measures them on an H100
+PRIOR = Coefficients(memory=0.7, network=0.8, network_hop_s=30e-6, exposed_between=0.5, hook_s=379e-6)
 STIFF = 0.01  # a coefficient twice as large is as bad as half a percent of error; 0.001 to 0.03 were tried
 MOST = {"exposed_between": 1.0, "memory": 1.0, "network": 1.0}  # of coefficients that are shares
 COMPILED, FUSED = 0.5, 0.6  # share of the traffic between products that fused kernels leave, assumed
@@ -50,6 +50,9 @@ FLASH_ATTENTION = {
     ("FA3", "H200"): 0.63,
     ("FA3", "B200"): 0.57,
 }
+# tables whose own script asks for page-locked memory (insights/when-to-upgrade-gpus/benchmark.py:141 in their source);
+# DeepSpeed's default is pageable before 0.19.5, which no source has
+PINNED = ("stas-h200", "stas-b200")
 SAME_SPEED = 0.03  # published figures that differ by less say nothing of an order
 
 
@@ -198,6 +201,8 @@ def layouts_of(case: Case, profile: Profile) -> Iterable[PlannedLayout]:
         **{key: case[key] for key in ("zero_stage", "micro_batch", "accumulation", "tp", "pp", "sp", "precision")},
         **{key: case[key] for key in ("offload_optimizer", "offload_param")},
         dp=case["gpus_per_node"] * case["nodes"] // (case["tp"] * case["pp"] * case["sp"]),
+        pin_optimizer=case["table"] in PINNED,
+        pin_param=case["table"] in PINNED,
         checkpointing=case["activation_checkpointing"] is True,
         **(stage3_sizes(profile)._asdict() if case["zero_stage"] == 3 else {}),
     )

@@ -81,6 +81,18 @@ def test_layouts_have_the_optimizer_that_train_takes(profile, tmp_path):
     }
 
 
+def test_a_json_says_whether_what_is_offloaded_is_page_locked(profile):
+    here = {}
+    for pinned in (True, False):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+        config = {"zero_optimization": zero}
+        here[pinned] = zf.plan(profile=profile, cluster=H100, ds_config=config, micro_batch=1).layouts[0]
+        assert here[pinned].ds_config["zero_optimization"]["offload_optimizer"]["pin_memory"] is pinned
+        run = zf.Run(model="llama-tiny", data="synthetic", ds_config=config, micro_batch=1)
+        assert PlannedLayout.of(prepare_simulation(as_request(run), H100).job).pin_optimizer is pinned
+    assert here[False].step_s > here[True].step_s
+
+
 def test_questions_and_boxes(profile):
     small = replace(H100, device_memory="2GiB", host_memory="3GiB")  # less than processes take
     nothing = zf.plan(profile=profile, cluster=small, minimum="gpus")

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.data import Order, micro_batches
+from zerofit.data import Order, default_workers, micro_batches
 from zerofit.data.image_sources import PixelImages, Scaling
+from zerofit.data.synthetic import POOL
 
 
 def test_digits(opened):
@@ -115,6 +116,14 @@ def test_synthetic_images_are_learnable_and_deterministic(opened):
     assert right.float().mean() > 0.95
     other = opened("image", data="synthetic:10", image_size=16, seed=1).train.batch([0], [0])
     assert not torch.equal(other["inputs"][0], batch["inputs"][0])
+
+
+def test_large_synthetic_images_come_from_loader_processes(opened):
+    small, large = (opened("image", data="synthetic:10", image_size=size) for size in (96, 1000))
+    assert default_workers(small, ranks=1) == 0 < default_workers(large, ranks=1)
+    image = large.train.batch([5], [0])["inputs"][0]  # of more pixels than there are random values, which repeat
+    flat = (image - image[:, :1, :1]).flatten()
+    assert image.shape == (3, 1000, 1000) and len(flat.unique()) > POOL // 4
 
 
 def test_synthetic_text_has_the_stated_entropies(opened):

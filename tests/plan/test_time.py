@@ -201,6 +201,21 @@ def test_checkpoints_go_to_the_host_and_come_back(timer):
     assert hosted.step(choose(dp=8)) == timer.step(choose(dp=8))
 
 
+@pytest.mark.parametrize("stage, accumulation", [(2, 1), (2, 4), (3, 2)])
+def test_what_is_not_page_locked_is_copied_at_the_speed_of_pageable_memory(timer, stage, accumulation):
+    pinned = choose(zero_stage=stage, offload_optimizer="cpu", accumulation=accumulation)
+    pageable = replace(pinned, pin_optimizer=False)
+    # to the host: float32 gradients of a rank's share; back: its stepped parameters; stage 2 accumulates all of them
+    moved = (4 + 2) * PARAMETERS / 8
+    if accumulation > 1:
+        moved += (2 * accumulation - 1 + (stage == 3)) * 2 * PARAMETERS * (1 / 8 if stage == 3 else 1)
+    before, after = timer.step(pinned), timer.step(pageable)
+    assert after.transfer_s == pytest.approx(moved / 7.2e9)
+    assert after.step_s - before.step_s == pytest.approx(moved / 7.2e9 - moved / timer.rates.pcie)
+    slow = Timer(make_profile(), make_cluster(), replace(timer.rates, pcie=1e9))
+    assert slow.step(pageable) == slow.step(pinned)  # page-locked copies are no faster there
+
+
 def test_slower_hardware_is_never_faster(timer):
     for name in ("flops", "memory", "link", "pcie", "host", "attention"):
         slow = Timer(make_profile(), make_cluster(), replace(timer.rates, **{name: getattr(timer.rates, name) / 4}))

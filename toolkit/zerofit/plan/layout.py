@@ -38,6 +38,8 @@ class PlannedLayout:
     checkpointing: bool = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
+    pin_optimizer: bool = True  # what is offloaded, in page-locked memory
+    pin_param: bool = True
     bucket: int = 50_000_000  # elements of reduce_bucket_size and allgather_bucket_size
     prefetch: int = 0  # elements of stage3_prefetch_bucket_size
     persistence: int = 0  # elements of stage3_param_persistence_threshold
@@ -64,6 +66,7 @@ class PlannedLayout:
         """Return the layout that a job has."""
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
         zero3 = layout.zero_stage == 3
+        offload = {part: zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")}
         optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # of others states are not known
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
@@ -86,7 +89,8 @@ class PlannedLayout:
             optimizer=optimizer,
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
-            **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
+            **{f"offload_{part}": one.get("device", "none") for part, one in offload.items()},
+            **{f"pin_{part}": one.get("pin_memory", True) for part, one in offload.items()},
             **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
             overlap=zero.get("overlap_comm", zero3),
             **({"bucket": zero.get("reduce_bucket_size", DEFAULT_BUCKET)} if layout.zero_stage else {}),

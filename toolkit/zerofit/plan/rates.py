@@ -29,7 +29,7 @@ class Coefficients:
     network: float = 0.62  # share of the wire between nodes that collectives reach
     network_hop_s: float = 39e-6  # one step of a ring between nodes, with the small messages of many ranks
     exposed_between: float = 0.52  # share of a collective between nodes, beside compute, that adds to it
-    hook_s: float = 338e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
+    hook_s: float = 405e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
 
 
 FITTED = Coefficients()
@@ -145,13 +145,16 @@ EFFICIENCIES: dict[str, SourcedRate] = {
         0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
     ),
     "adam": SourcedRate(0.82, "measured: fused AdamW on an H100 (benchmarks/results/gpu-environment.json)"),
-    "pcie": SourcedRate(0.8, "assumed: pinned copies"),
+    "pcie": SourcedRate(0.8, "assumed: page-locked copies"),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
     "cpu": SourcedRate(0.6, "assumed: oneDNN against the cores' peak, in a model's shapes"),
     "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so that it is converted to fp32 and back"),
     "cpu memory": SourcedRate(0.85, "assumed: streaming kernels against the memory channels"),
     "cpu host": SourcedRate(0.6, "assumed: DeepSpeed's CPU Adam on all cores against the memory channels"),
 }
+PAGEABLE = SourcedRate(
+    7.2e9, "measured on an H100: images of 38.5 MB from pageable memory (benchmarks/results/gpu-training.json)"
+)
 LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
 HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of a ring over NVLink, protocol Simple")
 CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
@@ -206,7 +209,8 @@ class Rates:
     link: float
     link_reduce: float  # of all-reduces of eight ranks and more, which a switch adds up where it can
     network: float
-    pcie: float
+    pcie: float  # between device and page-locked host memory
+    pageable: float  # between device and other host memory, if that is slower
     host: float  # host memory of a whole node under Adam
     nvme_read: float  # of a whole node
     nvme_write: float
@@ -219,6 +223,10 @@ class Rates:
     collectives: CollectiveTable | None = None  # within a node, in place of link and call_s
     longer: Mapping[str, float] = field(default_factory=dict)  # by kind, as traces have them: times as long as by these
     slower: float = 1.0  # the same of everything; the rates above have it in them, the tables do not
+
+    def host_copy(self, pinned: bool) -> float:
+        """Return bytes a second of copies between device and host memory, page-locked or not."""
+        return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
 def rates_of(
@@ -328,6 +336,7 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "network_hop_s": _fitted(fitted.network_hop_s),
         "exposed_between": _fitted(fitted.exposed_between),
         "pcie": _share_of(device.pcie, EFFICIENCIES["pcie"]),
+        "pageable": _share_of(device.pcie, EFFICIENCIES["pcie"]) if on_cpu else PAGEABLE,
         "host": _share_of(node.host_bandwidth, EFFICIENCIES["cpu host" if on_cpu else "host"]),
         "nvme_read": _share_of(node.nvme_read, EFFICIENCIES["nvme"]),
         "nvme_write": _share_of(node.nvme_write, EFFICIENCIES["nvme"]),

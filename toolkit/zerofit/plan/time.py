@@ -265,7 +265,7 @@ class Timer:
         """
         copy_s, share = 0.0, self._share(layout, one)
         if layout.offload_param == "cpu":
-            copy_s = share / self.rates.pcie
+            copy_s = share / self.rates.host_copy(layout.pin_param)
         elif layout.offload_param == "nvme":
             copy_s = share * self._cluster.gpus / self.rates.nvme_read
         forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
@@ -309,7 +309,7 @@ class Timer:
         if layout.offload_optimizer == "none" or (layout.zero_stage == 2 and layout.accumulation == 1):
             return first, later
         moved = b * one.trained_parameters * (self._share(layout, one) if layout.zero_stage == 3 else 1)
-        seconds = moved / self.rates.pcie
+        seconds = moved / self.rates.host_copy(layout.pin_optimizer)
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
@@ -346,14 +346,15 @@ class Timer:
         else:
             states = (MASTER_BYTES + moments_bytes(layout)) * share
             passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * share
-            yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / rates.pcie)
+            copied = rates.host_copy(layout.pin_optimizer)
+            yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
             yield StepTask("host", "optimizer", passed, passed * gpus / rates.host)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "write optimizer states", states, states * gpus / rates.nvme_write)
             if layout.offload_param == "none":
-                yield StepTask("host to device", "stepped parameters", b * share, b * share / rates.pcie)
+                yield StepTask("host to device", "stepped parameters", b * share, b * share / copied)
         if layout.zero_stage in (1, 2):
             whole = b * one.trained_parameters
             seconds = self._spread_s("all_gather", whole, _calls(layout, one), layout, one)

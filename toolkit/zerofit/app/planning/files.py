@@ -60,11 +60,14 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
         if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
             zero["stage3_prefetch_bucket_size"] = layout.prefetch
             zero["stage3_param_persistence_threshold"] = layout.persistence
-    for key, device in (("offload_optimizer", layout.offload_optimizer), ("offload_param", layout.offload_param)):
+    for key, device, pinned in (
+        ("offload_optimizer", layout.offload_optimizer, layout.pin_optimizer),
+        ("offload_param", layout.offload_param, layout.pin_param),
+    ):
         if device == "none":
             zero.pop(key, None)
         elif device == "cpu":
-            zero[key] = {"device": "cpu", "pin_memory": True}
+            zero[key] = {"device": "cpu", "pin_memory": pinned}
         else:
             zero[key]["nvme_path"] = nvme_path
     if layout.tp > 1:

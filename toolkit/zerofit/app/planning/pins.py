@@ -37,6 +37,8 @@ KEYS = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer": "zero_optimization.offload_optimizer.device",
     "offload_param": "zero_optimization.offload_param.device",
+    "pin_optimizer": "zero_optimization.offload_optimizer.pin_memory",
+    "pin_param": "zero_optimization.offload_param.pin_memory",
     "bucket": "zero_optimization.reduce_bucket_size",
     "overlap": "zero_optimization.overlap_comm",
     "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
