@@ -7,7 +7,7 @@ DeepSpeed's own allocator (ops/csrc/pin_memory) takes them page by page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -157,12 +157,15 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
     return totals
 
 
-def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, Parameter, int]]:
-    """Yield ranks with the parameters that reach into their partitions, and how many elements of each are inside."""
+@lru_cache(maxsize=1024)
+def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
+    """Return ranks with the parameters that reach into their partitions, and how many elements of each are inside."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
-    for group, size, sharing in groups:
-        for rank, place, piece in reaching([p.numel for p in group], size, ranks // sharing):
-            yield rank, group[place], piece
+    return tuple(
+        (rank, group[place], piece)
+        for group, size, sharing in groups
+        for rank, place, piece in reaching([p.numel for p in group], size, ranks // sharing)
+    )
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:

@@ -125,7 +125,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
             family = [first, *_variants(first, profile, request.every)]
-            space.families.append(list(dict.fromkeys(replace(one, **kept) for one in family)))
+            space.families.append(list(dict.fromkeys(replace(one, **kept) for one in family)) if kept else family)
     if not space.families and not space.left_out:
         space.leave_out(_decided(request))
     return space
