@@ -149,7 +149,7 @@ class SyntheticImages(MadePictures):
         numbers = np.asarray(indices) + self.first
         labels = (sample_hashes(numbers, 2 * self.seed) % np.uint64(self.classes)).astype(np.int64)
         pixels = 3 * self.size**2
-        pictures, noise = _pictures_and_noise(self.classes, self.seed, pixels)
+        (pictures, _), noise = _drawn(self.classes, self.seed), _noise(self.classes, self.seed, pixels)
         starts = sample_hashes(numbers, 2 * self.seed + 1) % np.uint64(POOL)
         rows = np.stack([noise[start : start + pixels] for start in starts.astype(np.int64)])
         images = torch.from_numpy(rows).view(-1, 3, self.size, self.size)
@@ -183,12 +183,18 @@ class SyntheticMasks(MadePictures):
         return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 
+@lru_cache(maxsize=8)  # images may have another size in each step
+def _noise(classes: int, seed: int, pixels: int) -> np.ndarray:
+    """Return noise float32 (POOL + pixels,) that begins again after POOL."""
+    return np.resize(_drawn(classes, seed)[1], POOL + pixels)
+
+
 @lru_cache(maxsize=2)
-def _pictures_and_noise(classes: int, seed: int, pixels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures float32 (classes, 3, 8, 8), and noise float32 (POOL + pixels,) that begins again after POOL."""
+def _drawn(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures float32 (classes, 3, 8, 8) and noise float32 (POOL,)."""
     generator = np.random.Generator(np.random.Philox(key=seed))
     pictures = generator.standard_normal((classes, 3, 8, 8), dtype=np.float32)
-    return pictures, np.resize(0.5 * generator.standard_normal(POOL, dtype=np.float32), POOL + pixels)
+    return pictures, 0.5 * generator.standard_normal(POOL, dtype=np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,19 +50,20 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     os.environ.setdefault("LOCAL_RANK", str(watch.device.index or 0))
     x = torch.randn(ROWS, WIDTH, device=watch.device, requires_grad=True)
-    plain = _model(watch.device)
-    forward_s, backward_s = _seconds(watch, lambda: plain(x).sum(), lambda loss: loss.backward())
+    plain, stages = _model(watch.device), {"hook_s": 3, "gradient_s": 1}
+    if watch.device.type != "cpu":
+        del stages["gradient_s"]
+    engines = {name: _engine(watch.device, stage) for name, stage in stages.items()}
+    without, taken = [], {name: [] for name in engines}
+    for _ in range(STEPS):  # in turns, so that what else the machine does hits all alike
+        without.append(_timed(watch, lambda: plain(x).sum(), lambda loss: loss.backward()))
+        for name, engine in engines.items():
+            taken[name].append(_timed(watch, partial(_forward, engine, x), partial(_step, engine)))
     found = {}
-    engines = [("hook_s", 3, forward_s), ("gradient_s", 1, forward_s + backward_s)]
-    for name, stage, without_s in engines if watch.device.type == "cpu" else engines[:1]:
-        engine = _engine(watch.device, stage)
-
-        def ending(loss: Tensor, engine: Any = engine) -> None:
-            engine.backward(loss)
-            engine.step()
-
-        parts = _seconds(watch, lambda engine=engine: engine(x).sum(), ending)
-        found[name] = max(0.0, (parts[0] if stage == 3 else sum(parts)) - without_s) / UNITS
+    for name, engine in engines.items():
+        parts = slice(1 if name == "hook_s" else 2)  # a forward, or all of a step
+        longer = [sum(mine[parts]) - sum(bare[parts]) for mine, bare in zip(taken[name], without, strict=True)]
+        found[name] = max(0.0, statistics.median(longer)) / UNITS
         engine.destroy()
     if alone:
         dist.destroy_process_group()
@@ -86,11 +88,17 @@ def _engine(device: torch.device, stage: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def _seconds(watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], None]) -> tuple[float, float]:
-    """Return the median seconds of a forward and of what ends the step."""
-    first, second = [], []
-    for _ in range(STEPS):
-        loss: list[Tensor] = []
-        first.append(watch.timed(lambda loss=loss: loss.append(forward()), 1))
-        second.append(watch.timed(lambda loss=loss: ending(loss[0]), 1))
-    return statistics.median(first), statistics.median(second)
+def _forward(engine: Any, x: Tensor) -> Tensor:
+    return engine(x).sum()
+
+
+def _step(engine: Any, loss: Tensor) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+def _timed(watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], object]) -> tuple[float, float]:
+    """Return the seconds of one forward and of what ends the step."""
+    loss: list[Tensor] = []
+    first_s = watch.timed(lambda: loss.append(forward()), 1)
+    return first_s, watch.timed(lambda: ending(loss[0]), 1)

@@ -248,6 +248,7 @@ def rates_of(
         "link": measured.link,
         "link_reduce": measured.link,
         "pcie": measured.host_copy,
+        "pageable": measured.host_copy if cluster.on_cpu else None,
         "host": measured.host_bandwidth,
         "nvme_read": measured.disk_read,
         "nvme_write": measured.disk_write,
