@@ -92,8 +92,10 @@ def test_the_host_waits_for_a_value_and_takes_time_for_hooks():
 def test_copies_and_steps_go_at_their_own_rates():
     log = IssuedLog()
     log.items += [IssuedWork(COPY, 0, "forward", "", 0, bytes=1e9)]
+    log.items += [IssuedWork(COPY, 0, "forward", "", 0, bytes=1e9, pinned=False)]
     log.items += [IssuedWork(STEP, 0, "step", "", 0, bytes=28e9, inside=False)]
-    copied, stepped = placed(log).spans
+    copied, pageable, stepped = placed(log).spans
+    assert pageable.end_s - pageable.start_s == pytest.approx(1e9 / RATES.pageable)
     assert copied.end_s - copied.start_s == pytest.approx(1e9 / RATES.pcie)
     assert stepped.end_s - stepped.start_s == pytest.approx(28e9 / RATES.adam)
     assert stepped.micro_batch == -1 and copied.micro_batch == 0
@@ -148,14 +150,16 @@ def test_a_scripts_step_takes_as_long_as_plan_says_of_the_same_model(stage):
     assert "module.model.layers.3.mlp.down_proj" in modules or "model.layers.3.mlp.down_proj" in modules
 
 
-def test_a_scripts_own_batches_are_copied_to_the_device():
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_scripts_own_batches_are_copied_to_the_device(pinned):
+    batches = "torch.randn(4096, 1024)" + (".pin_memory()" if pinned else "")
     lines = ["import torch", "model = torch.nn.Linear(1024, 8).cuda()", "sgd = torch.optim.SGD(model.parameters())"]
-    lines += ["while True:", "    model(torch.randn(4096, 1024).cuda()).sum().backward()", "    sgd.step()"]
+    lines += ["while True:", "    model(" + batches + ".cuda()).sum().backward()", "    sgd.step()"]
     Path("train.py").write_text("\n".join(lines))
     zf.simulate_script(["python", "train.py"], zf.Cluster("h100-80gb", gpus=1), trace="step.json")
     events = json.loads(Path("step.json").read_text())["traceEvents"]
     copies = [event for event in events if event["ph"] == "X" and event["args"]["kind"] == "copy"]
     batch = 4 * 4096 * 1024
-    assert [(event["args"]["bytes"], event["dur"]) for event in copies] == [
-        (batch, pytest.approx(1e6 * batch / RATES.pcie, rel=1e-3))
-    ]
+    here = [batch * 2] if pinned else []  # read and written on the host, to be pinned
+    assert [event["args"]["bytes"] for event in copies] == [*here, batch]
+    assert copies[-1]["dur"] == pytest.approx(1e6 * batch / RATES.host_copy(pinned), rel=1e-3)

@@ -119,7 +119,7 @@ class _Clocks:
         """Return what a trace calls it, and how long it takes."""
         rates = self._usual
         if one.kind == COPY:
-            return COPY, one.bytes / rates.pcie
+            return COPY, one.bytes / rates.host_copy(one.pinned)
         if one.kind == STEP:
             return STEP, one.bytes / rates.adam
         if one.kernel is None:

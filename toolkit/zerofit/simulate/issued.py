@@ -34,6 +34,7 @@ class IssuedWork(NamedTuple):
     behind: int | None = None  # another stream, whose work so far comes before
     ranks: CommunicatingRanks | None = None  # of a collective
     count: int = 1  # of HOOKS: parameters
+    pinned: bool = True  # of COPY: whether the host's memory is page-locked
 
 
 class IssuedWait(NamedTuple):

@@ -118,7 +118,8 @@ class ScriptTracker(AllocationTracker):
         backward = torch._C._current_autograd_node() is not None
         module, inside = self._call_site()[0] if backward else self._module, backward or bool(self._running)
         if copies and len(places) > 1:
-            work = self._issued(COPY, module, bytes=max(t.nbytes for t in tensors))
+            pinned = all(self.is_pinned(t) for t in tensors if t.device.type == "cpu")
+            work = self._issued(COPY, module, bytes=max(t.nbytes for t in tensors), pinned=pinned)
         else:
             kind = KERNEL if self.device in places else ON_HOST
             work = self._issued(kind, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
