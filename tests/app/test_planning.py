@@ -81,15 +81,16 @@ def test_layouts_have_the_optimizer_that_train_takes(profile, tmp_path):
     }
 
 
-def test_a_json_says_whether_what_is_offloaded_is_page_locked(profile):
-    here = {}
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_json_says_whether_what_is_offloaded_is_page_locked(profile, device):
+    here, disked = {}, replace(H100, nvme="30TB")
     for pinned in (True, False):
-        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": pinned}}
+        zero = {"stage": 3, "offload_optimizer": {"device": device, "pin_memory": pinned, "nvme_path": "/tmp"}}
         config = {"zero_optimization": zero}
-        here[pinned] = zf.plan(profile=profile, cluster=H100, ds_config=config, micro_batch=1).layouts[0]
+        here[pinned] = zf.plan(profile=profile, cluster=disked, ds_config=config, micro_batch=1).layouts[0]
         assert here[pinned].ds_config["zero_optimization"]["offload_optimizer"]["pin_memory"] is pinned
         run = zf.Run(model="llama-tiny", data="synthetic", ds_config=config, micro_batch=1)
-        assert PlannedLayout.of(prepare_simulation(as_request(run), H100).job).pin_optimizer is pinned
+        assert PlannedLayout.of(prepare_simulation(as_request(run), disked).job).pin_optimizer is pinned
     assert here[False].step_s > here[True].step_s
 
 

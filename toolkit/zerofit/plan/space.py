@@ -25,8 +25,8 @@ from zerofit.spec.run import PipelineSchedule
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
 IMAGES = 8
-SIZES = ("bucket", "overlap", "prefetch", "persistence")  # knobs in which the members of a family differ
-PINNED = ("pin_optimizer", "pin_param")  # which no search decides: a JSON has them
+# knobs in which the members of a family differ, and those that no search decides; a request has them for all members
+REPLACED = ("bucket", "overlap", "prefetch", "persistence", "pin_optimizer", "pin_param")
 MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
 
 _SHARDED_BITS = Problem(
@@ -81,6 +81,7 @@ class SearchSpace:
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can be run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
+    kept = {name: value for name, value in request.keep.items() if name in REPLACED}
     for degrees in _degrees(cluster, profile, request):
         problem = degree_problem(degrees, profile, cluster, request.schedule or "1f1b") or _untraced(
             degrees, profile, request
@@ -121,7 +122,6 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
                 continue  # averages are of data parallel ranks, and in memory (config/images.py)
-            kept = {name: value for name, value in request.keep.items() if name in (*SIZES, *PINNED)}
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
             family = [first, *_variants(first, profile, request.every)]

@@ -69,7 +69,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
         elif device == "cpu":
             zero[key] = {"device": "cpu", "pin_memory": pinned}
         else:
-            zero[key]["nvme_path"] = nvme_path
+            zero[key] |= {"nvme_path": nvme_path, "pin_memory": pinned}
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": "auto"}
     if layout.sp > 1:
