@@ -1,0 +1,123 @@
+import random
+from pathlib import Path
+
+import pytest
+
+from zerofit.spec.foreign import MAX_DEPTH, Unreadable, parse_json, parse_yaml, read_json, read_yaml
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "expecting value (line 1, column 1)"),
+        ('{"a": 1,\n "b" 2}', "expecting ':' delimiter (line 2, column 6)"),
+        ("[" * 100_000, "nested more than 100 deep"),
+        ("[" * 500 + "]" * 500, "nested more than 100 deep"),
+        ('{"a": ' + "9" * 5000 + "}", "more than 300 digits"),
+        ('{"a": ' + "9" * 400 + "}", "more than 300 digits"),
+        (r'{"name": "\ud800"}', "half of a surrogate pair"),
+        (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
+    ],
+)
+def test_json_that_is_not_readable(text, reason):
+    with pytest.raises(Unreadable) as caught:
+        parse_json(text)
+    assert reason in str(caught.value)
+
+
+def test_json_that_is_readable():
+    assert parse_json('\ufeff{"a": [1, 2.5, "é"]}'.encode()) == {"a": [1, 2.5, "é"]}
+    assert parse_json(r'["\ud83d\ude00"]') == ["😀"]
+    deep = "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH
+    assert str(parse_json(deep)).replace(" ", "") == deep
+    digits = "7" * 300
+    assert parse_json(f'[{digits}, "{digits}9"]') == [int(digits), digits + "9"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("steps: !!int abc\n", "'abc' is not an int"),
+        ("a: 1\nmodel: 2026-99-99\n", "'2026-99-99' is not a timestamp: month must be in 1..12 (line 2, column 8)"),
+        ("a: 1\nb: 2\na: 3\n", "'a' is given twice, first in line 1 (line 3, column 1)"),
+        ("{a: 1, a: 2}", "'a' is given twice, first in line 1 (line 1, column 8)"),
+        ("x:\n  a: 1\n  a: 2\n", "'a' is given twice, first in line 2 (line 3, column 3)"),
+        ("[" * 5000, "nested more than 100 deep"),
+        ("&a [*a]", "nested more than 100 deep"),
+        (LAUGHS, "more than 1,000,000 values"),
+        ("a: " + "9" * 5000, "more than 300 digits"),
+        ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+        ("a: [1", "expected ',' or ']'"),
+        ("a: \x00", "special characters are not allowed"),
+        ("? [a]\n: 1\n", "unhashable"),
+        ("a: *b", "undefined alias"),
+    ],
+)
+def test_yaml_that_is_not_readable(text, reason):
+    with pytest.raises(Unreadable) as caught:
+        parse_yaml(text)
+    assert reason in str(caught.value)
+
+
+def test_yaml_gives_the_lines_of_keys():
+    value, lines = parse_yaml("# mine\nmodel: gpt2\nds_config:\n  a: &x 1\n  b: *x\nsteps: 3\n")
+    assert value == {"model": "gpt2", "ds_config": {"a": 1, "b": 1}, "steps": 3}
+    assert lines == {"model": 2, "ds_config": 3, "steps": 6}
+    assert parse_yaml("base: &b {x: 1}\nmine: {<<: *b, y: 2}\n")[0]["mine"] == {"x": 1, "y": 2}
+    assert parse_yaml("") == (None, {})
+
+
+def test_files_are_of_the_kind_that_is_expected(tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_text("[1]")
+    assert read_json(file, list) == [1]
+    with pytest.raises(Unreadable, match="an object is expected, not a list"):
+        read_json(file)
+    with pytest.raises(Unreadable, match="an object is expected, not a list"):
+        read_yaml(file)
+    file.write_text("null")
+    with pytest.raises(Unreadable, match="an object is expected, not nothing"):
+        read_json(file)
+
+
+def test_whatever_the_text_it_is_a_value_or_unreadable():
+    random_ = random.Random(0)
+    pieces = [
+        *"{}[]:,\"\\-&*!?|>#%@`' \n\t",
+        "a: ",
+        "- ",
+        "!!int ",
+        "!!set ",
+        "&a ",
+        "*a ",
+        "<<: ",
+        "1e999",
+        "0x",
+        "1:2",
+    ]
+    pieces += [
+        "NaN",
+        "null",
+        '"\\ud800"',
+        "2026-99-99",
+        "é",
+        "\ufeff",
+        "\x00",
+        "? ",
+        "---\n",
+        "...",
+        "9" * 350,
+        "true",
+        "~",
+    ]
+    for _ in range(3000):
+        text = "".join(random_.choices(pieces, k=random_.randrange(1, 25)))
+        for parse in (parse_json, parse_yaml):
+            try:
+                parse(random_.choice([text, text.encode()]))
+            except Unreadable as error:
+                assert error.reason

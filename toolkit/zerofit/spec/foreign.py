@@ -1,0 +1,212 @@
+"""The one reader of JSON and the one of YAML: whatever somebody's file contains, it ends in a value or in `Unreadable`.
+
+The parsers of the standard library and of PyYAML end in a dozen ways: RecursionError for deep nesting, ValueError
+for an integer of 4,301 digits or for the date 2026-99-99, a string with half a surrogate pair that fails once it is
+printed, gigabytes for nested YAML aliases. Here they are one error that names the fault and its place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+MAX_DEPTH = 100  # levels of nesting: real files have at most a dozen, and code that walks a value recurses
+MAX_DIGITS = 300  # digits of an integer: more do not fit a float either
+MAX_BYTES = 256 << 20  # the index of a checkpoint with a million tensors has 100 MB
+MAX_YAML_BYTES = 8 << 20  # PyYAML reads about 0.1 MB a second
+MAX_NODES = 1_000_000  # values of a YAML document, counted as often as aliases repeat them
+
+_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {dict: "an object", list: "a list", str: "a string"}
+
+T = TypeVar("T")
+
+
+class Unreadable(ValueError):
+    """Text that is not what it should be; `line` and `column` count from 1, and are 0 where no place is known."""
+
+    def __init__(self, reason: str, line: int = 0, column: int = 0):
+        super().__init__(reason + (f" (line {line}, column {column})" if line else ""))
+        self.reason, self.line, self.column = reason, line, column
+
+
+def read_json(path: Path, kind: type[T] = dict) -> T:
+    """Return the JSON value of a file, which is of `kind` (dict, list or object for any).
+
+    Raises OSError, and Unreadable whose reason does not name the file.
+    """
+    return _of_kind(parse_json(_bounded(path, MAX_BYTES)), kind)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of JSON text in UTF-8, with or without a byte order mark. Raises Unreadable."""
+    text = _decoded(text)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Unreadable(f"{error.msg[0].lower()}{error.msg[1:]}", error.lineno, error.colno) from None
+    except RecursionError:
+        raise Unreadable(f"values are nested more than {MAX_DEPTH} deep") from None
+    except ValueError:  # json.loads raises nothing else: an integer past Python's own limit of digits
+        raise Unreadable(_digits()) from None
+    # Each check costs nothing unless the text has what could fail it: millions of data rows pass here.
+    if text.count("[") + text.count("{") > MAX_DEPTH and _too_deep(value):
+        raise Unreadable(f"values are nested more than {MAX_DEPTH} deep")
+    if _LONG_NUMBER.search(text) and _has_long_number(value):
+        raise Unreadable(_digits())
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Unreadable("a string has half of a surrogate pair (\\ud800 to \\udfff)") from None
+    return value
+
+
+def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]:
+    """Return the value of a YAML file, which is of `kind`, and the line of each key at its top level.
+
+    Raises OSError, and Unreadable whose reason does not name the file. A key that is given twice is an error.
+    """
+    value, lines = parse_yaml(_bounded(path, MAX_YAML_BYTES))
+    return _of_kind(value, kind), lines
+
+
+def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
+    """Return the value of one YAML document as PyYAML's safe loader reads it, and the line of each top-level key.
+
+    Raises Unreadable.
+    """
+    try:
+        # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
+        loader = yaml.SafeLoader(_decoded(text))
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        _check_nodes(node)
+        value = _constructed(loader, node)
+        if isinstance(value, dict) and isinstance(node, yaml.MappingNode):
+            return value, {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
+        return value, {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise Unreadable(
+            str(error.problem or error.context), *((mark.line + 1, mark.column + 1) if mark else ())
+        ) from None
+    except yaml.YAMLError as error:  # characters that YAML forbids
+        raise Unreadable("; ".join(line.strip() for line in str(error).splitlines())) from None
+    except RecursionError:
+        raise Unreadable(f"values are nested more than {MAX_DEPTH} deep") from None
+
+
+def _constructed(loader: yaml.SafeLoader, document: yaml.Node) -> Any:
+    """Return the value of a document; a scalar that its own tag cannot read is Unreadable at its place."""
+    at = [document]
+
+    def noting(construct: Callable[..., Any]) -> Callable[..., Any]:
+        def construct_object(node: yaml.Node, deep: bool = False) -> Any:
+            at[0] = node
+            return construct(node, deep)
+
+        return construct_object
+
+    loader.construct_object = noting(loader.construct_object)  # the place of `!!int abc` or `2026-99-99`
+    try:
+        return loader.construct_document(document)
+    except (ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
+        mark, node = at[0].start_mark, at[0]
+        shown = f"{node.value[:40]!r}" if isinstance(node, yaml.ScalarNode) else "this"
+        kind = node.tag.rpartition(":")[2]
+        article = "an" if kind[:1] in "aeiou" else "a"
+        raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
+
+
+def _check_nodes(document: yaml.Node) -> None:
+    """Refuse nesting, aliases that multiply or contain themselves, keys that are given twice, and long numbers."""
+    counted = 0
+    stack = [(document, 1)]
+    while stack:
+        node, depth = stack.pop()
+        counted += 1
+        mark = node.start_mark
+        place = mark.line + 1, mark.column + 1
+        if depth > MAX_DEPTH:
+            raise Unreadable(f"values are nested more than {MAX_DEPTH} deep", *place)
+        if counted > MAX_NODES:
+            raise Unreadable(f"the document has more than {MAX_NODES:,} values, aliases counted", *place)
+        if isinstance(node, yaml.ScalarNode):
+            if _LONG_NUMBER.search(node.value) and node.tag == "tag:yaml.org,2002:int":
+                raise Unreadable(_digits(), *place)
+            continue
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeated(node)
+        stack += [(child, depth + 1) for child in _children(node)]
+
+
+def _children(node: Any) -> Iterator[yaml.Node]:
+    for child in node.value:
+        yield from child if isinstance(child, tuple) else (child,)
+
+
+def _refuse_repeated(mapping: yaml.MappingNode) -> None:
+    seen: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        line, column = key.start_mark.line + 1, key.start_mark.column + 1
+        if (key.tag, key.value) in seen:
+            first = seen[key.tag, key.value]
+            raise Unreadable(f"{key.value!r} is given twice, first in line {first}", line, column)
+        seen[key.tag, key.value] = line
+
+
+def _of_kind(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        got = _KINDS.get(type(value), type(value).__name__ if value is not None else "nothing")
+        raise Unreadable(f"{_KINDS.get(kind, kind.__name__)} is expected, not {got}")
+    return value
+
+
+def _bounded(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise Unreadable(f"the file is larger than {most >> 20} MiB")
+    return content
+
+
+def _decoded(text: str | bytes) -> str:
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"byte {error.start} is not UTF-8") from None
+
+
+def _digits() -> str:
+    return f"an integer has more than {MAX_DIGITS} digits"
+
+
+def _nested(value: Any) -> Iterator[tuple[Any, int]]:
+    stack = [(value, 1)]
+    while stack:
+        value, depth = stack.pop()
+        yield value, depth
+        if isinstance(value, dict):
+            stack += [(child, depth + 1) for child in value.values()]
+        elif isinstance(value, list):
+            stack += [(child, depth + 1) for child in value]
+
+
+def _too_deep(value: Any) -> bool:
+    return any(depth > MAX_DEPTH + 1 for _, depth in _nested(value))
+
+
+def _has_long_number(value: Any) -> bool:
+    return any(isinstance(one, int) and abs(one) >= 10**MAX_DIGITS for one, _ in _nested(value))
