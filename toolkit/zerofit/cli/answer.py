@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -88,7 +89,8 @@ def _write_traceback(error: Exception) -> Path:
     for folder in (cache_root() / "errors", Path(tempfile.gettempdir())):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+            with open(folder / name, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                file.write(text)  # the owner's alone: arguments can be secrets (--env NAME=VALUE)
             return folder / name
         except OSError:
             continue

@@ -30,6 +30,7 @@ class JobFileRequest:
     slots: int | None = None
     env: tuple[str, ...] = ()
     max_restarts: int = 0
+    trust_model_code: bool = False
     job_name: str | None = None
     device: Literal["gpu", "cpu"] = "gpu"
     time: str | None = None
@@ -90,7 +91,7 @@ def _write_slurm(asked: JobFileRequest, common: dict[str, Any], secret: Mapping[
     assert asked.slurm
     names = ("time", "partition", "account", "save_s", "setup")
     chosen = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
-    flags = _words(asked.flags) + ([f"--max-restarts={asked.max_restarts}"] if asked.max_restarts else [])
+    flags = _words(asked) + ([f"--max-restarts={asked.max_restarts}"] if asked.max_restarts else [])
     env_file = asked.slurm.absolute().with_name(f"{asked.slurm.name}.env") if secret else None
     named = {"env_file": str(env_file) if env_file else None, "env_file_names": tuple(secret)}
     new = write_once(asked.slurm, sbatch_text(SlurmJob(**common, **chosen, **named, flags=tuple(flags))))
@@ -108,20 +109,23 @@ def _write_kubernetes(asked: JobFileRequest, common: dict[str, Any], secret: Map
         **chosen,
         image=asked.image,
         claim=asked.claim,
-        flags=tuple(_words(asked.flags)),
+        flags=tuple(_words(asked)),
         secret_env=tuple(secret),
     )
     new = write_once(asked.kubernetes, manifest_text(job, asked.kind))
-    values = "".join(f' --from-literal={name}="${name}"' for name in secret)
-    submit = f"kubectl create secret generic {job.secret}{values} && " if secret else ""
+    # Arguments of kubectl would show values to `ps`; printf is the shell's own. A value of several lines cannot stand
+    # in such a file: kubectl takes that of a name without `=` from its environment (kubectl's util/env_file.go).
+    lines = (f'"{name}=${name}"' if value.splitlines() == [value] else name for name, value in secret.items())
+    create = f"printf '%s\\n' {' '.join(lines)} | kubectl create secret generic {job.secret} --from-env-file=/dev/stdin"
+    submit = f"{create} && " if secret else ""
     submit += f"kubectl apply -f {shlex.quote(str(asked.kubernetes))}"
     return JobFile(written=str(asked.kubernetes), new=new, hand_in=submit)
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
+def _words(asked: JobFileRequest) -> list[str]:
     """Return the flags as words of a command line; the output folder has a place of its own."""
-    words = []
-    for field, value in flags.items():
+    words = ["--trust-model-code"] if asked.trust_model_code else []
+    for field, value in asked.flags.items():
         name = field.replace("_", "-")
         if field == "output" or value is None:
             continue
