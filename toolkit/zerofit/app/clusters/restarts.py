@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.clusters.hosts import HostRequest, build_ops_on, cluster_site, examine_hosts, filled, machine_of
+from zerofit.app.clusters.hosts import (
+    HostRequest,
+    build_ops_on,
+    cluster_site,
+    examine_hosts,
+    filled,
+    listening_address,
+    machine_of,
+)
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
 from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import find_folder, make_ready, prepare
@@ -78,7 +86,7 @@ class RestartingRun:
         raise AssertionError("the last start returns or raises")
 
     def _start(self, attempt: int, stack: ExitStack) -> TrainingResult:
-        with closing(Watch("")) as watch:
+        with closing(Watch(listening_address(self.hosts, self.options))) as watch:
             try:
                 found = self._ready(watch.port)
             except UserError as error:
