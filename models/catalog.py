@@ -18,6 +18,7 @@ from zerofit.models.denoiser_presets import DENOISER_PRESETS
 from zerofit.models.hub_names import shape_on_hub
 from zerofit.models.presets import PRESETS
 from zerofit.spec.model_facts import Task
+from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 
 if TYPE_CHECKING:
@@ -145,12 +146,6 @@ def is_cnn(source: ModelSource) -> bool:
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
     return source.name in CNNS
-
-
-def names_callable(name: str) -> bool:
-    """Return whether a name has the form package.module:callable."""
-    module, colon, attribute = name.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), attribute))
 
 
 def names() -> list[str]:

@@ -16,7 +16,7 @@ from zerofit.app.requests import is_run_file, read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import ANYWAY, AS_JSON, PATH, add_options, given, host_options, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, add_options, given, host_options, run_options
 from zerofit.cli.train import show
 from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
@@ -51,6 +51,7 @@ file_options = add_options(
 @file_options
 @run_options()
 @ANYWAY
+@TRUST_MODEL_CODE
 @AS_JSON
 def launch(target: str | None, as_json: bool, **options: Any) -> None:
     """Train on many hosts, through the deepspeed launcher.
@@ -73,7 +74,7 @@ def _launch(
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))
     asked_hosts = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})
     hosts = find_hosts(asked_hosts)
-    asked = read_request(target, flags)
+    asked = read_request(target, flags, own["trust_model_code"])
     if own["dry_run"]:
         return {"command": launcher_command(asked.run, hosts, asked_hosts)}
     with EventConsole(asked.run.log_every) as console:

@@ -32,7 +32,7 @@ ANYWAY = click.option("--anyway", is_flag=True, help="start what does not fit in
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,
-    help="import and run a model of the form package.module:callable that the folder's files name",
+    help="import and run models and callbacks (package.module:callable) that the folder's files name",
 )
 RUNNERS = ["pdsh", "slurm", "openmpi", "mpich"]
 RUNNER_HELP = "what DeepSpeed's runner starts ranks with; slurm without --hostfile takes the hosts of the allocation"

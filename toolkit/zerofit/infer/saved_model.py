@@ -18,7 +18,6 @@ from zerofit.checkpoint.model_folder import (
     SAFETENSORS_NAMES,
     ModelInfo,
     read_model_info,
-    refuse_untrusted_code,
 )
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
@@ -29,6 +28,7 @@ from zerofit.models.named_inputs import named_inputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
+from zerofit.spec.named_code import refuse_foreign_code
 
 MODEL = "model"  # the trained model in a run's folder
 IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
@@ -91,7 +91,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
             hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
         source = find(info.model)
-        refuse_untrusted_code(source, info.model_args, folder / CARD, trust_model_code)
+        refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
     return SavedModel(

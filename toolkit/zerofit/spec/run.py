@@ -5,7 +5,7 @@ It is loaded from run.yaml or run.json, overridden by flags, with every problem 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,6 +28,7 @@ from pydantic_core import ErrorDetails
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
 from zerofit.spec.optimizers import Optimizer
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
@@ -276,13 +277,16 @@ class Run(BaseModel):
         )
 
     @classmethod
-    def load(cls, path: str | Path, **overrides: Any) -> Run:
+    def load(cls, path: str | Path, *, trust_model_code: bool = False, **overrides: Any) -> Run:
         """Read a run.yaml or run.json, such as a run folder's; `overrides` take the place of its values.
 
-        Raises UserError with all that is wrong, and its lines in the file.
+        A run folder's file that names a model or callback of the form package.module:callable is refused unless
+        `trust_model_code`. Raises UserError with all that is wrong, and its lines in the file.
         """
         values, places = _read_run_file(Path(path))
-        return _made(values | overrides, {key: place for key, place in places.items() if key not in overrides})
+        run = _made(values | overrides, {key: place for key, place in places.items() if key not in overrides})
+        _refuse_foreign_code(Path(path), run, overrides, trust_model_code)
+        return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,16 +317,26 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-") if field != "model" else "MODEL"
 
 
-def load_run(file: Path | None, flags: Mapping[str, Any]) -> RunRequest:
+def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the run that a file and flags ask for; a flag overrides the file.
 
-    Raises UserError with all unknown keys (nearest names offered) and all bad values.
+    Raises UserError with all unknown keys (nearest names offered) and all bad values, and for code that a run folder's
+    file names unless `trust_model_code`.
     """
     values, places = _read_run_file(file) if file else ({}, {})
     values |= flags
     places |= {field: flag(field) for field in flags}
     run = _made(values, places, name_flags=True)
+    if file:
+        _refuse_foreign_code(file, run, flags, trust_model_code)
     return RunRequest(run=run, places={k: p for k, p in places.items() if k in flags or values[k] is not None})
+
+
+def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: bool) -> None:
+    """Refuse what a run folder's file names, but for fields that the user gave (`typed`). Raises UserError."""
+    if in_run_folder(file):
+        own = {"model": run.model, "model_args": run.model_args, "callbacks": run.callbacks}
+        refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})
 
 
 def _made(values: Mapping[Any, Any], places: Mapping[Any, str], *, name_flags: bool = False) -> Run:

@@ -35,6 +35,7 @@ from zerofit.spec.run_folder import Batch, FittedLayout, RunFolder
 from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
+KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that a choice can have
 LEANER = 0.9  # of what a rank was forecast to need that ran out of memory: more would be the same again
 HINT = "give less of the layout, take shorter sequences or fewer --ranks; `zerofit plan` names devices that would do; "
 HINT += "--anyway starts the leanest all the same"
@@ -78,11 +79,17 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return what was chosen for this run folder; None where nothing was."""
+    """Return what was chosen for this run folder; None where nothing was, or more than `--fit` chooses."""
     try:
         kept = json.loads(folder.plan.read_text(encoding="utf-8")).get("fit")
-        return TypeAdapter(FittedLayout).validate_python(kept) if kept else None
-    except (OSError, ValueError):
+        choice = TypeAdapter(FittedLayout).validate_python(kept) if kept else None
+        if choice:
+            for fields in (choice.given, choice.chosen):
+                Run(**fields)  # the run takes them as they are: a forged plan.json could name callbacks
+            if {*choice.given, *choice.chosen} - KEPT or not {"ranks", "global_batch"} <= choice.chosen.keys():
+                return None
+        return choice
+    except (OSError, ValueError, UserError):
         return None
 
 

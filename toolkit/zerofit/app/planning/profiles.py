@@ -9,7 +9,7 @@ from typing import Any
 
 from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
-from zerofit.models.catalog import ModelError, ModelSource, find, names_callable, with_task
+from zerofit.models.catalog import ModelError, ModelSource, find, with_task
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
@@ -17,6 +17,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
+from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings

@@ -109,6 +109,7 @@ class PlanningRequest:
     from_trace: Path | None = None  # a trace of real steps, whose kernels count in place of the catalogue's
     work: Work | None = None  # of the whole training
     confirm: int = 0  # layouts that are simulated as well
+    trust_model_code: bool = False  # import what a stored profile, or the run folder of `from_trace`, names
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 
     def __post_init__(self) -> None:
