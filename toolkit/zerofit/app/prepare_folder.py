@@ -23,7 +23,7 @@ from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_loo
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import atomic_write, write_json
+from zerofit.spec.files import atomic_write, number_in, parse_line, write_json
 from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.partial_training import PART_FIELDS
@@ -161,10 +161,8 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
 
 def _step_of(line: bytes) -> float:
     """Return the step of a record; infinity for a line that is not a record."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return math.inf
+    step = number_in(parse_line(line) or {}, "step")
+    return math.inf if step is None else step
 
 
 def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:

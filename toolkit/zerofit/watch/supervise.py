@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zerofit.spec.files import open_jsonl
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.json_lines import LONGEST, ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec
@@ -264,7 +265,7 @@ def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fa
     kept = None
     with suppress(OSError):  # the disk may be full: that is no reason to hide the verdict
         kept = _kept_stacks(folder)
-        with folder.faults.open("a", encoding="utf-8") as file:
+        with open_jsonl(folder.faults) as file:
             file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
     return replace(verdict, problem=replace(verdict.problem, where=str(kept))) if kept else verdict
 

@@ -36,6 +36,7 @@ from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
+from zerofit.spec.files import open_jsonl
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.supervise import Watch
@@ -179,7 +180,7 @@ class RestartingRun:
         if missing:
             self._leave_out(there, missing)
         restart = {"cause": failure.problem.message, "restarting_after_s": round(time.time() - failed, 1)}
-        with self.folder.faults.open("a", encoding="utf-8") as file:
+        with open_jsonl(self.folder.faults) as file:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:
