@@ -110,5 +110,5 @@ def test_bad_input_ends_with_exit_code_2(tmp_path, monkeypatch, words):
 def test_numbers_of_steps_and_ranks():
     assert [n for n in range(12) if n in Numbers.parse("3-5, 9")] == [3, 4, 5, 9]
     for text in ("", "5-3", "a", "1-", "-1", "1.5"):
-        with pytest.raises(UserError, match="like 3-5"):
+        with pytest.raises(ValueError, match="like 3-5"):
             Numbers.parse(text)

@@ -45,7 +45,7 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
     }
     tflops = _tflops(path, found["tflops"], problems, where) if found.get("tflops") is not None else {}
     gpus, price = found.get("gpus", 8), found.get("price")
-    if not isinstance(gpus, int) or gpus < 1:
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         problems.add("bad-value", f"{path}: gpus: got {gpus!r}", "take 1 or more", where)
     if price is not None and not _positive(price):
         problems.add("bad-value", f"{path}: price: got {price!r}", f"price: {KEYS['price']}", where)
@@ -54,16 +54,20 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
 
 
 def _read(path: Path, where: str) -> dict[Any, Any]:
-    import yaml  # no other kind of device needs it
+    from zerofit.spec.foreign import Unreadable, read_own_yaml  # no other kind of device needs YAML
 
+    hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise UserError(Problem(kind="unreadable", message=f"cannot read {path}: {reason}", where=where)) from None
-    if not isinstance(found, dict):
-        hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)
-        raise UserError(Problem(kind="syntax", message=f"{path} is not a mapping", hint=hint, where=where))
+        found, _, faults = read_own_yaml(path)
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror}"
+        raise UserError(Problem(kind="unreadable", message=message, where=where)) from None
+    except Unreadable as error:
+        raise UserError(
+            Problem(kind="syntax", message=f"cannot read {path}: {error}", hint=hint, where=where)
+        ) from None
+    if faults:
+        raise UserError(*(Problem(kind="syntax", message=f"{path}: {fault}", where=where) for fault in faults))
     return found
 
 

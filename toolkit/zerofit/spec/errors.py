@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -107,6 +107,9 @@ class Problems:
 
     def __bool__(self) -> bool:
         return bool(self._found)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self._found)
 
     def raise_if_any(self) -> None:
         """Raise a UserError with everything noted so far, if there is anything."""

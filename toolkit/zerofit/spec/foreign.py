@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,18 +78,61 @@ def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]
     return _of_kind(value, kind), lines
 
 
+def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int], list[Unreadable]]:
+    """Return the mapping of a YAML or JSON file of zerofit's own, the lines of its keys, and all faults of its values.
+
+    Numbers are those of YAML 1.2 and JSON: 1e-4 is one, 1:30 and 2026-11-27 are text. Faults are keys that are given
+    twice, and 010, which is 8 to some readers and 10 to others. Raises OSError, and Unreadable as `read_yaml` does.
+    """
+    text, faults = _decoded(_bounded(path, MAX_YAML_BYTES)), dict[tuple[int, int], Unreadable]()
+    if path.suffix != ".json":
+        value, lines = _parsed(lambda: _OwnLoader(text), faults)
+        return _of_kind(value, dict), lines, list(faults.values())
+    value, lines = _of_kind(parse_json(text), dict), {}
+    with suppress(Unreadable):  # YAML has no tabs between values and halves "\ud83d\ude00": it gives the lines alone
+        lines = _parsed(lambda: _OwnLoader(text.replace("\t", " ")), faults)[1]
+    return value, lines, list(faults.values())
+
+
+class _OwnLoader(yaml.SafeLoader):
+    """PyYAML's reader of YAML 1.1, with the numbers of YAML 1.2 (and 1_000), and without dates."""
+
+
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)",
+    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN",
+}
+_OTHER_RADIX = re.compile(r"[-+]?0[ob]?[0-9][0-9_]*")  # 010, 0o10 and 0b10, of which readers make different numbers
+_OwnLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in (*_NUMBERS, "timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern in _NUMBERS.items():
+    _OwnLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), list("-+.0123456789")
+    )
+
+
 def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
     """Return the value of one YAML document as PyYAML's safe loader reads it, and the line of each top-level key.
 
     Raises Unreadable.
     """
+    # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
+    return _parsed(lambda: yaml.SafeLoader(_decoded(text)))
+
+
+def _parsed(
+    make_loader: Callable[[], yaml.SafeLoader], faults: dict[tuple[int, int], Unreadable] | None = None
+) -> tuple[Any, dict[Hashable, int]]:
+    """Return the value and the lines of top-level keys; `faults` gets what else would be raised of single values."""
     try:
-        # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
-        loader = yaml.SafeLoader(_decoded(text))
+        loader = make_loader()
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _check_nodes(node)
+        _check_nodes(node, faults)
         value = _constructed(loader, node)
         if isinstance(value, dict) and isinstance(node, yaml.MappingNode):
             return value, {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
@@ -126,8 +170,11 @@ def _constructed(loader: yaml.SafeLoader, document: yaml.Node) -> Any:
         raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
 
 
-def _check_nodes(document: yaml.Node) -> None:
-    """Refuse nesting, aliases that multiply or contain themselves, keys that are given twice, and long numbers."""
+def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] | None) -> None:
+    """Refuse nesting, aliases that multiply or contain themselves, keys that are given twice, and long numbers.
+
+    With `faults`, keys that are given twice and ambiguous numbers are noted there, by their place.
+    """
     counted = 0
     stack = [(document, 1)]
     while stack:
@@ -142,9 +189,17 @@ def _check_nodes(document: yaml.Node) -> None:
         if isinstance(node, yaml.ScalarNode):
             if _LONG_NUMBER.search(node.value) and node.tag == "tag:yaml.org,2002:int":
                 raise Unreadable(_digits(), *place)
+            plain = node.style is None or node.tag.endswith(":int")
+            if faults is not None and plain and _OTHER_RADIX.fullmatch(node.value):
+                reason = f"{node.value} is read as different numbers by different readers of YAML"
+                faults[place] = Unreadable(f"{reason}: write decimal digits without leading zeros, or quote it", *place)
             continue
         if isinstance(node, yaml.MappingNode):
-            _refuse_repeated(node)
+            repeated = {(fault.line, fault.column): fault for fault in _repeated(node)}
+            if repeated and faults is None:
+                raise next(iter(repeated.values()))
+            if faults is not None:
+                faults.update(repeated)
         stack += [(child, depth + 1) for child in _children(node)]
 
 
@@ -153,7 +208,7 @@ def _children(node: Any) -> Iterator[yaml.Node]:
         yield from child if isinstance(child, tuple) else (child,)
 
 
-def _refuse_repeated(mapping: yaml.MappingNode) -> None:
+def _repeated(mapping: yaml.MappingNode) -> Iterator[Unreadable]:
     seen: dict[tuple[str, str], int] = {}
     for key, _ in mapping.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
@@ -161,8 +216,8 @@ def _refuse_repeated(mapping: yaml.MappingNode) -> None:
         line, column = key.start_mark.line + 1, key.start_mark.column + 1
         if (key.tag, key.value) in seen:
             first = seen[key.tag, key.value]
-            raise Unreadable(f"{key.value!r} is given twice, first in line {first}", line, column)
-        seen[key.tag, key.value] = line
+            yield Unreadable(f"{key.value!r} is given twice, first in line {first}", line, column)
+        seen.setdefault((key.tag, key.value), line)
 
 
 def _of_kind(value: Any, kind: type[T]) -> T:
