@@ -33,6 +33,7 @@ def written(*flags: str) -> dict:
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HUB_KEY", SECRET)
+    Path("run.yaml").write_text("model: mlp\n")
 
 
 def test_slurm_reads_them_from_a_file_of_the_owner_alone():

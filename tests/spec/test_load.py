@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,8 @@ def test_values_that_are_none_of_a_field(field, value):
 
 
 def test_values_that_mean_one_thing_only():
-    run = Run(steps="5", seed=2.0, lr="1e-4", epochs=3, compile="no", save_async="Yes", warmup_steps=1e3)
+    values: dict[str, Any] = {"steps": "5", "seed": 2.0, "lr": "1e-4", "epochs": 3, "warmup_steps": 1e3}
+    run = Run(**values | {"compile": "no", "save_async": "Yes"})
     assert (run.steps, run.seed, run.lr, run.epochs, run.compile, run.save_async) == (5, 2, 1e-4, 3.0, False, True)
     assert run.warmup_steps == 1000
 
