@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zerofit.data.hf import hub_if_reachable
 from zerofit.infer.saved_model import INDEX, NAMES
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import RunRequest
 
@@ -46,8 +46,7 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
                 snapshot_download(repository, revision=named, allow_patterns=patterns, local_files_only=alone)
             )
     except Exception as error:  # the hub client raises errors of many unrelated types
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise _not_there(name, f"cannot be had: {reason[:200]}", place, str(constants.HF_HUB_CACHE)) from None
+        raise _not_there(name, f"cannot be had: {reason_of(error)}", place, str(constants.HF_HUB_CACHE)) from None
     lacks = missing_files(folder)
     if lacks:
         what = f"lacks {', '.join(lacks[:3])} in {folder}"

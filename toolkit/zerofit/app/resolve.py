@@ -23,7 +23,8 @@ from zerofit.data import Data, check_data, default_data, open_data
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import why_whole
-from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_of
+from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_config, source_of
+from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.pretrained_notes import notes_of_pretrained
 from zerofit.spec.cluster import Cluster
@@ -199,6 +200,8 @@ def open_model(
         report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
     if isinstance(fed, ImageInputs) and model is None:
         check_sizes(source, fed, run)
+    for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():
+        report.note(note)
     with models_say("--pretrained"):
         for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
             report.note(note)

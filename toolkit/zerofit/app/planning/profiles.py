@@ -9,7 +9,8 @@ from typing import Any
 
 from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
-from zerofit.models.catalog import ModelError, ModelSource, find, with_task
+from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
+from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
@@ -78,6 +79,8 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
     Raises UserError and ModelError.
     """
+    for note in _notes(Path(wanted.model)):
+        report.note(note)
     path = _place(wanted)
     profile = kept_profile(wanted)
     if profile is None:
@@ -186,6 +189,14 @@ def _content(model: str) -> Any:
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     return None if names_callable(model) else model
+
+
+def _notes(path: Path) -> list[str]:
+    """Return what is left out of a config; none of one that cannot be read, which `find` refuses."""
+    try:
+        return notes_of_config(str(path), read_config(path / "config.json" if path.is_dir() else path))
+    except ModelError:
+        return []
 
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:
