@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,11 +86,11 @@ def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int],
     """
     text, faults = _decoded(_bounded(path, MAX_YAML_BYTES)), dict[tuple[int, int], Unreadable]()
     if path.suffix != ".json":
-        value, lines = _parsed(lambda: _OwnLoader(text), faults)
+        value, lines = YamlTree(text, _OwnLoader, faults).contents()
         return _of_kind(value, dict), lines, list(faults.values())
     value, lines = _of_kind(parse_json(text), dict), {}
     with suppress(Unreadable):  # YAML has no tabs between values and halves "\ud83d\ude00": it gives the lines alone
-        lines = _parsed(lambda: _OwnLoader(text.replace("\t", " ")), faults)[1]
+        lines = YamlTree(text.replace("\t", " "), _OwnLoader, faults).contents()[1]
     return value, lines, list(faults.values())
 
 
@@ -119,24 +119,72 @@ def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
 
     Raises Unreadable.
     """
-    # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
-    return _parsed(lambda: yaml.SafeLoader(_decoded(text)))
+    return YamlTree(text).contents()
 
 
-def _parsed(
-    make_loader: Callable[[], yaml.SafeLoader], faults: dict[tuple[int, int], Unreadable] | None = None
-) -> tuple[Any, dict[Hashable, int]]:
-    """Return the value and the lines of top-level keys; `faults` gets what else would be raised of single values."""
-    try:
-        loader = make_loader()
-        node = loader.get_single_node()
-        if node is None:
+class YamlTree:
+    """The nodes of one YAML document with their marks; `root` is None where the text is empty. Raises Unreadable.
+
+    `faults`, where it is given, gets what else would be raised of single values, by line and column.
+    """
+
+    def __init__(
+        self,
+        text: str | bytes,
+        loader: type[yaml.SafeLoader] = yaml.SafeLoader,
+        faults: dict[tuple[int, int], Unreadable] | None = None,
+    ):
+        with _refusals():
+            # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
+            self._loader = loader(_decoded(text))
+            self.root: yaml.Node | None = self._loader.get_single_node()
+        if self.root is not None:
+            _check_nodes(self.root, faults)
+        self._at: yaml.Node | None = None
+        construct = self._loader.construct_object
+
+        def noting(node: yaml.Node, deep: bool = False) -> Any:
+            self._at = node  # the place of `!!int abc` or `2026-99-99`
+            return construct(node, deep)
+
+        self._loader.construct_object = noting
+
+    def value(self, node: yaml.Node) -> Any:
+        """Return the value of a node; a scalar that its own tag cannot read is Unreadable at its place."""
+        try:
+            with _refusals():
+                return self._loader.construct_document(node)
+        except (ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
+            if isinstance(error, Unreadable):
+                raise
+            at = self._at or node
+            shown = f"{at.value[:40]!r}" if isinstance(at, yaml.ScalarNode) else "this"
+            kind = at.tag.rpartition(":")[2]
+            article = "an" if kind[:1] in "aeiou" else "a"
+            mark = at.start_mark
+            raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
+
+    def contents(self) -> tuple[Any, dict[Hashable, int]]:
+        """Return the value of the document, and the line of each key at its top level."""
+        if self.root is None:
             return None, {}
-        _check_nodes(node, faults)
-        value = _constructed(loader, node)
-        if isinstance(value, dict) and isinstance(node, yaml.MappingNode):
-            return value, {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
+        value = self.value(self.root)
+        if isinstance(value, dict) and isinstance(self.root, yaml.MappingNode):
+            return value, {self.value(key): key.start_mark.line + 1 for key, _ in self.root.value}
         return value, {}
+
+    def members(self, mapping: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return keys and values of a mapping, those that it merges (`<<`) included."""
+        with _refusals():
+            self._loader.flatten_mapping(mapping)
+        return mapping.value
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what PyYAML raises into Unreadable."""
+    try:
+        yield
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise Unreadable(
@@ -146,28 +194,6 @@ def _parsed(
         raise Unreadable("; ".join(line.strip() for line in str(error).splitlines())) from None
     except RecursionError:
         raise Unreadable(f"values are nested more than {MAX_DEPTH} deep") from None
-
-
-def _constructed(loader: yaml.SafeLoader, document: yaml.Node) -> Any:
-    """Return the value of a document; a scalar that its own tag cannot read is Unreadable at its place."""
-    at = [document]
-
-    def noting(construct: Callable[..., Any]) -> Callable[..., Any]:
-        def construct_object(node: yaml.Node, deep: bool = False) -> Any:
-            at[0] = node
-            return construct(node, deep)
-
-        return construct_object
-
-    loader.construct_object = noting(loader.construct_object)  # the place of `!!int abc` or `2026-99-99`
-    try:
-        return loader.construct_document(document)
-    except (ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
-        mark, node = at[0].start_mark, at[0]
-        shown = f"{node.value[:40]!r}" if isinstance(node, yaml.ScalarNode) else "this"
-        kind = node.tag.rpartition(":")[2]
-        article = "an" if kind[:1] in "aeiou" else "a"
-        raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
 
 
 def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] | None) -> None:
