@@ -10,25 +10,24 @@ from typing import Any
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 
 # what programs read for themselves from the same file, at its top level: no slip in a key of DeepSpeed
-OWN_KEYS = frozenset(
-    """
-    seed random_seed manual_seed epoch epochs num_epochs max_epochs num_train_epochs steps max_steps num_steps
-    total_steps train_iters num_workers dataloader_num_workers lr learning_rate min_lr max_lr warmup
-    warmup_steps warmup_ratio weight_decay momentum lr_scheduler lr_scheduler_type optim batch_size
-    eval_batch_size model model_name model_name_or_path model_path model_type model_config pretrained tokenizer
-    tokenizer_name tokenizer_path vocab_size vocab_file merge_file dataset datasets dataset_name data data_path
-    data_dir train_file train_data val_data output_dir save_dir log_dir logging_dir checkpoint_dir cache_dir
-    output_file root run_name project project_name wandb_project entity experiment_name experiment group
-    max_length max_len max_seq_length max_seq_len seq_len seq_length block_size image_size hidden_size
-    num_layers num_heads num_attention_heads n_layer n_head n_embd dropout num_classes num_labels task stage
-    mode debug verbose precision dtype device devices num_gpus num_nodes gpus world_size local_rank rank
-    master_addr master_port cuda_visible_devices backend dist_backend distributed_backend ddp_backend launcher
-    log_interval eval_interval save_interval logging_steps eval_steps save_steps log_every save_every eval_every
-    patience early_stopping resume resume_from_checkpoint checkpoint_path gradient_checkpointing lora lora_r
-    lora_alpha lora_dropout use_lora temperature beta name description version comment comments notes author
-    metadata metric metrics
-    """.split()
-)
+_OWN = """
+seed random_seed manual_seed epoch epochs num_epochs max_epochs num_train_epochs steps max_steps num_steps
+total_steps train_iters num_workers dataloader_num_workers lr learning_rate min_lr max_lr warmup
+warmup_steps warmup_ratio weight_decay momentum lr_scheduler lr_scheduler_type optim batch_size
+eval_batch_size model model_name model_name_or_path model_path model_type model_config pretrained tokenizer
+tokenizer_name tokenizer_path vocab_size vocab_file merge_file dataset datasets dataset_name data data_path
+data_dir train_file train_data val_data output_dir save_dir log_dir logging_dir checkpoint_dir cache_dir
+output_file root run_name project project_name wandb_project entity experiment_name experiment group
+max_length max_len max_seq_length max_seq_len seq_len seq_length block_size image_size hidden_size
+num_layers num_heads num_attention_heads n_layer n_head n_embd dropout num_classes num_labels task stage
+mode debug verbose precision dtype device devices num_gpus num_nodes gpus world_size local_rank rank
+master_addr master_port cuda_visible_devices backend dist_backend distributed_backend ddp_backend launcher
+log_interval eval_interval save_interval logging_steps eval_steps save_steps log_every save_every eval_every
+patience early_stopping resume resume_from_checkpoint checkpoint_path gradient_checkpointing lora lora_r
+lora_alpha lora_dropout use_lora temperature beta name description version comment comments notes author
+metadata metric metrics
+"""
+OWN_KEYS = frozenset(_OWN.split())
 
 
 @dataclass(frozen=True, kw_only=True)
