@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.check.catalog import catalog
 from zerofit.check.dotted import autos
 from zerofit.check.neox import is_for_neox
 from zerofit.check.schema import FILLED
@@ -23,6 +24,7 @@ SPOKEN = {
 # strategies/deepspeed.py
 HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
+NAMED = 3  # keys that the first line names
 # of parallelism: no other program fills an "auto" there, and nobody writes one by mistake
 DEGREES = ("sequence_parallel_size", "tensor_parallel.autotp_size")
 
@@ -54,8 +56,16 @@ def guess(config: Any, *, yaml: bool = False) -> Reader:
     if degree is not None:
         return Reader(name="zerofit", why=f'it has "auto" for {degree}, which only zerofit fills')
     if first is not None:
-        left = sum(path in FILLED for path in autos(config))
-        what = f'the "auto" of {left} keys is' if left > 1 else '"auto" is'
-        note = f"{what} left to it: plain DeepSpeed takes its defaults in sections, and fails on the word elsewhere"
-        return Reader(name="trainer", why=f'it has "auto" ({first})', note=note if left else "")
+        return Reader(name="trainer", why=f'it has "auto" ({first})', note=_left_to_trainer(config))
     return Reader(name="deepspeed", why='it has no "auto"')
+
+
+def _left_to_trainer(config: Mapping[str, Any]) -> str:
+    """Return what plain DeepSpeed makes of each "auto" that the Trainer fills; "" where it fills none."""
+    left = [path for path in autos(config) if path in FILLED]
+    stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
+    named = ", ".join(stops[:NAMED]) + (f" and {len(stops) - NAMED} more" if len(stops) > NAMED else "")
+    does = [f'stops at "auto" for {named}'] if stops else []
+    does += [f"takes its default for {len(left) - len(stops)} of them"] if len(left) > len(stops) else []
+    count = f"{len(left)} keys" if len(left) > 1 else "a key"
+    return f'it fills the "auto" of {count}; plain DeepSpeed {" and ".join(does)}' if left else ""
