@@ -78,7 +78,7 @@ def test_files_are_of_the_kind_that_is_expected(tmp_path: Path):
     assert read_json(file, list) == [1]
     with pytest.raises(Unreadable, match="an object is expected, not a list"):
         read_json(file)
-    with pytest.raises(Unreadable, match="an object is expected, not a list"):
+    with pytest.raises(Unreadable, match="a mapping is expected, not a list"):
         read_yaml(file)
     file.write_text("null")
     with pytest.raises(Unreadable, match="an object is expected, not nothing"):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from zerofit.data.hf import hub_if_reachable
 from zerofit.infer.saved_model import INDEX, NAMES
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import read_json, refused, shaped
 from zerofit.spec.run import RunRequest
 
 PREFIX = "hub:"
@@ -62,7 +64,8 @@ def missing_files(folder: Path) -> list[str]:
         return [*lacks, NAMES[0]]
     if not weights.endswith(INDEX):
         return lacks
-    shards = set(json.loads((folder / weights).read_text(encoding="utf-8"))["weight_map"].values())
+    with refused(folder / weights, kind="hub-model", where="MODEL"):
+        shards = set(shaped(read_json(folder / weights).get("weight_map"), TypeAdapter(dict[str, str])).values())
     return lacks + sorted(name for name in shards if not (folder / name).is_file())
 
 

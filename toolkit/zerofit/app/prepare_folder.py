@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import re
@@ -24,6 +23,7 @@ from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, number_in, parse_line, write_json
+from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.partial_training import PART_FIELDS
@@ -175,7 +175,9 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
     if asked == "never" or (asked == "auto" and not folder.plan.exists()):
         return None
     if asked == "auto":
-        _refuse_another_run(json.loads(folder.run.read_text()), job, folder, SAME_RUN)
+        with refused(folder.run):
+            former = read_json(folder.run)
+        _refuse_another_run(former, job, folder, SAME_RUN)
         entry = _newest(folder.checkpoints, report)
         if entry is None:
             report.note(f"{folder.path} holds no checkpoint yet: training begins with step 1")

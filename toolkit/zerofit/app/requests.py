@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from zerofit.models.inputs import (
     are_packed,
 )
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head, is_image
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.run import Run, RunRequest, load_run
@@ -83,8 +83,8 @@ def is_run_file(target: str) -> bool:
     if path.suffix != ".json" or not path.is_file():
         return False
     try:
-        return not {"model_type", "_class_name"} & set(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OSError):
+        return {"model_type", "_class_name"}.isdisjoint(read_json(path))
+    except (Unreadable, OSError):
         return True  # the loader says what is wrong with it
 
 

@@ -25,6 +25,7 @@ from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import field_data, sync_folder, write_text
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import Job
 
 FORMAT = 1
@@ -85,14 +86,14 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest in a checkpoint's folder. Raises ManifestError."""
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
+        content = read_json(checkpoint / MANIFEST)
+        if content.pop("checksum", None) != checksum_of(content):
             raise ManifestError("manifest.json is not what was written: its checksum differs")
     except FileNotFoundError:
         raise ManifestError("there is no manifest.json") from None
     except ManifestError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, Unreadable) as error:
         raise ManifestError(f"manifest.json cannot be read: {error}") from None
     if content.get("format") != FORMAT:
         got = content.get("format", "none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import Run, plain_type
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class JsonObject(click.ParamType):
         if isinstance(value, dict):
             return value
         try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            self.fail(f"{value!r} is not valid JSON: {error.msg} at column {error.colno}", param, ctx)
+            parsed = parse_json(value)
+        except Unreadable as error:
+            self.fail(f"{value[:80]!r} is not valid JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
-            self.fail(f"{value!r} is not a JSON object", param, ctx)
+            self.fail(f"{value[:80]!r} is not a JSON object", param, ctx)
         return parsed
 
 

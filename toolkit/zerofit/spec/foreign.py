@@ -7,14 +7,20 @@ printed, gigabytes for nested YAML aliases. Here they are one error that names t
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
+
+from zerofit.spec.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter  # whoever gives one has imported it
 
 MAX_DEPTH = 100  # levels of nesting: real files have at most a dozen, and code that walks a value recurses
 MAX_DIGITS = 300  # digits of an integer: more do not fit a float either
@@ -25,6 +31,7 @@ MAX_NODES = 1_000_000  # values of a YAML document, counted as often as aliases 
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = {dict: "an object", list: "a list", str: "a string"}
+_YAML_KINDS = _KINDS | {dict: "a mapping"}
 
 T = TypeVar("T")
 
@@ -37,12 +44,38 @@ class Unreadable(ValueError):
         self.reason, self.line, self.column = reason, line, column
 
 
-def read_json(path: Path, kind: type[T] = dict) -> T:
-    """Return the JSON value of a file, which is of `kind` (dict, list or object for any).
+@contextmanager
+def refused(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> Iterator[None]:
+    """Turn what reading a file raises (OSError, Unreadable) into a UserError that names the file, its line and why."""
+    try:
+        yield
+    except Unreadable as error:
+        place = f"{path}:{error.line}:{error.column}" if error.line else str(path)
+        problem = Problem(kind=kind, message=f"cannot read {place}: {error.reason}", hint=hint, where=where or place)
+        raise UserError(problem) from None
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror or error}"
+        raise UserError(Problem(kind=kind, message=message, hint=hint, where=where or str(path))) from None
+
+
+def shaped(value: Any, form: TypeAdapter[T], *, strict: bool | None = None) -> T:
+    """Return a parsed value in its form. Raises Unreadable that names the first key at fault."""
+    from pydantic import ValidationError
+
+    try:
+        return form.validate_python(value, strict=strict)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(str(part) for part in first["loc"])
+        raise Unreadable(f"{at}: {first['msg']}" if at else first["msg"]) from None
+
+
+def read_json(path: Path, kind: type[T] = dict, *, most: int = MAX_BYTES) -> T:
+    """Return the JSON value of a file of `most` bytes, which is of `kind` (dict, list or object for any).
 
     Raises OSError, and Unreadable whose reason does not name the file.
     """
-    return _of_kind(parse_json(_bounded(path, MAX_BYTES)), kind)
+    return _of_kind(parse_json(_bounded(path, most)), kind)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -75,7 +108,7 @@ def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]
     Raises OSError, and Unreadable whose reason does not name the file. A key that is given twice is an error.
     """
     value, lines = parse_yaml(_bounded(path, MAX_YAML_BYTES))
-    return _of_kind(value, kind), lines
+    return _of_kind(value, kind, _YAML_KINDS), lines
 
 
 def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int], list[Unreadable]]:
@@ -92,6 +125,15 @@ def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int],
     with suppress(Unreadable):  # YAML has no tabs between values and halves "\ud83d\ude00": it gives the lines alone
         lines = YamlTree(text.replace("\t", " "), _OwnLoader, faults).contents()[1]
     return value, lines, list(faults.values())
+
+
+def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> dict[Any, Any]:
+    """Return the mapping of a file as `read_own_yaml` reads it. Raises UserError with all faults and their lines."""
+    with refused(path, kind=kind, hint=hint, where=where):
+        found, _, faults = read_own_yaml(path)
+    if faults:
+        raise UserError(*(Problem(kind=kind, message=f"{path}: {one}", hint=hint, where=where) for one in faults))
+    return found
 
 
 class _OwnLoader(yaml.SafeLoader):
@@ -246,16 +288,19 @@ def _repeated(mapping: yaml.MappingNode) -> Iterator[Unreadable]:
         seen.setdefault((key.tag, key.value), line)
 
 
-def _of_kind(value: Any, kind: type[T]) -> T:
+def _of_kind(value: Any, kind: type[T], names: dict[type, str] = _KINDS) -> T:
     if not isinstance(value, kind):
-        got = _KINDS.get(type(value), type(value).__name__ if value is not None else "nothing")
-        raise Unreadable(f"{_KINDS.get(kind, kind.__name__)} is expected, not {got}")
+        got = names.get(type(value), type(value).__name__ if value is not None else "nothing")
+        raise Unreadable(f"{names.get(kind, kind.__name__)} is expected, not {got}")
     return value
 
 
 def _bounded(path: Path, most: int) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(most + 1)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except ValueError:  # open's own of a NUL byte
+        raise OSError(errno.EINVAL, "its name has a NUL byte", str(path)) from None
     if len(content) > most:
         raise Unreadable(f"the file is larger than {most >> 20} MiB")
     return content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
@@ -64,14 +64,8 @@ class ProfileRequest:
 
 def read_profile(path: Path) -> Profile:
     """Read a stored profile. Raises UserError."""
-    try:
-        return Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        message = f"cannot read {path}: {error.strerror or error}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} is not a profile: {type(error).__name__}: {error}"
-    hint = "`zerofit plan MODEL` keeps one and says where"
-    raise UserError(Problem(kind="profile", message=message, hint=hint, where="--profile"))
+    with refused(path, kind="profile", hint="`zerofit plan MODEL` keeps one and says where", where="--profile"):
+        return Profile.from_dict(read_json(path))
 
 
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:

@@ -22,7 +22,7 @@ from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
-from zerofit.spec.foreign import Unreadable, read_own_yaml
+from zerofit.spec.foreign import read_own_values
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.profile import Profile
@@ -68,14 +68,7 @@ def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def _parse(path: Path) -> dict[Any, Any]:
     hint = "write lines such as `zero_stage: [1, 2]`"
-    try:
-        found, _, faults = read_own_yaml(path)
-    except (OSError, Unreadable) as error:
-        message = f"cannot read {path}: {error}"
-        raise UserError(Problem(kind="space", message=message, hint=hint, where="--space")) from None
-    if faults:
-        raise UserError(*(Problem(kind="space", message=f"{path}: {fault}", where="--space") for fault in faults))
-    return found
+    return read_own_values(path, kind="space", hint=hint, where="--space")
 
 
 def _check(key: str, value: Any, place: str, problems: Problems) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from zerofit.app.requests import as_request
 from zerofit.app.tuning.job import TrialHosts, TuneJob
@@ -19,6 +20,7 @@ from zerofit.app.tuning.trial import run_trial
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import cache_root, open_jsonl, read_jsonl, write_json, write_text
+from zerofit.spec.foreign import Unreadable, shaped
 from zerofit.spec.local_machine import versions
 from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.search import Search, TuneResult
@@ -163,8 +165,8 @@ class TrialStore:
         found = {}
         for values in read_jsonl(self.path):
             try:
-                trial = Trial(**values)
-            except TypeError:  # of another version
+                trial = shaped(values, TypeAdapter(Trial))
+            except Unreadable:  # of another version
                 continue
             if trial.key in self._keys:
                 found[trial.key] = trial
