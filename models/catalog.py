@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from zerofit.models.denoiser_presets import DENOISER_PRESETS
 from zerofit.models.hub_names import shape_on_hub
 from zerofit.models.presets import PRESETS
+from zerofit.models.weight_index import weight_names
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import Task
 from zerofit.spec.named_code import names_callable
@@ -261,6 +262,11 @@ def _from_path(name: str, path: Path) -> ModelSource:
     if "model_type" not in config:
         return ModelSource(name=name, family="diffusers", origin="config.json", task="denoising", path=str(file))
     pretrained = path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
+    try:
+        if pretrained:
+            weight_names(path)  # transformers reads whatever file an index names
+    except Unreadable as error:
+        raise ModelError("model-weights", f"{path}: {error.reason}", "is the download complete?") from None
     return ModelSource(
         name=name,
         family="transformers",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from zerofit.data.hf import hub_if_reachable
-from zerofit.infer.saved_model import INDEX, NAMES
+from zerofit.models.weight_index import NAMES, weight_names
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
-from zerofit.spec.foreign import read_json, refused, shaped
+from zerofit.spec.foreign import Unreadable
 from zerofit.spec.run import RunRequest
 
 PREFIX = "hub:"
@@ -58,15 +56,12 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
 
 def missing_files(folder: Path) -> list[str]:
     """Return what a snapshot lacks to be a pretrained model: its config, its weights, or some of their shards."""
-    weights = next((name for name in NAMES if (folder / name).is_file()), None)
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
-    if weights is None:
-        return [*lacks, NAMES[0]]
-    if not weights.endswith(INDEX):
-        return lacks
-    with refused(folder / weights, kind="hub-model", where="MODEL"):
-        shards = set(shaped(read_json(folder / weights).get("weight_map"), TypeAdapter(dict[str, str])).values())
-    return lacks + sorted(name for name in shards if not (folder / name).is_file())
+    try:
+        names = weight_names(folder) or [NAMES[0]]
+    except Unreadable as error:
+        return [*lacks, f"an index of weights that can be used ({error.reason})"]
+    return lacks + [name for name in names if not (folder / name).is_file()]
 
 
 def _not_there(name: str, what: str, place: str, cache: str) -> UserError:

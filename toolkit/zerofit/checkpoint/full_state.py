@@ -18,8 +18,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.store import STATE, Count, stays_inside
+from zerofit.checkpoint.store import STATE, Count
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import stays_inside
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 
 MASTER = "fp32"  # the weights themselves, in the precision in which the optimizer holds them

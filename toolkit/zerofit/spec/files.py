@@ -10,10 +10,16 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
 
 from zerofit.spec.foreign import Unreadable, parse_json
+
+
+def stays_inside(name: str) -> bool:
+    """Return whether a path or name that a file gives stays within the folder it is relative to."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 @contextmanager
