@@ -120,7 +120,7 @@ def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int],
     text, faults = _decoded(_bounded(path, MAX_YAML_BYTES)), dict[tuple[int, int], Unreadable]()
     if path.suffix != ".json":
         value, lines = YamlTree(text, _OwnLoader, faults).contents()
-        return _of_kind(value, dict), lines, list(faults.values())
+        return _of_kind(value, dict, _YAML_KINDS), lines, list(faults.values())
     value, lines = _of_kind(parse_json(text), dict), {}
     with suppress(Unreadable):  # YAML has no tabs between values and halves "\ud83d\ude00": it gives the lines alone
         lines = YamlTree(text.replace("\t", " "), _OwnLoader, faults).contents()[1]
