@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from math import inf
 from typing import Any
 
@@ -26,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.answer import R, answer
+from zerofit.cli.terminal import SafeConsole, safe_output
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
@@ -41,7 +43,7 @@ def out(width: int | None = None) -> Console:
 
     What is printed is never read as markup: "[batch, seq]" is text.
     """
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
+    return SafeConsole(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
@@ -54,7 +56,7 @@ def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
 
 def err() -> Console:
     """Return the console of everything else."""
-    return Console(stderr=True, markup=False, highlight=False)
+    return SafeConsole(stderr=True, markup=False, highlight=False)
 
 
 class EventConsole:
@@ -68,6 +70,7 @@ class EventConsole:
         self._phase = self._ranks = ""
         self._tasks: dict[str, _PlainTask] = {}
         self._bars: dict[str, TaskID] = {}
+        self._output = ExitStack()
         self._main: TaskID | None = None  # the line of statuses, and of the run
         self._progress = Progress(
             SpinnerColumn(),
@@ -85,9 +88,12 @@ class EventConsole:
 
     def __enter__(self) -> EventConsole:
         self._progress.start()
+        if self.live:
+            self._output.enter_context(safe_output())  # rich's own streams would take the codes of others for styles
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._output.close()
         self._progress.stop()
 
     def __call__(self, event: Event) -> None:
