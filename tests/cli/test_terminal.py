@@ -24,7 +24,7 @@ from zerofit.cli import console as consoles
 from zerofit.cli.answer import fail
 from zerofit.cli.console import EventConsole, err, make_table, out
 from zerofit.cli.main import main
-from zerofit.cli.terminal import safe_output, style
+from zerofit.cli.terminal import safe_output, style, write_data
 from zerofit.spec.errors import Problem
 
 ORDERS = {  # what would be obeyed -> how it is shown
@@ -146,6 +146,16 @@ def test_no_codes_where_there_is_no_terminal(capsys):
     assert capsys.readouterr().out == "damaged\na\\x1b[31m\n"
 
 
+@pytest.mark.parametrize("order", [one for one in ORDERS if "\udce9" not in one])
+def test_a_models_text_is_data_but_to_a_terminal(screen, capsys, order):
+    with at(screen):
+        write_data(order)
+    with safe_output():  # pytest's own stream
+        write_data(order)
+    assert screen.getvalue() == ORDERS[order]
+    assert capsys.readouterr().out == order
+
+
 def test_json_keeps_its_meaning(screen):
     value = {order: [order] for order in ORDERS} | {"del": "\x7f", "c1": "\x9b", "text": "日本 é 🙂"}
     with at(screen):
@@ -179,7 +189,7 @@ def test_whole_commands(screen, tmp_path, order):
 def test_all_consoles_are_safe():
     """No module of the command line makes a console or a style of its own."""
     for file in Path(zerofit.cli.__file__).parent.glob("*.py"):
-        if file.name == "terminal.py":
+        if file.name in ("terminal.py", "console.py"):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from zerofit.check.reader import READERS
 from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
-from zerofit.cli.console import EventConsole, answer_watched
+from zerofit.cli.console import EventConsole, SafeConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
-from zerofit.cli.terminal import SafeConsole, style
+from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run

@@ -23,11 +23,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.answer import R, answer
-from zerofit.cli.terminal import SafeConsole, safe_output
+from zerofit.cli.terminal import Rendered, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
@@ -36,6 +37,14 @@ PHASE_EVERY_S = 14.0  # between lines of one phase
 TASK_EVERY_S = 5.0  # between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 NAMED = 4  # hosts in one line
+
+
+class SafeConsole(Console):
+    """A console whose text commands nothing; styles and the moves of live lines are its own."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        plain = (one if one.control else Segment(visible(one.text), one.style) for one in buffer)
+        return Rendered(super()._render_buffer(plain))
 
 
 def out(width: int | None = None) -> Console:

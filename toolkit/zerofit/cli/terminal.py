@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.segment import Segment
 
 # C0 but for tabs and ends of lines, DEL, C1 (ECMA-48), marks that turn text around (UAX 9), halves of characters
 COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -38,18 +36,17 @@ def style(text: str, **looks: Any) -> str:
     return click.style("\0", **looks).replace("\x1b", MARK).replace("\0", text)
 
 
-class _Rendered(str):
-    """Text that our console has rendered: its codes are rich's."""
+def write_data(text: str, err: bool = False) -> None:
+    """Write what a command makes for programs, too, such as a model's text: as it is, but to a terminal."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(text if stream.isatty() else Rendered(text))
+    stream.flush()
+
+
+class Rendered(str):
+    """Text that a `SafeStream` writes as it is."""
 
     __slots__ = ()
-
-
-class SafeConsole(Console):
-    """A console whose text commands nothing; styles and the moves of live lines are its own."""
-
-    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        plain = (one if one.control else Segment(visible(one.text), one.style) for one in buffer)
-        return _Rendered(super()._render_buffer(plain))
 
 
 class SafeStream:
@@ -66,7 +63,7 @@ class SafeStream:
         if not isinstance(text, str):
             raise TypeError(f"text is written here, not {type(text).__name__}")
         shown = text
-        if not isinstance(text, _Rendered):
+        if not isinstance(text, Rendered):
             shown = "\r" * text.startswith("\r") + visible(text.removeprefix("\r"))
             shown = shown.replace(MARK, "\x1b") if self._stream.isatty() else _STYLE.sub("", shown)
         self._stream.write(shown)
