@@ -262,12 +262,11 @@ def _from_path(name: str, path: Path) -> ModelSource:
     if "model_type" not in config:
         return ModelSource(name=name, family="diffusers", origin="config.json", task="denoising", path=str(file))
     pretrained = path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
-
     try:
         if pretrained:
             weight_names(path)  # transformers reads whatever file an index names
-    except ValueError as error:
-        raise ModelError("model-weights", f"{path}: {error}", "is the download complete?") from None
+    except Unreadable as error:
+        raise ModelError("model-weights", f"{path}: {error.reason}", "is the download complete?") from None
     return ModelSource(
         name=name,
         family="transformers",
