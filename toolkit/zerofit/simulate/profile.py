@@ -223,9 +223,13 @@ def _run(
             recorder.mark("backward", last)
             loss.backward()
             del kept
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a model raises
         where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
-        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {reason_of(error)}") from error
+        hint = "" if one.precision == "fp32" else f"where {one.precision} is what it does not take, --precision fp32"
+        message = f"cannot be traced without data, {where}: {reason_of(error)}"
+        raise ModelError("profile-trace", message, hint) from error
     finally:
         for handle in handles:
             handle.remove()

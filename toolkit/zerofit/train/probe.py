@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofit.models.build import build, check_forward, parameter_count
+from zerofit.models.build import build, check_forward, parameter_count, refuse_lazy
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs, are_packed
 from zerofit.models.layers import as_layers
@@ -47,6 +47,7 @@ def probe(
                 model = build(without_bits(source), inputs, args)
                 bits = quantized_share(build(source, inputs, args)) if source != without_bits(source) else (0, 0)
         else:
+            refuse_lazy(model, source.name)
             bits = (0, 0)
         flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
         layers = _layer_count(model, needed=pipelined)
