@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -254,6 +254,10 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
                     logits, _ = forward_logits(trial, batch["inputs"], **extra_inputs(inputs, batch))
     except ModelError:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        message = f"{source.name} asks for the values of tensors in its forward ({reason_of(error)})"
+        hint = "what it needs is not known before it runs: zerofit can neither plan nor train it"
+        raise ModelError("model-values", message, hint) from None
     except Exception as error:  # what a model raises on a shape, or on a value of its config, is of any type
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason_of(error)}", hint) from None
