@@ -151,7 +151,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
         return cast(Tensor, getattr(out, "logits", out)), None
     if inner.main_input_name == "pixel_values":
         return _logits_of(model(pixel_values=x, **extra)), None
-    if "use_cache" in _arguments(type(inner)):
+    if "use_cache" in _arguments(type(inner)) | _arguments(type(inner.base_model)):  # Granite's head hands it on
         extra["use_cache"] = False
     out = model(input_ids=x, **extra)
     aux = getattr(out, "aux_loss", None)

@@ -59,7 +59,8 @@ def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> d
         return {}
     with torch.device("meta"):
         whole = build(source, inputs, args)
-    stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(whole, None) if path in few]
+    fed = inputs if any(len(path) > 1 for path in few) else None  # a part that does not run is not traced either
+    stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(whole, fed) if path in few]
     mixed = {path for path, blocks in stood_for if not _all_equal(blocks)}
     stood_for = [(path, blocks) for path, blocks in stood_for if path not in mixed]
     found = {path: count for path, count in depths(config).items() if path in dict(stood_for)}
