@@ -27,7 +27,7 @@ from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer,
 from zerofit.simulate.device import install
 from zerofit.simulate.issued import IssuedLog
 from zerofit.simulate.op_costs import Scratch, scratch_on
-from zerofit.simulate.partitions import heavier_than_this
+from zerofit.simulate.partitions import GradientLog
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank_record import record_of
 from zerofit.simulate.record import STEPS, RankRecord
@@ -60,6 +60,7 @@ def simulate_script(
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     meter.gpus = target.gpus
     apply_patches(meter, target)
+    gradients = GradientLog(meter)
     os.environ |= environment(target)
     shapes, lengths_seen = BatchShapes(), Lengths()
     lengths.tokenizers(lengths_seen)
@@ -76,14 +77,14 @@ def simulate_script(
         phases.cut()
         joints.join()
         how, failed = _run(target, meter)
-        heavier = heavier_than_this(phases.engines)
+        heavier = gradients.heavier_rank(phases.engines)
     log.end()
     _tag(meter, phases)
     if not phases.steps:
         raise no_training(target, how, phases, failed=failed)
     host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
-    record = record_of(meter, log, target.alloc_conf, script=facts, heavier=heavier)
+    record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
     return replace(record, pipeline=joints.stage, issued=tuple(issued.items) if issued else ())
 
 
