@@ -145,6 +145,8 @@ def _file(case: Mapping[str, Any], result: CheckResult | UserError) -> dict[str,
     refusals = {n: s for n, s in said.items() if s != "ok" and not _of_machine(s)}
     row: dict[str, Any] = {"file": case["file"], "remarks": [], "refused": bool(refusals), "clean": "ok"}
     row["runs"] = not refusals
+    row["warned"] = [] if isinstance(result, UserError) else [f.code for f in result.warnings]
+    row["right"] = not isinstance(result, UserError) and not result.findings
     if isinstance(result, UserError):
         row |= {"said": ["syntax"], "false": row["runs"], "fix": "none"}
         if row["runs"]:
@@ -271,6 +273,8 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "refused by a program": sum(row["refused"] for row in rows),
         "of these without an error that stops": sum(bool(row.get("missed")) for row in rows),
         "false errors (files)": sum(row["false"] for row in rows),
+        "nothing wrong": sum(row["right"] for row in rows),
+        "warnings": sum(len(row["warned"]) for row in rows),
         "fix": dict(Counter(row["fix"] for row in rows)),
     }
 

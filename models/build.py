@@ -47,6 +47,7 @@ from zerofit.models.pretrained import load_pretrained
 from zerofit.models.quantized import Quantizer, elements
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
+from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import gives_loss, has_head, is_text
 
 if TYPE_CHECKING:
@@ -247,9 +248,8 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     except ModelError:
         raise
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
-        raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
+        raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason_of(error)}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
     if isinstance(inputs, LabelledTextInputs):
         classes = len(inputs.classes)

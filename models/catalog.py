@@ -6,15 +6,19 @@ Importing this module imports neither torch nor torchvision nor transformers.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from pydantic import BaseModel, ValidationError
+
 from zerofit.models.names import Match, preset_of, relatives
 from zerofit.models.presets import NAMED, PRESETS
+from zerofit.models.weight_index import weight_names
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import Task
+from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 
 if TYPE_CHECKING:
@@ -25,6 +29,11 @@ Family = Literal["zerofit", "torchvision", "transformers", "diffusers", "gan", "
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
 FEW, LISTED = 3, 12  # names in an error: few that could be meant, and most of a family
+QUANTIZED = "quantization_config"  # key of a config whose weights are quantised
+DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers makes whole as it reads them
+
+
+CONFIG_HINT = "give a config.json of transformers"
 
 
 class ModelError(ValueError):
@@ -33,6 +42,17 @@ class ModelError(ValueError):
     def __init__(self, kind: str, message: str, hint: str = ""):
         super().__init__(message + (f" ({hint})" if hint else ""))
         self.kind, self.message, self.hint = kind, message, hint
+
+
+class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
+    """Keys of a transformers config that are read before its class is known, which checks the others."""
+
+    model_type: str
+    architectures: list[str] | None = None
+    id2label: dict[int, Any] | None = None
+    is_decoder: bool | None = None
+    is_encoder_decoder: bool | None = None
+    quantization_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +71,13 @@ class ModelSource:
 def source_of(run: Run) -> ModelSource:
     """Return the source of the model that a run trains, adapters and frozen weights included. Raises as `find`."""
     pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
-    return replace(with_task(find(run.model), run.task), partial=run.partial, pretrained=pretrained)
+    source = with_task(find(run.model), run.task)
+    quantized = source_config(source).get(QUANTIZED) if source.origin == PRETRAINED else None
+    if quantized and quantized.get("quant_method") not in DEQUANTIZED:
+        message = f"{source.name}: its weights are quantised ({quantized.get('quant_method')}), and cannot be trained"
+        hint = "take the folder of the whole weights (--quantize quantises them beside adapters); for questions about "
+        raise ModelError("model-weights", message, f"{hint}memory and time {source.name}/config.json is enough")
+    return replace(source, partial=run.partial, pretrained=pretrained)
 
 
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
@@ -64,7 +90,7 @@ def with_task(source: ModelSource, task: str | None) -> ModelSource:
     if source.family != "transformers":
         message = f"--task {task} is for models of transformers, and {source.name} is none"
         raise ModelError("model-task", message, "take a preset, a config.json or a pretrained folder")
-    model_type = _source_config(source)["model_type"]
+    model_type = source_config(source)["model_type"]
     if task == "seq2seq":
         message = f"--task seq2seq: {source.name} ({model_type}) has no encoder and decoder"
         raise ModelError("model-task", message, "take one that has, like T5 or BART")
@@ -83,11 +109,11 @@ def label_names(source: ModelSource) -> tuple[str, ...]:
     """Return the names of the classes that a transformers model's head has, in their order; none where it has none."""
     if source.family != "transformers" or source.origin != PRETRAINED:
         return ()
-    named = _source_config(source).get("id2label") or {}
+    named = source_config(source).get("id2label") or {}
     return tuple(str(named[key]) for key in sorted(named, key=int))
 
 
-def _source_config(source: ModelSource) -> dict[str, Any]:
+def source_config(source: ModelSource) -> dict[str, Any]:
     """Return the config of a transformers model as it is published."""
     if source.origin == "preset":
         return PRESETS[source.name]
@@ -137,12 +163,6 @@ def is_cnn(source: ModelSource) -> bool:
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
     return source.name in CNNS
-
-
-def names_callable(name: str) -> bool:
-    """Return whether a name has the form package.module:callable."""
-    module, colon, attribute = name.partition(":")
-    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), attribute))
 
 
 def config_task(config: dict[str, Any], where: str) -> Task:
@@ -218,6 +238,11 @@ def _from_path(name: str, path: Path) -> ModelSource:
     if "model_type" not in config:
         return ModelSource(name=name, family="diffusers", origin="config.json", task="denoising", path=str(file))
     pretrained = path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
+    try:
+        if pretrained:
+            weight_names(path)  # transformers reads whatever file an index names
+    except Unreadable as error:
+        raise ModelError("model-weights", f"{path}: {error.reason}", "is the download complete?") from None
     return ModelSource(
         name=name,
         family="transformers",
@@ -237,19 +262,25 @@ def read_config(file: Path) -> dict[str, Any]:
             hint = f"it holds adapters: `zerofit ckpt export {file.parent} OUT --merge` writes the whole model"
         raise ModelError("unknown-model", f"{file.parent} holds no config.json", hint)
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        message = f"{file} is not valid JSON: {error}"
-        raise ModelError("model-config", message, "give a config.json of transformers") from None
-    if isinstance(config, dict) and "_class_name" in config and "model_type" not in config:
+        config = read_json(file)
+    except OSError as error:
+        raise ModelError("model-config", f"cannot read {file}: {error.strerror or error}", CONFIG_HINT) from None
+    except Unreadable as error:
+        raise ModelError("model-config", f"{file} is no config of a model: {error}", CONFIG_HINT) from None
+    if "_class_name" in config and "model_type" not in config:
         if config["_class_name"] not in DENOISERS:
             message = f"{file} is of diffusers' class {config['_class_name']}, not of {', '.join(DENOISERS)}"
             hint = "simulate the script that trains it (zerofit simulate -- COMMAND)"
             raise ModelError("model-config", message, hint)
         return config
-    if not isinstance(config, dict) or "model_type" not in config:
+    if "model_type" not in config:
         message = f'{file} has no key "model_type", so it is not a config.json of transformers'
         raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
+    try:
+        _KeysReadHere.model_validate(config)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r:.60}: {one['msg']}" for one in error.errors()]
+        raise ModelError("model-config", f"{file}: {'; '.join(wrong)}", CONFIG_HINT) from None
     return config
 
 

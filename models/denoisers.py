@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn import functional
 from zerofit.models.catalog import DENOISERS, ModelError, ModelSource, nearest
 from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
 from zerofit.models.presets import PRESETS
+from zerofit.spec.foreign import Unreadable, read_json
 
 PIXELS = 8  # of a side of an image that a side of its latents stands for
 PACKED = 2  # Flux makes tokens of so many latents in a row and a column
@@ -87,7 +87,7 @@ def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str
         given = dict(PRESETS[source.name])
     else:
         assert source.path is not None  # of a source that is no preset
-        given = json.loads(Path(source.path).read_text())
+        given = _file(Path(source.path))
     kind = given["_class_name"]
     cls = _class(source.name, kind)
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
@@ -104,6 +104,15 @@ def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str
         message = f"{source.name}: what a UNet with {', '.join(found)} is fed is not known here"
         raise ModelError("model-config", message, "simulate the script that trains it (zerofit simulate -- COMMAND)")
     return cls, config
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, Unreadable) as error:
+        raise ModelError(
+            "model-config", f"{path} cannot be read: {error}", "is it a config.json of diffusers?"
+        ) from None
 
 
 def _class(name: str, kind: str) -> Any:

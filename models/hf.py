@@ -18,10 +18,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource
+from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, source_config
 from zerofit.models.deferred import Stored, as_parameter, store_parameters
-from zerofit.models.hf_config import first_line, make_config
+from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
+from zerofit.spec.errors import reason_of
 from zerofit.spec.local_machine import is_older
 from zerofit.spec.process import collector_off
 
@@ -93,7 +94,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
         with _head_apart(config):
             return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a shape that does not fit shows in many ways
-        message = f"{source.name} cannot be built from its config: {first_line(error)}"
+        message = f"{source.name} cannot be built from its config: {reason_of(error)}"
         raise ModelError("model-args", message, "correct --model-args or the config") from error
 
 
@@ -120,6 +121,9 @@ def _head_apart(config: Any) -> Iterator[None]:
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
     """Load weights from the folder; only a classifier's head may differ or lack, and then starts anew."""
+    quantized = source_config(source).get(QUANTIZED)
+    if quantized:  # of a method that does so (`source_of`)
+        config.quantization_config = {**quantized, "dequantize": True}
     try:
         with _stored_as_read(stored, keep) as read:
             model, loaded = _auto_class(source.task).from_pretrained(
@@ -132,7 +136,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
                 output_loading_info=True,
             )
     except Exception as error:  # a damaged or foreign file shows in many ways
-        message = f"{source.path} cannot be loaded: {first_line(error)}"
+        message = f"{source.path} cannot be loaded: {reason_of(error)}"
         raise ModelError("model-weights", message, "is the download complete, and made for this config?") from error
     for name, saved, wanted in loaded["mismatched_keys"]:
         if wanted[0] != config.num_labels:
@@ -219,7 +223,7 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     with guard_torch_init_functions(), _drawing_in_fp32():
         _apply(model, transformer._initialize_weights, real, stored)
     temperature = getattr(transformer.config, "logit_scale_init_value", None)
-    if temperature is not None:  # CLIP's, which its constructor sets and no rule does (modeling_clip.py)
+    if temperature is not None and hasattr(model, "logit_scale"):  # which its constructor sets (modeling_clip.py)
         cast(Tensor, model.logit_scale).fill_(temperature)
     transformer.tie_weights()
     return model

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource, nearest, read_config
-from zerofit.models.depth import DEPTH
+from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, nearest, source_config
+from zerofit.models.depth import DEPTH, depths
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
-from zerofit.models.presets import PRESETS
+from zerofit.spec.errors import reason_of
 
 FRAMES_A_POSITION = 2  # Whisper's second convolution halves them
 _OF_LAYERS = ("layer_types", "stage_names", "out_features", "out_indices")
+
+# the most that a config may name, by its key: each of them is made by itself, and transformers counts labels in a list
+MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 10_000, r"^num_labels$": 1_000_000}
+KERNELS = re.compile(r"^_?(attn|experts)_implementation")
+PLAIN_KERNELS = ("eager", "sdpa", None)  # which come with torch and transformers
 
 # these count positions from behind the padding id
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
@@ -24,21 +32,87 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
     smaller than one patch, which is then a quarter of the image. For text the vocabulary stays as it is and must hold
     every id; the sequence must fit into the model's positions.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    if source.origin == "preset":
-        base = dict(PRESETS[source.name])
-    else:
-        assert source.path is not None  # of a source that is neither a preset nor a name
-        path = Path(source.path)
-        base = read_config(path / "config.json" if path.is_dir() else path)
+    # transformers writes {"__float__": "Infinity"}
+    base = _trained(PreTrainedConfig._decode_special_floats(source_config(source)))
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, CONFIG_MAPPING.keys(), "take a model_type of this transformers version")
         raise ModelError("model-config", f"{source.name}: transformers has no model_type {model_type!r}", hint)
     cls = CONFIG_MAPPING[model_type]
     merged = _merge(cls, base, args, source.name)
-    config = _validated(cls, merged, source.name)
+    _refuse_endless(source.name, merged)
+    with _values_refused(source.name, cls):
+        config = cls.from_dict(merged)
+        _refuse_no_layers(source.name, config)
+        _fit(source, config, inputs, args)
+    return config
+
+
+@contextmanager
+def _values_refused(name: str, cls: type) -> Iterator[None]:
+    """Turn whatever a config class, or what is derived from its values, raises on bad ones into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # transformers raises errors of many types on a bad config
+        message = f"{name}: {cls.__name__} refuses these values: {reason_of(error)}"
+        raise ModelError("model-args", message, "correct --model-args or the config") from None
+
+
+def _refuse_endless(name: str, values: Any, key: str = "") -> None:
+    """Raise ModelError for a number of layers, experts or labels that no model has, and that would be made one by one.
+
+    `values` are a config's, read at any depth.
+    """
+    if isinstance(values, dict):
+        for inner, value in values.items():
+            _refuse_endless(name, value, str(inner))
+        return
+    most = next((most for pattern, most in MOST.items() if re.search(pattern, key)), math.inf)
+    numbers = [*values, len(values)] if isinstance(values, list) else [values]
+    largest = max((n for n in numbers if isinstance(n, int | float) and n > most), default=None)
+    if largest is not None:
+        message = f"{name}: {key} is {largest:,}, and a model is built from at most {most:,}"
+        raise ModelError("model-args", message, "correct --model-args or the config")
+
+
+def _refuse_no_layers(name: str, config: Any) -> None:
+    for path, count in depths(config).items():
+        if count < 1:
+            message = f"{name}: {'.'.join(path)} is {count}"
+            raise ModelError("model-args", message, "a model has one layer or more: correct --model-args or the config")
+
+
+def notes_of_config(name: str, values: dict[str, Any]) -> list[str]:
+    """Return a sentence on each key of a config that a training leaves out, and what it does in its place."""
+    return [f"{name}: {key} {text}" for key, text in _left_out(values)]
+
+
+def _left_out(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if key == QUANTIZED and value:
+            method = value.get("quant_method", "") if isinstance(value, dict) else value
+            yield key, f"({method}) is left out: training has whole weights, or --quantize beside adapters (--lora)"
+        elif _names_kernel(key, value):
+            yield key, f"{value!r} is left out: attention is sdpa, which has flash attention on GPUs"
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{inner}", text) for inner, text in _left_out(value))
+
+
+def _trained(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without what `notes_of_config` names: transformers would look for kernels on the hub."""
+    kept = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
+    return {key: _trained(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _names_kernel(key: str, value: Any) -> bool:
+    return KERNELS.search(key) is not None and value not in PLAIN_KERNELS
+
+
+def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: dict[str, Any]) -> None:
     if isinstance(inputs, ImageInputs) and source.task == "image":
         _fit_images(source, config, inputs, args)
     if isinstance(inputs, NamedInputs):
@@ -52,7 +126,7 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
         text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
         config.output_router_logits = True  # without it the experts' balance would go untrained
-    return config
+    config.return_dict = True  # outputs are read by name
 
 
 def max_positions(config: Any) -> int | None:
@@ -67,7 +141,7 @@ def max_positions(config: Any) -> int | None:
 def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the config's keys with `args` over them, both under the config class's own names."""
     canonical = getattr(cls, "attribute_map", {})
-    known = set(cls().to_dict()) | set(canonical) | {"num_labels"} | set(base)
+    known = set(base) | set(canonical) | {"num_labels"} | (set(cls().to_dict()) if args else set())
     for key in args:
         if key not in known:
             documented = f"see transformers' documentation of {cls.__name__}"
@@ -91,19 +165,13 @@ def _without_old_layers(base: dict[str, Any], args: dict[str, Any], canonical: d
     return {key: value for key, value in base.items() if key not in _OF_LAYERS or key in args}
 
 
-def _validated(cls: type, values: dict[str, Any], name: str):
-    try:
-        return cls.from_dict(values)
-    except Exception as error:  # transformers raises errors of many types on a bad config
-        message = f"{name}: {cls.__name__} refuses these values: {first_line(error)}"
-        raise ModelError("model-args", message, "correct --model-args or the config") from None
-
-
 def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dict[str, Any]) -> None:
     wanted = {"num_labels": inputs.classes, "num_channels": inputs.channels, "image_size": inputs.size}
     for key, value in wanted.items():
         if key in args or (key != "num_labels" and not hasattr(config, key)):
             continue
+        if isinstance(getattr(config, key), list | tuple):  # height and width
+            value = type(getattr(config, key))([value] * len(getattr(config, key)))
         if source.origin == PRETRAINED and key != "num_labels" and getattr(config, key) != value:
             message = f"{source.name} was trained with {key} {getattr(config, key)}, the data has {value}"
             hint = f"--image-size {config.image_size}" if key == "image_size" else "take other data, or a fresh model"
@@ -157,8 +225,3 @@ def _check_text(name: str, config: Any, inputs: TextInputs | LabelledTextInputs 
     if positions is not None and longest > positions:
         message = f"{name} takes at most {positions} tokens, got sequences of {longest}"
         raise ModelError("model-shape", message, f"--seq-len {positions}, or less")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error that says anything, or its class."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()

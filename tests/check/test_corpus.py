@@ -15,7 +15,7 @@ from zerofit.check.document import parse
 CASES = cases()
 # what depends on the program that reads the file, or on flags; tests/check/test_reader.py shows them
 ELSEWHERE = {
-    *("auto-reader", "batch-ranks", "clipping-default", "flag-differs", "gather-weights", "hjson", "json-comment"),
+    *("yaml", "batch-ranks", "clipping-default", "flag-differs", "gather-weights", "hjson", "json-comment"),
     *("lightning-accumulation", "offload-own-optimizer", "zero-missing", "accelerate-beside-json", "flag-unread"),
     *("neox-argument", "encoding", "batch-auto", "lightning-contiguous"),
 }

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
+from click.testing import CliRunner
 
 from zerofit.app.checking import check as check_file
 from zerofit.check.check import check, mend
 from zerofit.check.document import of_data, parse
 from zerofit.check.reader import READERS, guess
 from zerofit.check.subject import TargetHardware
+from zerofit.cli.main import main
 from zerofit.config.ds_json import parse_text
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run
@@ -50,6 +53,104 @@ def test_gpt_neox_hands_some_of_its_arguments_on():
     assert "batch-identity" in {f.code for f in check_file(neox, Run(ranks=16)).findings}
 
 
+NEOX = """# merged with local_setup.yml
+{
+   "pipe_parallel_size": 1,
+   "num_layers": 12,   # layers
+   "scaled_masked_softmax_fusion": True,
+   "precision": bfloat16,
+   "zero_optimization": {
+    "stage": 0,
+    "overlap_com": True,
+    "reduce_bucket_size": "500000000",
+  },
+   "fp16": {"fp16": true, "loss_scale": 1e-5,},
+   "eps": 1.0e-8,
+}
+"""
+
+
+def test_a_file_for_gpt_neox_is_read_as_the_yaml_that_it_is(tmp_path):
+    path = tmp_path / "125M.yml"
+    path.write_text(NEOX)
+    result = check_file(path)
+    assert result.reader.name == "neox"
+    assert result.document.config == yaml.load(NEOX, Loader=yaml.FullLoader)  # as megatron/neox_arguments reads it
+    faults = {f.path: (f.code, f.line, f.column, f.fix) for f in result.findings}
+    assert faults["zero_optimization.overlap_com"] == ("unknown-key", 9, 5, "did you mean overlap_comm?")
+    assert faults["fp16.fp16"] == ("unknown-key", 12, 13, "remove it")
+    assert faults["fp16.loss_scale"][:3] == ("number-as-string", 12, 27)  # YAML takes 1e-5 for a word
+    fixed = yaml.safe_load(result.fixed())
+    assert fixed["zero_optimization"] == {"stage": 0, "overlap_comm": True, "reduce_bucket_size": 500000000}
+    assert result.fixed().count("\n") == NEOX.count("\n") and "# layers" in result.fixed()
+    assert "yaml" in {f.code for f in check_file(path, reader="trainer").findings}
+
+
+def test_a_part_of_gpt_neox_files_and_one_in_block_style(tmp_path):
+    part = tmp_path / "local_setup.yml"
+    part.write_text('{ "vocab_file": "v.json", "save": "ckpt", "use_wandb": False }')
+    assert (check_file(part).reader.name, check_file(part).findings) == ("neox", ())
+    block = tmp_path / "block.yml"
+    block.write_text("pipe-parallel-size: 1\nnum-layers: 2\nhidden-size: 8\nzero_optimization:\n  stag: 1\n")
+    (one,) = [f for f in check_file(block).findings if f.code == "unknown-key"]
+    assert (one.path, one.line, one.column, one.edits) == ("zero_optimization.stag", 5, 3, ())
+    block.write_text("num-layers: 2\nhidden-size: [8\nseq-length: 1\n")
+    with pytest.raises(UserError, match="does not parse as YAML at line 3"):
+        check_file(block)
+
+
+FSDP = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "hint"),
+    [
+        (FSDP, "Accelerate", "distributed_type is FSDP"),
+        ("{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 2}}", "Accelerate", "--accelerate-config"),
+        ("base_model: m\nmicro_batch_size: 2\ndatasets:\n  - path: d\ndeepspeed: z.json\n", "axolotl", "z.json"),
+        ("model_name_or_path: m\nstage: sft\nfinetuning_type: lora\n", "LLaMA-Factory", "names no DeepSpeed JSON"),
+        ('{"model_name_or_path": "m", "finetuning_type": "lora", "deepspeed": "z.json"}', "LLaMA-Factory", "z.json"),
+        ('{"architectures": ["A"], "model_type": "llama"}', "config.json", "names no DeepSpeed JSON"),
+        ("output_dir: o\nnum_train_epochs: 3\n", "Trainer", "names no DeepSpeed JSON"),
+    ],
+)
+def test_files_of_other_programs_are_named(tmp_path, text, name, hint):
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=name) as caught:
+        check_file(path)
+    assert hint in caught.value.problems[0].hint
+
+
+def test_a_json_with_keys_of_its_program_stays_a_deepspeed_json(tmp_path):
+    own = {"model_name_or_path": "m", "output_dir": "o", "seed": 42, "num_epochs": 5, "num_workers": 4, "stage": 2}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(PLAIN | own))
+    result = check_file(path)
+    assert [(f.path, f.code, f.severity) for f in result.findings] == [(key, "own-key", "warning") for key in own]
+    assert result.fixed() == result.document.text
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "fix", "moved"),
+    [
+        ({"tensor_parallel": {"enabled": True}}, "tensor_parallel.enabled", "remove it", False),
+        ({"overlap_comm": True}, "overlap_comm", "it belongs to zero_optimization", True),
+        ({"zero_optimization": {"device": "cpu"}}, "zero_optimization.device", "offload_optimizer or", False),
+        ({"zero_optimization": {"gradient_clipping": 0.5}}, "zero_optimization.gradient_clipping", "the top", True),
+        ({"cpu_checkpointing": True}, "cpu_checkpointing", "it belongs to activation_checkpointing", False),
+        ({"bf16": {"loss_scale": 2.0}}, "bf16.loss_scale", "it belongs to fp16", False),
+        ({"wandb": {"enabled": False}, "team": "x"}, "team", "it belongs to wandb", False),
+        ({"batch_size": 4}, "batch_size", "leave it if your program reads it", False),
+    ],
+)
+def test_hints_are_sensible_and_moves_certain(config, path, fix, moved):
+    document = of_data({"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}} | config)
+    (one,) = [f for f in check(document, TargetHardware(reader="deepspeed")) if f.path == path]
+    assert fix in one.fix
+    assert bool(one.edits) == moved
+
+
 @pytest.mark.parametrize(
     ("path", "value", "fails"),
     [("gradient_clipping", "auto", True), ("zero_optimization", {"stage": 2, "reduce_bucket_size": "auto"}, False)],
@@ -68,13 +169,16 @@ def test_plain_deepspeed_fails_on_auto_or_takes_its_default(path, value, fails):
         assert theirs.zero_config.reduce_bucket_size == 500_000_000
 
 
-def test_a_guessed_trainer_is_told_what_plain_deepspeed_does():
-    config = TRAINER | {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
-    told = check(of_data(config), TargetHardware(reader="trainer", guessed=True))
-    assert {f.code for f in told} == {"auto-reader"}
-    assert [f.path for f in told if "fails on the word" in f.why] == ["train_batch_size", "gradient_clipping"]
-    assert [f.path for f in told if "its default" in f.why] == ["zero_optimization.reduce_bucket_size"]
-    assert found(TRAINER, "trainer") == {}
+def test_a_guessed_trainer_is_told_once_what_plain_deepspeed_does(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(TRAINER | {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}))
+    done = CliRunner().invoke(main, ["check", str(path), "--strict"])
+    assert done.exit_code == 0, done.output
+    assert (
+        'the "auto" of 3 keys; plain DeepSpeed stops at "auto" for train_batch_size, gradient_clipping' in done.output
+    )
+    assert "takes its default for 1 of them" in done.output
+    assert f"{path}: nothing wrong" in done.output
 
 
 def test_accelerate_wants_zero_and_says_so(tmp_path):

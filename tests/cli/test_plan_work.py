@@ -95,11 +95,12 @@ def events(folder: Path) -> Path:
         {"event": "saved", "step": 3, "save_s": 9.0, "stalled_s": 2.0, "time_s": 150.0},
         {"event": "training", "steps": 9, "time_s": 151.0},
         {"event": "saved", "step": 6, "save_s": 9.0, "stalled_s": 4.0, "time_s": 160.0},
+        {"event": "saved", "step": 7, "text": "a record without its figures"},
         {"event": "phase", "text": "reading the data", "time_s": 200.0},
         {"event": "training", "steps": 9, "done": 6, "time_s": 260.0},
     ]
     (folder / "logs").mkdir(parents=True)
-    (folder / "logs" / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "logs" / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"event": "sa')
     return folder
 
 

@@ -77,10 +77,12 @@ def test_baselines_that_cannot_be_compared(base):
         assert done.exit_code == 2
         return json.loads(done.stdout.splitlines()[-1])["error"]
 
-    assert "cannot be read" in refused("--baseline", "nowhere.json")["message"]
+    assert "cannot read nowhere.json: No such file" in refused("--baseline", "nowhere.json")["message"]
     assert refused("--fail-above", "2%")["message"] == "--fail-above needs --baseline"
     base.write_text(json.dumps({"fits": True}))
-    assert refused("--baseline", "base.json")["message"] == "base.json has no simulation"
+    assert refused("--baseline", "base.json")["message"] == "cannot read base.json: it has no simulation"
+    base.write_text(json.dumps({"device": "l4", "world_size": 1, "rank": 0, "peak_bytes": "1", "fits": True}))
+    assert "no number of bytes" in refused("--baseline", "base.json")["message"]
     other = {"device": "a100-80gb", "world_size": 1, "rank": 0, "peak_bytes": 1, "fits": True}
     base.write_text(json.dumps(other))
     assert "device a100-80gb, and this simulation l4" in refused("--baseline", "base.json")["message"]

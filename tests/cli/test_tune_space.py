@@ -44,7 +44,7 @@ def test_everything_that_is_wrong_in_a_space(tmp_path):
         read_space({"tepm": 3, "micro_batch": 4})
     assert caught.value.problems[0].where == "space"
     assert read_space({"micro_batch": 4, "zero_stage": (1, 2)}) == {"micro_batch": [4], "zero_stage": [1, 2]}
-    with pytest.raises(UserError, match="no mapping"):
+    with pytest.raises(UserError, match="a mapping is expected"):
         read(tmp_path, "- 3\n")
     with pytest.raises(UserError, match="cannot read"):
         read_space(tmp_path / "nowhere.yaml")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zerofit.data import KINDS, default_data, split_name
-from zerofit.data.opening import IMAGE_SOURCES, TABLE_SOURCES, TEXT_SOURCES, check_task
+from zerofit.data.opening import IMAGE_SOURCES, TABLE_SOURCES, TEXT_SOURCES, check_data
 from zerofit.spec.errors import UserError
 
 
@@ -36,13 +36,13 @@ def test_arguments_that_lack_or_are_too_much(name):
 
 
 def test_images_do_not_feed_a_language_model():
-    assert problem(check_task, "digits", "causal-lm").kind == "data-task"
-    assert problem(check_task, "pysource", "gan").kind == "data-task"
+    assert problem(check_data, "digits", "causal-lm").kind == "data-task"
+    assert problem(check_data, "pysource", "gan").kind == "data-task"
 
 
 def test_defaults_fit_their_tasks():
     for task in ("image", "segmentation", "table", "gan", "causal-lm", "masked-lm"):
-        check_task(default_data(task), task)
+        check_data(default_data(task), task)
 
 
 def test_every_kind_has_a_source():

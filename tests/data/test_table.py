@@ -95,3 +95,33 @@ def test_other_data_and_other_models(tmp_path, refused):
     assert refused("table", data=f"npy:{tmp_path}/none.npy")[0].kind == "data-missing"
     np.save(tmp_path / "o.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     assert refused("table", data=f"npy:{tmp_path}/o.npy")[0].kind == "data-missing"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000, 3)}",  # 22 TiB
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1000000000000)}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (-4, 3)}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (True, 3)}",
+        "{'descr': '<f8', 'fortran_order': 'x', 'shape': (4, 3)}",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (4, 3)}",
+        "{'descr': [('a', '<f8')], 'fortran_order': False, 'shape': (4, 3)}",
+        "(" * 500,
+        "",
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path, refused, header):
+    text = header.encode()
+    path = tmp_path / "t.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(96))
+    assert refused("table", data=f"npy:{path}")[0].kind == "data-missing"
+
+
+def test_a_table_in_fortran_order_is_the_table(tmp_path, opened):
+    array = np.array(rows_of(50, kinds=(0, 1)))
+    for name, order in (("c", np.ascontiguousarray(array)), ("f", np.asfortranarray(array))):
+        np.save(tmp_path / f"{name}.npy", order)
+    c, f = (everything(opened("table", data=f"npy:{tmp_path}/{name}.npy")) for name in "cf")
+    for ours, theirs in zip(c, f, strict=True):
+        torch.testing.assert_close(ours, theirs)

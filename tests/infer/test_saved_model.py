@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from tests.infer.small import save, save_small
 from zerofit.infer.evaluate import scratch_folder
@@ -126,3 +128,48 @@ def test_a_folder_with_the_name_of_a_model(tmp_path, monkeypatch):
     save_small(tmp_path / "gpt2", "gpt2")
     monkeypatch.chdir(tmp_path)
     assert open_saved(Path("gpt2")).longest == 32  # the preset's is 1024
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"shape": [3]},
+        {"shape": [-2]},
+        {"shape": [True, 2]},
+        {"shape": [2.0]},
+        {"shape": [2**62, 8]},
+        {"shape": None},
+        {"dtype": "F16"},
+        {"dtype": "X9"},
+        {"data_offsets": [8, 0]},
+        {"data_offsets": [-8, 8]},
+        {"data_offsets": [0, 16]},
+        {"data_offsets": [4, 8]},
+        {"data_offsets": [0, 8, 16]},
+        {"other": {**GOOD, "data_offsets": [0, 8]}},
+        {"other": {**GOOD, "data_offsets": [4, 12]}},
+        {"other": {**GOOD, "data_offsets": [12, 20]}},
+    ],
+)
+def test_headers_that_lie(tmp_path, lie):
+    """Each is refused by the library's own loader, too; 8 to 20 bytes follow, as far as the header says."""
+    header = {"a": GOOD | lie}
+    if "other" in lie:
+        header = {"a": GOOD, "b": lie["other"]}
+    text = json.dumps(header).encode()
+    end = max([8, *(max(one["data_offsets"]) for one in header.values())])
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    assert kinds(lambda: read_weights(tmp_path)) == ["weights-damaged"]
+    with pytest.raises(SafetensorError):
+        safe_open(tmp_path / "model.safetensors", framework="pt")
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(2), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "two": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert kinds(lambda: read_weights(tmp_path)) == ["weights-damaged"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from deepspeed.launcher import runner
 
@@ -47,6 +49,28 @@ def test_no_name_that_a_shell_or_ssh_would_read(tmp_path, name):
     assert found
 
 
+@pytest.mark.parametrize("slots", ["0", "4097", "9" * 12, "9" * 5000, "-1"])
+def test_slots_that_no_host_has(tmp_path, slots):
+    (problem,) = problems_of(tmp_path, f"a slots={slots}\n")
+    assert "1 to 4096" in problem.message
+
+
+def test_what_readline_takes_as_one_line_is_one(tmp_path):
+    (problem,) = problems_of(tmp_path, "a slots=1\x0cb slots=2\n")
+    assert problem.where.endswith(":1:11")
+    assert read_hostfile(written(tmp_path, "\ufeffa slots=2\r\n")) == (Host("a", 2),)
+
+
+def test_many_hosts_are_read_in_linear_time(tmp_path):
+    def seconds(count: int) -> float:
+        path = written(tmp_path, "".join(f"node-{n} slots=8\n" for n in range(count)))
+        began = time.process_time()
+        assert len(select(read_hostfile(path), None, f"node-{count - 1}")) == count - 1
+        return time.process_time() - began
+
+    assert seconds(20_000) < 40 * seconds(2000)  # 10 times; it was 100 times, and 20 seconds
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
 def test_an_empty_one_and_a_missing_one(tmp_path, text):
     assert "names no host" in problems_of(tmp_path, text)[0].message
@@ -55,6 +79,14 @@ def test_an_empty_one_and_a_missing_one(tmp_path, text):
 
 
 FILTERS = [("a", None), ("a@c:0,2", None), (None, "b"), (None, "a:1@c"), ("c:1", None), (None, "a:0")]
+FILTERS += [
+    ("a:0@a:1", None),
+    ("c:2@a@c:0", None),
+    (None, "c:0@c:2"),
+    ("b:3,1@b:1", None),
+    (None, "a:0@b@a:1"),
+    ("b:01", None),
+]
 
 
 @pytest.mark.parametrize(("include", "exclude"), FILTERS)
@@ -65,7 +97,11 @@ def test_filters_leave_what_deepspeeds_filters_leave(include, exclude):
     assert {h.name: list(h.ids) for h in select(hosts, include, exclude)} == dict(theirs)
 
 
-@pytest.mark.parametrize("include", ["d", "a:2", "a:x", "a:", "", "b@", "$(touch x)"])
+# one part would take back what another says, or DeepSpeed's reader ends in a ValueError
+TWICE = ["a@a", "a:0@a", "a@a:0", "a:0@b@a", "b:0-2", "b:0 2", "b:-1", "@", " a", "a:" + "9" * 5000]
+
+
+@pytest.mark.parametrize("include", ["d", "a:2", "a:x", "a:", "", "b@", "$(touch x)", *TWICE])
 def test_filters_that_name_nothing(include):
     hosts = [Host("a", 2), Host("b", 4)]
     if not include:

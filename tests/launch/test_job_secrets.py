@@ -33,6 +33,7 @@ def written(*flags: str) -> dict:
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HUB_KEY", SECRET)
+    Path("run.yaml").write_text("model: mlp\n")
 
 
 def test_slurm_reads_them_from_a_file_of_the_owner_alone():
@@ -80,5 +81,34 @@ def test_kubernetes_takes_them_from_a_secret(kind):
     for pod in pods:
         assert pod["env"] == [{"name": "MODE", "value": "fast"}, reference]
         assert {"--env=MODE", "--env=HUB_KEY"} <= set(pod["args"])
-    create = 'kubectl create secret generic mine-env --from-literal=HUB_KEY="$HUB_KEY"'
-    assert result["hand_in"] == f"{create} && kubectl apply -f job.yaml"
+    assert result["hand_in"].endswith(" && kubectl apply -f job.yaml")
+
+
+KUBECTL = """#!/usr/bin/env python3
+# as kubectl: `create` reads lines NAME=VALUE, and takes the value of a line without = from the environment
+import json, os, sys
+kept = {"argv": sys.argv[1:]}
+if "create" in sys.argv:
+    (file,) = [word.partition("=")[2] for word in sys.argv if word.startswith("--from-env-file=")]
+    pairs = (line.rstrip("\\n").partition("=") for line in open(file))
+    kept["data"] = {name: value if equals else os.environ[name] for name, equals, value in pairs}
+with open("calls", "a") as calls:
+    print(json.dumps(kept), file=calls)
+"""
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("value", [SECRET, "two\nlines\n", "", *HOSTILE])
+def test_the_command_for_a_secret_shows_it_to_nobody(value, shell, monkeypatch):
+    """Processes' arguments are everybody's to read."""
+    monkeypatch.setenv("HUB_KEY", value)
+    monkeypatch.setenv("OTHER", "5")
+    command = written(*KUBERNETES, "--env", "OTHER")["hand_in"]
+    Path("kubectl").write_text(KUBECTL)
+    Path("kubectl").chmod(0o755)
+    env = {"PATH": f"{Path.cwd()}:/usr/bin:/bin", "HUB_KEY": value, "OTHER": "5"}
+    subprocess.run([shell, "-ec", command], env=env, check=True)
+    create, apply = map(json.loads, Path("calls").read_text().splitlines())
+    assert create["data"] == {"HUB_KEY": value, "OTHER": "5"}
+    assert create["argv"] == ["create", "secret", "generic", "zerofit-env", "--from-env-file=/dev/stdin"]
+    assert apply["argv"] == ["apply", "-f", "job.yaml"]

@@ -75,3 +75,26 @@ def test_every_folder_without_metrics_is_named(tmp_path):
     done = CliRunner().invoke(main, ["plot", str(tmp_path / "empty"), str(tmp_path / "none"), "--json"])
     assert done.exit_code == 2
     assert [e["where"] for e in json.loads(done.stdout)["errors"]] == [str(tmp_path / "empty"), str(tmp_path / "none")]
+
+
+def test_half_a_line_and_records_that_lack_values_are_passed_over(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(plot, "save", lambda figure, *_, **__: figures.append(figure))
+    run = tmp_path / "killed"
+    (run / "logs").mkdir(parents=True)
+    records = [{"step": 1}, {"step": 2, "loss": 0.5, "samples_per_s": 3.0, "memory_bytes": 2**30}, {"loss": 9.0}]
+    records += [{"step": 3, "loss": None, "samples_per_s": "fast", "memory_bytes": 2**31, "expert_load_most": 2.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in records) + '{"step": 4, "lo')
+    events = [{"event": "eval", "step": 2, "loss": 0.25}, {"event": "eval", "loss": 1.0}, {"time_s": 1.0}]
+    (run / "logs" / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + '{"event": "ev')
+    done = CliRunner().invoke(main, ["plot", str(run), "--out", str(tmp_path / "out.png"), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["runs"] == {str(run): 3}
+    loss, rate, memory, _ = figures[0].axes
+    drawn = [
+        [tuple(map(float, point)) for point in line.get_xydata()]
+        for axes in (loss, rate, memory)
+        for line in axes.lines
+    ]
+    assert drawn == [[(2.0, 0.5)], [(2.0, 0.25)], [(2.0, 3.0)], [(2.0, 1.0), (3.0, 2.0)]]
+    assert rate.get_ylabel() == "samples / s"

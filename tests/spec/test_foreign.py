@@ -1,9 +1,10 @@
+import json
 import random
 from pathlib import Path
 
 import pytest
 
-from zerofit.spec.foreign import MAX_DEPTH, Unreadable, parse_json, parse_yaml, read_json, read_yaml
+from zerofit.spec.foreign import MAX_DEPTH, Unreadable, parse_json, parse_yaml, read_json, read_own_yaml, read_yaml
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
@@ -77,7 +78,7 @@ def test_files_are_of_the_kind_that_is_expected(tmp_path: Path):
     assert read_json(file, list) == [1]
     with pytest.raises(Unreadable, match="an object is expected, not a list"):
         read_json(file)
-    with pytest.raises(Unreadable, match="an object is expected, not a list"):
+    with pytest.raises(Unreadable, match="a mapping is expected, not a list"):
         read_yaml(file)
     file.write_text("null")
     with pytest.raises(Unreadable, match="an object is expected, not nothing"):
@@ -121,3 +122,74 @@ def test_whatever_the_text_it_is_a_value_or_unreadable():
                 parse(random_.choice([text, text.encode()]))
             except Unreadable as error:
                 assert error.reason
+
+
+def test_files_of_zerofits_own_have_the_numbers_of_json(tmp_path: Path):
+    random_ = random.Random(0)
+    numbers = [
+        0,
+        -1,
+        1e-5,
+        1e22,
+        5e-324,
+        1.5,
+        *(random_.uniform(-1, 1) * 10.0 ** random_.randrange(-9, 30) for _ in range(300)),
+    ]
+    numbers += ["1E5", "1e+05", "-0.0", "12.50e-3", "123456789012345678901234567890"]
+    texts = [number if isinstance(number, str) else json.dumps(number) for number in numbers]
+    (tmp_path / "a.yaml").write_text("".join(f"k{n}: {text}\n" for n, text in enumerate(texts)))
+    value, lines, faults = read_own_yaml(tmp_path / "a.yaml")
+    assert list(map(repr, value.values())) == [repr(json.loads(text)) for text in texts]
+    assert list(lines.values()) == list(range(1, len(texts) + 1)) and not faults
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("1:30", "1:30"),
+        ("128:0.5", "128:0.5"),
+        ("2026-11-27", "2026-11-27"),
+        ("2026-11-27 12:00:00", "2026-11-27 12:00:00"),
+        ("1.2.3", "1.2.3"),
+        ("yes", True),
+        ("Off", False),
+        ("~", None),
+        ("'010'", "010"),
+        ("'1e5'", "1e5"),
+        ("e5", "e5"),
+        ("-", [None]),
+    ],
+)
+def test_what_stands_in_files_of_zerofits_own(tmp_path: Path, text, value):
+    (tmp_path / "a.yaml").write_text(f"a:\n  {text}\n")
+    assert read_own_yaml(tmp_path / "a.yaml") == ({"a": value}, {"a": 1}, [])
+
+
+def test_all_faults_of_zerofits_own_files_come_at_once(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(
+        "a: 010\nb: {x: -0o7, y: 1, y: 2}\na: [08]\nc: 0\nd: 0.5\ne: 0b11\nf: !!int '010'\n"
+    )
+    faults = read_own_yaml(tmp_path / "a.yaml")[2]
+    assert sorted((fault.line, fault.column) for fault in faults) == [
+        (1, 4),
+        (2, 8),
+        (2, 20),
+        (3, 1),
+        (3, 5),
+        (6, 4),
+        (7, 4),
+    ]
+
+
+def test_json_of_zerofits_own_is_read_as_json(tmp_path: Path):
+    written = {"a": "\U0001f600", "b": {"c": 1e-05}, "k" * 2000: 1}  # what YAML's reader makes otherwise, or refuses
+    (tmp_path / "a.json").write_text(json.dumps(written, indent="\t"))
+    assert read_own_yaml(tmp_path / "a.json")[0] == written
+    (tmp_path / "a.json").write_text('{\n\t"a": 1,\n\t"a": 2}')
+    value, lines, (fault,) = read_own_yaml(tmp_path / "a.json")
+    assert (value, lines, fault.line) == ({"a": 2}, {"a": 3}, 3)
+    (tmp_path / "a.json").write_text('{"a": 010}')
+    with pytest.raises(Unreadable, match="line 1, column 8"):
+        read_own_yaml(tmp_path / "a.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -83,3 +84,61 @@ def test_a_run_is_loaded_from_its_file(tmp_path):
     assert {p.where for p in error.value.problems} == {f"{file}:2", "steps", f"{file}:4"}
     with pytest.raises(UserError, match="cannot read"):
         Run.load(tmp_path / "none.yaml")
+
+
+WRONG = {
+    "steps": [True, 1.5, "010", "1:30", "0x", "", "five", float("inf"), float("nan"), 0, 2**32, 1e30, [1]],
+    "micro_batch": [False, "1_0_", "1e-1", -1],
+    "seed": [True, -1, 2**32, "99999999999"],
+    "lr": [True, float("nan"), float("inf"), "nan", "inf", "0x10", "fast", 0],
+    "epochs": [float("inf"), False, "-1"],
+    "lora_dropout": [float("nan"), True],
+    "heartbeat_timeout": [float("inf"), 1e300, True],
+    "compile": [0, 1, 1.0, "1", "nope", "", None],
+    "model": [5, True, 1.5],
+    "wandb": [10, True],
+    "profile": ["x", "5-3", ""],
+    "model_args": [{"a": float("nan")}, {"a": [{"b": float("inf")}]}, {"a": object()}, [], "x"],
+    "ds_config": [{"a": {"b": float("nan")}}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+def test_values_that_are_none_of_a_field(field, value):
+    with pytest.raises(UserError) as error:
+        Run(**{"lr" if field != "lr" else "min_lr": -1, field: value})
+    assert {problem.where for problem in error.value.problems} == {field, "lr" if field != "lr" else "min_lr"}
+
+
+def test_values_that_mean_one_thing_only():
+    values: dict[str, Any] = {"steps": "5", "seed": 2.0, "lr": "1e-4", "epochs": 3, "warmup_steps": 1e3}
+    run = Run(**values | {"compile": "no", "save_async": "Yes"})
+    assert (run.steps, run.seed, run.lr, run.epochs, run.compile, run.save_async) == (5, 2, 1e-4, 3.0, False, True)
+    assert run.warmup_steps == 1000
+
+
+def test_a_file_is_read_with_the_values_that_stand_there(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: 2026-11-27\noutput: 2026-11-28\nlr: 1e-4\nseed: 1_000\ncompile: yes\nimage_sizes: 128:0.5,192\n"
+    )
+    run = load_run(file, {}).run
+    assert (run.model, str(run.output), run.lr, run.seed, run.compile) == ("2026-11-27", "2026-11-28", 1e-4, 1000, True)
+    assert run.image_sizes == "128:0.5,192"
+
+
+def test_what_a_file_says_twice_or_in_two_ways_is_refused_with_all_else(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: lenet\nsteps: 010\nlr: 1e999\nepochs: .inf\nsteps: yes\nmicro_batch: 1:30\nds_config:\n  a: 1\n  a: 2\n"
+    )
+    with pytest.raises(UserError) as error:
+        load_run(file, {})
+    places = {problem.where.removeprefix(f"{file}:") for problem in error.value.problems}
+    assert places == {"2:8", "3", "4", "5:1", "6", "9:3"}
+
+
+def test_a_run_folders_own_file_comes_back_as_it_was(tmp_path):
+    run = Run(model="gpt2", model_args={"layer_norm_epsilon": 1e-05}, wandb="\U0001f600", lr=1e-9, seed=7)
+    (tmp_path / "run.json").write_text(json.dumps(run.model_dump(mode="json"), indent="\t"))
+    assert Run.load(tmp_path / "run.json") == run

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
-from zerofit.watch.supervise import Watch
+from zerofit.watch.messages import Hello
+from zerofit.watch.supervise import STRANGERS, Watch
 
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
+BEAT |= {"warm": True, "collective": "all_reduce", "at": "train/loop.py:9", "resending": False, "state": "running"}
+BEAT |= {"longest_still_s": 0.1}
+FAILURE = {"rank": 1, "time_s": 1.5, "problems": [{"kind": "nan", "message": "loss", "hint": "", "where": ""}]}
 
 
 def spec(port, **changes):
@@ -66,15 +72,15 @@ def test_ranks_come_beat_and_end(watch):
     assert watch.summary() == ""
     first.send({"beat": BEAT})
     until(watch, lambda: watch.states[0].beat)
-    assert watch.states[0].where == "step 4, forward"
+    assert watch.states[0].where == "step 4, forward, in all_reduce"
     first.send({"ended": 0, "last": {}})
     ending = threading.Thread(target=first.finish, args=(5,))  # with an answer to the beat unread
     ending.start()
-    second.send({"ended": 3, "last": {"step": 7}, "failure": {"rank": 1, "problems": []}})
+    second.send({"ended": 3, "last": {"step": 7}, "failure": FAILURE})
     until(watch, lambda: watch.states[1].ended is not None)
     until(watch, lambda: not ending.is_alive())
     assert (watch.states[0].ended, watch.states[0].lost) == (0, False)
-    assert watch.states[1].failure == {"rank": 1, "problems": []}
+    assert watch.states[1].failure == FAILURE
     assert watch.verdict().ranks == (1,)
 
 
@@ -163,3 +169,109 @@ def test_who_says_which_rank_this_is():
     assert rank_of({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}) == (2, 0)
     with pytest.raises(KeyError, match="no launcher"):
         rank_of({})
+
+
+def lines_of_strangers(rng, token):
+    """Yield (whether the connection has said a true hello before, one line of 20 kinds that no guard sends)."""
+    beat = json.dumps({"beat": BEAT})
+    while True:
+        number, text = rng.choice([-1, 2, 9, 10**9, 2**64, 10**400]), "".join(map(chr, rng.choices(range(0x300), k=9)))
+        noise = bytes(rng.choices([one for one in range(256) if one != 10], k=rng.randrange(1, 80)))
+        wrong = rng.choice([None, True, 5, 1.5, "5", [], {}, [[]], {"a": 1}, text])
+        at = rng.choice(sorted(BEAT))
+        odd = rng.choice(
+            ['"\\ud800"', '"\\udfff"', "NaN", "-Infinity", "1e999", "-1", "9" * 5000, "[" * 500 + "]" * 500]
+        )
+        yield False, noise
+        yield False, b'{"rank":0,"hello":"\\ud800"}'
+        yield False, json.dumps({"rank": rng.choice([True, False]), "hello": token}).encode()
+        yield False, json.dumps({"rank": wrong, "hello": token}).encode()
+        yield False, json.dumps({"rank": 1, "hello": wrong}).encode()
+        yield False, f'{{"rank": {number}, "hello": "{token}"}}'.encode()
+        yield False, json.dumps({"rank": 1, "hello": token, text: wrong}).encode()
+        yield False, json.dumps({"rank": 1, "hello": rng.choice([token[:-1], token + text, token.upper()])}).encode()
+        yield False, b'{"rank": 1, "hello": "' + b"a" * rng.randrange(4097, 9000) + b'"}'
+        yield False, beat.encode()
+        yield True, noise
+        yield True, json.dumps(wrong).encode()
+        yield True, json.dumps({"beat": wrong or 5}).encode()
+        yield True, json.dumps({"beat": BEAT | {at: {"x": wrong}}}).encode()
+        yield True, json.dumps({"beat": BEAT | {at + "_": wrong}}).encode()
+        yield True, beat.replace("0.1", odd).encode()
+        yield True, json.dumps({"ended": rng.choice([True, 1e3, "0", 10**9, None]), "last": {}}).encode()
+        yield True, json.dumps({"ended": 1, "last": {}, "failure": FAILURE | {"problems": wrong or 5}}).encode()
+        yield True, json.dumps({"ended": 1, "last": {}, "failure": FAILURE | {"rank": 0}}).encode()
+        yield True, json.dumps({"stacks": rng.choice([None, 1, ["py-spy"]]), "beat": BEAT}).encode()
+
+
+def test_ten_thousand_lines_of_strangers_end_their_own_connections_alone(watch):
+    """Each line ends the connection that it came by, rank 0 goes on, and nothing of it is believed."""
+    rank = guard(watch, 0)
+    until(watch, lambda: watch.states[0].here)
+    rank.send({"beat": BEAT})
+    assert received(watch, rank) == [{"heard": True}]
+    lines = lines_of_strangers(random.Random(3), "secret")
+    for _ in range(100):  # times 100 lines
+        group = []
+        for authentic, line in itertools.islice(lines, 100):
+            ours, theirs = socket.socketpair()
+            theirs.sendall(line + b"\n")
+            connection = JsonLineSocket(ours, 1.0)
+            watch.adopt(connection)
+            if authentic:
+                watch._authenticate(connection, Hello(hello="secret", rank=1))
+                watch.states[1].here = False  # for the next one
+            group.append((theirs, line))
+        watch.poll(0.02)
+        for theirs, line in group:
+            theirs.settimeout(2)
+            with suppress(ConnectionResetError):
+                assert theirs.recv(99) == b"", line[:99]
+            theirs.close()
+        assert (watch.states[1].beat, watch.states[1].ended, watch.states[1].failure) == ({}, None, None)
+        watch.states[1].lost = False
+    rank.send({"beat": BEAT | {"step": 4}})
+    assert received(watch, rank) == [{"heard": True}]
+    assert watch.states[0].beat == BEAT | {"step": 4} and watch.verdict() is None
+
+
+def test_silent_strangers_are_few_and_do_not_keep_a_rank_out(watch):
+    silent = [socket.create_connection(("127.0.0.1", watch.port)) for _ in range(300)]
+    for _ in range(9):
+        watch.poll(0.02)
+    assert len(watch._unauthenticated) <= STRANGERS + len(watch.states)
+    rank = guard(watch, 0)
+    until(watch, lambda: watch.states[0].here)
+    rank.send({"beat": BEAT})
+    assert received(watch, rank) == [{"heard": True}]
+    for connection in silent:
+        connection.close()
+
+
+def test_a_first_line_without_an_end(watch):
+    with socket.create_connection(("127.0.0.1", watch.port)) as stranger:
+        stranger.sendall(b"a" * 5000)
+        stranger.settimeout(2)
+        for _ in range(10):
+            watch.poll(0.02)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+
+
+def test_silence_ends_after_a_while(watch, monkeypatch):
+    monkeypatch.setattr("zerofit.watch.supervise.HELLO_S", 0.1)
+    with socket.create_connection(("127.0.0.1", watch.port)) as stranger:
+        until(watch, lambda: len(watch._unauthenticated) == 1)
+        until(watch, lambda: not watch._unauthenticated)
+        stranger.settimeout(2)
+        assert stranger.recv(10) == b""
+
+
+def test_what_comes_right_behind_a_hello_is_heard(watch):
+    """A rank that fails at once: hello, a beat and a long report in one piece."""
+    report = {"ended": 1, "last": {}, "failure": FAILURE | {"problems": [{"kind": "a", "message": "m" * 90_000}]}}
+    wire = guard(watch, 1)
+    for message in ({"beat": {"silent_s": 0.1, "state": "running", "cpu_s": 1.0}}, report):
+        wire.send(message)
+    until(watch, lambda: watch.states[1].ended == 1)
+    assert len(watch.states[1].failure["problems"][0]["message"]) == 90_000

@@ -13,19 +13,20 @@ from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
 from zerofit.check.companion import Companion
-from zerofit.check.document import Document, of_data, of_lines, parse
+from zerofit.check.document import Document, of_data, of_lines
 from zerofit.check.dotted import autos
 from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.neox import model_parallel
+from zerofit.check.programs import MARKS
 from zerofit.check.reader import HUGGING_FACE, Reader, guess
 from zerofit.check.rules.sizes import ranks_of_batch
 from zerofit.check.settled import settle
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
-from zerofit.config.ds_json import MARKS, bundled, find_config, read_document
+from zerofit.config.ds_json import bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -80,7 +81,12 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit check --json` prints."""
-        found = {"file": self.file, "reader": self.reader.name, "allowed_ranks": self.allowed_ranks}
+        found = {
+            "file": self.file,
+            "reader": self.reader.name,
+            "note": self.reader.note,
+            "allowed_ranks": self.allowed_ranks,
+        }
         return {**found, "problems": [f.as_dict() for f in self.findings]}
 
     def explain(self) -> list[KeyRow]:
@@ -95,7 +101,7 @@ class CheckResult:
         """Return the errors of another text in this file's place, its fixed one for example."""
         if text == self.document.text:
             return self.errors
-        return tuple(f for f in find_all(parse(text), self.hardware) if f.severity == "error")
+        return tuple(f for f in find_all(self.document.reread(text), self.hardware) if f.severity == "error")
 
     def migrated(self) -> Migrated:
         """Return the text carried from an older DeepSpeed to the installed one, and what was lost on the way."""
@@ -292,7 +298,7 @@ def _reader(reader: str | None, file: str, document: Document, companions: list[
         return Reader(name=reader)
     if companions:
         return Reader(name="accelerate" if all(one.kind == "accelerate" for one in companions) else "trainer")
-    return Reader(name="zerofit") if ours else guess(document.config)
+    return Reader(name="zerofit") if ours else guess(document.config, yaml=document.yaml)
 
 
 def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:

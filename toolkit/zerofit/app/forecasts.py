@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,6 +23,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import read_json, shaped
 from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
@@ -215,8 +215,8 @@ _RECORD = TypeAdapter(RankRecord)
 
 def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        record, layers = _RECORD.validate_python(kept["record"]), tuple(kept["layers"])
+        kept = read_json(file)
+        record, layers = shaped(kept["record"], _RECORD), tuple(kept["layers"])
         return SimulatedRank(target=target, record=record, layers=layers, check_error=kept["check_error"])
     except (OSError, ValueError, KeyError, TypeError):  # never simulated, or kept by another version
         return None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from zerofit.data.hf import hub_if_reachable
-from zerofit.infer.saved_model import INDEX, NAMES
-from zerofit.models.catalog import names_callable, shape_named
+from zerofit.models.catalog import shape_named
 from zerofit.models.names import Match, left_out, preset_of
-from zerofit.spec.errors import Problem, UserError
+from zerofit.models.weight_index import NAMES, weight_names
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import Unreadable
+from zerofit.spec.named_code import names_callable
 from zerofit.spec.run import RunRequest
 
 PREFIX = "hub:"
@@ -71,8 +72,7 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
                 snapshot_download(repository, revision=named, allow_patterns=patterns, local_files_only=alone)
             )
     except Exception as error:  # the hub client raises errors of many unrelated types
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise _not_there(name, f"cannot be had: {reason[:200]}", place, str(constants.HF_HUB_CACHE)) from None
+        raise _not_there(name, f"cannot be had: {reason_of(error)}", place, str(constants.HF_HUB_CACHE)) from None
     lacks = missing_files(folder)
     if lacks:
         what = f"lacks {', '.join(lacks[:3])} in {folder}"
@@ -82,14 +82,12 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
 
 def missing_files(folder: Path) -> list[str]:
     """Return what a snapshot lacks to be a pretrained model: its config, its weights, or some of their shards."""
-    weights = next((name for name in NAMES if (folder / name).is_file()), None)
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
-    if weights is None:
-        return [*lacks, NAMES[0]]
-    if not weights.endswith(INDEX):
-        return lacks
-    shards = set(json.loads((folder / weights).read_text(encoding="utf-8"))["weight_map"].values())
-    return lacks + sorted(name for name in shards if not (folder / name).is_file())
+    try:
+        names = weight_names(folder) or [NAMES[0]]
+    except Unreadable as error:
+        return [*lacks, f"an index of weights that can be used ({error.reason})"]
+    return lacks + [name for name in names if not (folder / name).is_file()]
 
 
 def _not_there(name: str, what: str, place: str, cache: str) -> UserError:

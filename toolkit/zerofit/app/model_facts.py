@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.pretrained import weight_file
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.model_facts import ModelFacts, Task
 from zerofit.spec.run import Run
 from zerofit.train.probe import models_say, probe
@@ -69,8 +69,8 @@ def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Calla
     content = path and (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8", errors="replace")
     file = kept_file("facts", [asdict(source), content, *key])
     try:
-        return form.validate_python(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # never read, or half written
+        return shaped(read_json(file, object), form)
+    except (OSError, Unreadable):  # never read, or half written
         found = read()
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, form.dump_python(found, mode="json"))

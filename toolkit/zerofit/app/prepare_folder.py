@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import re
@@ -23,7 +22,8 @@ from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_loo
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import atomic_write, write_json
+from zerofit.spec.files import atomic_write, number_in, parse_line, write_json
+from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.partial_training import PART_FIELDS
@@ -161,10 +161,8 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
 
 def _step_of(line: bytes) -> float:
     """Return the step of a record; infinity for a line that is not a record."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return math.inf
+    step = number_in(parse_line(line) or {}, "step")
+    return math.inf if step is None else step
 
 
 def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
@@ -177,7 +175,9 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
     if asked == "never" or (asked == "auto" and not folder.plan.exists()):
         return None
     if asked == "auto":
-        _refuse_another_run(json.loads(folder.run.read_text()), job, folder, SAME_RUN)
+        with refused(folder.run):
+            former = read_json(folder.run)
+        _refuse_another_run(former, job, folder, SAME_RUN)
         entry = _newest(folder.checkpoints, report)
         if entry is None:
             report.note(f"{folder.path} holds no checkpoint yet: training begins with step 1")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.models.catalog import ModelSource, names_callable
+from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import (
     Fed,
     ImageInputs,
@@ -20,7 +19,9 @@ from zerofit.models.inputs import (
     are_packed,
 )
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head, is_image
+from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
@@ -34,10 +35,11 @@ def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
     return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
 
 
-def from_saved(asked: RunRequest) -> RunRequest:
+def from_saved(asked: RunRequest, trust_model_code: bool = False) -> RunRequest:
     """Return the request of a model that zerofit has saved, a CNN's RUN/model say, as its name and its weights.
 
-    Folders of transformers models say by their config.json what they are. Raises UserError.
+    Folders of transformers models say by their config.json what they are. Raises UserError, also for a folder that
+    names code unless `trust_model_code`.
     """
     folder = Path(asked.run.model)
     if asked.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
@@ -50,29 +52,26 @@ def from_saved(asked: RunRequest) -> RunRequest:
     assert info is not None  # the file is there
     if (folder / ADAPTERS).is_file():
         return asked  # refused by the catalogue, with what to do
-    if names_callable(info.model):
-        message = f"{folder / CARD} names {info.model}, somebody's own code, which is not run unasked"
-        hint = f"if it is yours: zerofit train {info.model} --pretrained {folder}"
-        raise UserError(Problem(kind="untrusted-model", message=message, hint=hint, where="MODEL"))
+    refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
     found = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **asked.run.model_args}}
     return replace(asked, run=asked.run.model_copy(update=found))
 
 
-def read_request(target: str | None, flags: Mapping[str, Any]) -> RunRequest:
+def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the request of a model's name, a run file or a run folder, overridden by flags. Raises UserError.
 
     A run folder goes on with its own run; where flags change the layout, the batch sizes of a rank are chosen anew
-    and the global batch is kept.
+    and the global batch is kept. Code that a run folder or a saved model names is refused unless `trust_model_code`.
     """
-    return from_saved(_read_request(target, dict(flags)))
+    return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
 
 
-def _read_request(target: str | None, flags: dict[str, Any]) -> RunRequest:
+def _read_request(target: str | None, flags: dict[str, Any], trusted: bool) -> RunRequest:
     if target and RunFolder(Path(target)).plan.is_file():
         free = {"micro_batch": None, "gradient_accumulation_steps": None} if LAYOUT & set(flags) else {}
-        return load_run(RunFolder(Path(target)).run, {"output": Path(target), **free, **flags})
+        return load_run(RunFolder(Path(target)).run, {"output": Path(target), **free, **flags}, trusted)
     if target and is_run_file(target):
-        return load_run(Path(target), flags)
+        return load_run(Path(target), flags, trusted)
     return load_run(None, {"model": target, **flags} if target else flags)
 
 
@@ -84,8 +83,8 @@ def is_run_file(target: str) -> bool:
     if path.suffix != ".json" or not path.is_file():
         return False
     try:
-        return not {"model_type", "_class_name"} & set(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OSError):
+        return {"model_type", "_class_name"}.isdisjoint(read_json(path))
+    except (Unreadable, OSError):
         return True  # the loader says what is wrong with it
 
 

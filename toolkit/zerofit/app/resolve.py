@@ -19,11 +19,12 @@ from zerofit.config.ds_json import find_config, read_document
 from zerofit.config.recipes import Kind
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
-from zerofit.data import Data, default_data, open_data, split_name
+from zerofit.data import Data, check_data, default_data, open_data
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import why_whole
-from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_of
+from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_config, source_of
+from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.pretrained_notes import notes_of_pretrained
 from zerofit.spec.cluster import Cluster
@@ -40,7 +41,7 @@ from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
 
-InputSource = Literal["data", "assumed", "published"]
+InputSource = Literal["data", "assumed", "unopened", "published"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,9 @@ def resolve_job(
         asked: the run, and where each of its values stands. Its `ds_config` holds (as a dict) or names the JSON.
         machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
         inputs: "data" opens the run's data, or the usual data of its task; "assumed" opens data only where the run
-            names some and else takes the model's published inputs or `image`; "published" opens nothing, the facts
-            are those of the model as it was published (FLOPs are not counted).
+            names some and else takes the model's published inputs or `image`; "published" opens nothing,
+            the facts are those of the model as it was published (FLOPs are not counted); "unopened" is the same, with
+            tokens for a model of text.
         image: "image:3x224x224", the assumed inputs of an image model.
         report: hears notes about the data, warnings about the JSON and the progress of preparing data.
         problems: what was found wrong before, to be raised together with what is found here.
@@ -141,7 +143,7 @@ def _decide(
     found = problems.attempt(lambda: find_model(asked, model))
     document = problems.attempt(lambda: ds_document(run))
     if run.data is not None:
-        problems.attempt(lambda: split_name(run.data or ""))  # refuses what it does not know
+        problems.attempt(lambda: check_data(run.data or "", found[1] if found else None))
     if found:
         kind = kind_of(*found)
         if check_task:
@@ -181,7 +183,7 @@ def open_model(
     if source.path and "tokenizer" not in asked.places and (Path(source.path) / "tokenizer.json").is_file():
         tokenizer = source.path
     run = run.model_copy(update={"data": name, "tokenizer": tokenizer, "seq_len": seq_len})
-    if name is not None and inputs != "published":
+    if name is not None and inputs in ("data", "assumed"):
         data = open_data(run, task, seq_len, report)
         fed = data.inputs
         for note in data.notes:
@@ -190,7 +192,7 @@ def open_model(
             message = f"{data.name} holds one class: there is nothing to tell apart"
             hint = "give each class a folder of its own"
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
-    elif inputs == "assumed":
+    elif inputs == "assumed" or (inputs == "unopened" and is_text(task)):
         fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
     facts = facts_of(source, task, fed, run, model)
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
@@ -198,6 +200,8 @@ def open_model(
         report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
     if isinstance(fed, ImageInputs) and model is None:
         check_sizes(source, fed, run)
+    for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():
+        report.note(note)
     with models_say("--pretrained"):
         for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
             report.note(note)

@@ -20,7 +20,7 @@ from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.launch.run_lock import held
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
-from zerofit.spec.files import JsonlTail
+from zerofit.spec.files import read_jsonl
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.supervise import Watch
@@ -138,7 +138,7 @@ class TrainingRun:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the records of all steps so far, as in metrics.jsonl."""
-        return list(JsonlTail(self._folder.metrics, from_start=True).read())
+        return read_jsonl(self._folder.metrics) if self._folder.metrics.exists() else []
 
     def stop(self) -> None:
         """Ask the ranks to save a checkpoint and stop; `result()` then raises Stopped."""

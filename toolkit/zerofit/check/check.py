@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from zerofit.check.catalog import catalog
-from zerofit.check.document import Document, parse
+from zerofit.check.document import Document
 from zerofit.check.edit import apply
 from zerofit.check.finding import EFFECTS, Finding, Rule
 from zerofit.check.form import form
@@ -18,7 +18,7 @@ from zerofit.check.rules.offload import OFFLOAD, nvme
 from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
 from zerofit.check.rules.parallel import EXPERTS, PARALLEL
 from zerofit.check.rules.precision import PRECISION
-from zerofit.check.rules.readers import READER_RULES, left_to_reader
+from zerofit.check.rules.readers import READER_RULES
 from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
 from zerofit.check.rules.sizes import batch, sizes
 from zerofit.check.rules.zero import ZERO_RULES, other_stages
@@ -47,7 +47,6 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
     scheduler,
     scheduler_values,
     sizes,
-    left_to_reader,
 )
 
 
@@ -67,7 +66,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)
-            edits = finding.edits if document.places is None else ()  # they are for strict JSON
+            edits = finding.edits if document.editable else ()
             found[n] = replace(finding, line=place.line, column=place.column, edits=edits)
     return sorted(found, key=lambda f: (f.severity, EFFECTS.index(f.effect), f.line, f.column, f.code))
 
@@ -79,5 +78,5 @@ def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
         text = apply(document, edits)
         if text == document.text:
             break
-        document = parse(text)
+        document = document.reread(text)
     return document.text

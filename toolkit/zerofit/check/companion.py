@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import yaml
-
-from zerofit.check.document import parse
+from zerofit.check.document import parse, parse_yaml
 from zerofit.check.dotted import leaves
 from zerofit.check.finding import as_number
-from zerofit.check.scan import SyntaxFault
+from zerofit.check.scan import ParsedValue, SyntaxFault
 from zerofit.check.shell import UNKNOWN, Word, commands
 
 THREADS = "OMP_NUM_THREADS"
@@ -73,7 +71,7 @@ def read_companion(file: str, text: str, *, accelerate: bool) -> Companion:
     script = not accelerate and not file.endswith((".json", ".yaml", ".yml")) and not text.lstrip().startswith("{")
     if script:
         return _of_script(file, text)
-    values = dict(_of_json(text) if text.lstrip().startswith("{") else _of_yaml(text))
+    values = dict(_given((parse if text.lstrip().startswith("{") else parse_yaml)(text).root))
     kind = "accelerate" if accelerate else "axolotl" if all(name in values for name in AXOLOTL) else "trainer"
     return Companion(file=file, kind=kind, values=values)
 
@@ -88,36 +86,14 @@ def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> Companion:
     )
 
 
-def _of_json(text: str) -> Iterator[tuple[str, GivenValue]]:
-    for member in parse(text).root.members:
-        yield member.key, GivenValue(value=_plain(member.value.data), line=member.place.line)
-        for inner in member.value.members:
-            yield f"{member.key}.{inner.key}", GivenValue(value=_plain(inner.value.data), line=inner.place.line)
-
-
-def _of_yaml(text: str) -> Iterator[tuple[str, GivenValue]]:
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            raise SyntaxFault("no mapping of keys to values", 1, 1)
-        yield from _of_node(loader, root, "")
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise SyntaxFault(str(error.problem), line, column) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise SyntaxFault(str(error), 1, 1) from None
-
-
-def _of_node(loader: yaml.SafeLoader, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, GivenValue]]:
-    for key, value in node.value:
-        name = f"{prefix}{loader.construct_object(key)}"
-        if isinstance(value, yaml.MappingNode):
-            yield from _of_node(loader, value, f"{name}.")
+def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenValue]]:
+    """Yield what the keys of a mapping give, by dotted name; of a mapping inside, its keys."""
+    for member in value.members:
+        name = f"{prefix}{member.key}"
+        if member.value.members:
+            yield from _given(member.value, f"{name}.")
         else:
-            data = loader.construct_object(value, deep=True)
-            yield name, GivenValue(value=_plain(data), line=key.start_mark.line + 1)
+            yield name, GivenValue(value=_plain(member.value.data), line=member.place.line)
 
 
 def _of_script(file: str, text: str) -> Companion:

@@ -1,19 +1,23 @@
-"""A DeepSpeed JSON as text: parsed with comments tolerated, every key and value with its place."""
+"""A DeepSpeed JSON, or a YAML with its keys, as text: comments tolerated, every key and value with its place."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import yaml
+
 from zerofit.check.scan import ObjectMember, ParsedValue, Scanner, SyntaxFault, TextPosition
+from zerofit.spec.foreign import Unreadable, YamlTree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A parsed JSON: its text, its root and what is tolerated but not strict JSON."""
+    """A parsed JSON or YAML: its text, its root and what is tolerated but not strict JSON."""
 
     text: str
     root: ParsedValue
@@ -23,11 +27,21 @@ class Document:
     comment: TextPosition | None = None  # the first one
     places: Mapping[str, TextPosition] | None = None  # in the file, where `text` is another writing of it
     loose: SyntaxFault | None = None  # where JSON ends and HJSON begins
+    yaml: bool = False
 
     @property
     def config(self) -> Any:
         """The plain value, as json.loads gives it."""
         return self.root.data
+
+    @property
+    def editable(self) -> bool:
+        """Whether edits can be made in place: not in HJSON, nor in YAML that goes by its indentation."""
+        return self.places is None and (not self.yaml or self.text[self.root.place.start :].startswith("{"))
+
+    def reread(self, text: str) -> Document:
+        """Return a document of another text in the same notation."""
+        return parse_yaml(text) if self.yaml else parse(text)
 
     def member(self, path: str) -> ObjectMember | None:
         """Return the member at a dotted path (the last one of that key), or None."""
@@ -76,6 +90,39 @@ def parse(text: str) -> Document:
     """Parse a text. Raises SyntaxFault with line, column and what was expected there."""
     scanner = Scanner(text)
     return Document(text=text, root=scanner.read(), commas=tuple(scanner.commas), comment=scanner.comment)
+
+
+def parse_yaml(text: str) -> Document:
+    """Parse a YAML document whose root is a mapping. Raises SyntaxFault with line and column."""
+    try:
+        tree = YamlTree(text)
+        if not isinstance(tree.root, yaml.MappingNode):
+            raise Unreadable("no mapping of keys to values", 1, 1)
+        return Document(text=text, root=_of_node(tree, tree.root), yaml=True)
+    except Unreadable as error:
+        raise SyntaxFault(error.reason, error.line or 1, error.column or 1, notation="YAML") from None
+
+
+def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
+    """Return a node with its parts; keys are strings, and so is what JSON has no word for (a date, infinity)."""
+    place = _position(node)
+    if isinstance(node, yaml.MappingNode):
+        members = tuple(
+            ObjectMember(key=str(tree.value(key)), place=_position(key), value=_of_node(tree, value))
+            for key, value in tree.members(node)
+        )
+        return ParsedValue(place=place, data={m.key: m.value.data for m in members}, members=members)
+    if isinstance(node, yaml.SequenceNode):
+        items = tuple(_of_node(tree, item) for item in node.value)
+        return ParsedValue(place=place, data=[item.data for item in items], items=items)
+    data = tree.value(node)
+    plain = data is None or isinstance(data, str | int) or (isinstance(data, float) and math.isfinite(data))
+    return ParsedValue(place=place, data=data if plain else node.value)
+
+
+def _position(node: yaml.Node) -> TextPosition:
+    start, end = node.start_mark, node.end_mark
+    return TextPosition(line=start.line + 1, column=start.column + 1, start=start.index, end=end.index)
 
 
 def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.check.document import Document, parse
+from zerofit.check.document import Document
 from zerofit.check.scan import ObjectMember, ParsedValue
 
 
@@ -62,7 +62,7 @@ def apply(document: Document, edits: Iterable[Edit]) -> str:
         text = text[:start] + text[end:]
     for edit in todo:
         if not isinstance(edit, Deletion):
-            text = _apply(parse(text), edit)
+            text = _apply(document.reread(text), edit)
     return text
 
 
@@ -86,7 +86,7 @@ def _apply(document: Document, edit: Edit) -> str:
     if isinstance(edit, Move):
         if document.member(edit.to):
             return text
-        moved = parse(_set(document, Assignment(edit.to, member.value.data)))
+        moved = document.reread(_set(document, Assignment(edit.to, member.value.data)))
         return _apply(moved, Removal(edit.path))
     if isinstance(edit, Renaming):
         return text[: member.place.start] + json.dumps(edit.key) + text[member.place.end :]

@@ -22,6 +22,7 @@ READ_WHEN_OFF = ("comms_logger", "data_efficiency")  # what is in them counts, s
 IGNORED = frozenset(
     {
         "unknown-key",
+        "own-key",
         "key-stage",
         "feature-stage",
         "never-read",

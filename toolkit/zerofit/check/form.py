@@ -46,6 +46,16 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
             line=1,
             column=1,
         )
+    if document.yaml and reader != "neox":
+        yield Finding(
+            code="yaml",
+            path="",
+            message="the file is YAML",
+            why=f"{SPOKEN[reader]} reads JSON and stops",
+            fix="write it as JSON",
+            line=1,
+            column=1,
+        )
     if document.loose:
         yield Finding(
             code="hjson",

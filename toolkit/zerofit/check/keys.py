@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.edit import Assignment, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Finding, as_number, near, plainly
+from zerofit.check.programs import OWN_KEYS
 from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.schema import filled_by
-from zerofit.check.subject import ZERO, TargetHardware
+from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
+NAMED = 3  # places of a key that a hint names
 MOST = 100  # unknown keys of a section that are told of one by one
 
 # other words for the same, from users' reports
@@ -21,7 +23,6 @@ SYNONYMS = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "batch_size": "train_batch_size",
     "global_batch_size": "train_batch_size",
     "max_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
@@ -50,12 +51,11 @@ INSTEAD = {
 
 def keys(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
     """Yield findings about single keys and their values; combinations are the rules' matter."""
-    yield from _walk(config, catalog.schema, "", catalog, setting)
+    yield from _walk(config, catalog.schema, "", CheckSubject(config=config, catalog=catalog, setting=setting))
 
 
-def _walk(
-    config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, setting: TargetHardware
-) -> Iterator[Finding]:
+def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, c: CheckSubject) -> Iterator[Finding]:
+    catalog = c.catalog
     known = schema.get("properties", {})
     unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
     crowd = frozenset(unknown[MOST:])  # no configuration: these are told of at once
@@ -67,11 +67,11 @@ def _walk(
             yield _removed(path, value)
         elif key not in known:
             if not schema.get("additionalProperties", True):
-                yield from _unknown(path, known, config, catalog, setting)
+                yield from _unknown(path, key, known, config, c)
         else:
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
-            yield from _value(path, value, known[key], catalog, setting)
+            yield from _value(path, value, known[key], c)
     if crowd and not schema.get("additionalProperties", True):
         yield _crowd(f"{prefix}{unknown[MOST]}", len(crowd), catalog)
 
@@ -81,10 +81,14 @@ def _crowd(path: str, number: int, catalog: Catalog) -> Finding:
     return Finding(
         code="unknown-key",
         path=path,
-        message=f"DeepSpeed knows none of {number:,} further keys from here on in {parent or 'the top level'}",
+        message=f"{number:,} more unknown keys from here on {_in(parent)}",
         why=_of_unknown(parent, catalog),
         fix="remove them: a configuration has some dozens",
     )
+
+
+def _in(parent: str) -> str:
+    return f"in {parent}" if parent else "at the top level"
 
 
 def _of_unknown(parent: str, catalog: Catalog) -> str:
@@ -118,37 +122,75 @@ def _removed(path: str, value: Any) -> Finding:
 
 
 def _unknown(
-    path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, setting: TargetHardware
+    path: str, key: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c: CheckSubject
 ) -> Iterator[Finding]:
-    parent, _, key = path.rpartition(".")
-    elsewhere = catalog.places.get(key, [])
+    parent = path[: -len(key) - 1]
+    elsewhere = _places(path, key, siblings[key], c)
+    if path in OWN_KEYS:
+        yield _own(path, elsewhere)
+        return
     better = None
-    if not (key.startswith("_") or elsewhere):
-        better = near(key, [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated], SYNONYMS)
+    if not (key.startswith("_") or key in c.catalog.places):
+        better = near(key, [k for k in known if f"{parent}.{k}".lstrip(".") not in c.catalog.deprecated], SYNONYMS)
     if better and not _may_be_meant(siblings[key], known[better]):
         better = None
     edits: tuple[Edit, ...] = ()
-    fix = "remove it"
+    fix = "remove it" if parent else "remove it, unless your program reads it"
     if better:
         fix = f"did you mean {better}?"
         if better not in siblings and plainly(key, better, SYNONYMS):
             edits = (Renaming(path, better),)
     elif elsewhere:
-        fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
-        if len(elsewhere) == 1 and _may_be_meant(siblings[key], catalog.node(elsewhere[0]) or {}):
+        fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere)}"
+        if len(elsewhere) == 1 and _is_certain(path, elsewhere[0], siblings[key], c):
             edits = (Move(path, elsewhere[0]),)
     yield Finding(
         code="unknown-key",
-        severity="warning" if key.startswith(("_", "$")) and parent not in catalog.strict else "error",
+        severity="warning" if key.startswith(("_", "$")) and parent not in c.catalog.strict else "error",
         path=path,
-        message=f"DeepSpeed knows no key {key!r} in {parent or 'the top level'}",
-        why=_of_unknown(parent, catalog),
+        message=f"unknown key {key!r} {_in(parent)}",
+        why=_of_unknown(parent, c.catalog),
         fix=fix,
         edits=edits,
     )
-    meant = known[better] if better else catalog.node(elsewhere[0]) if len(elsewhere) == 1 else None
+    meant = known[better] if better else c.catalog.node(elsewhere[0]) if elsewhere else None
     if edits and meant:  # what is wrong inside shows at once, not after the name is right
-        yield from _value(path, siblings[key], meant, catalog, setting)
+        yield from _value(path, siblings[key], meant, c)
+
+
+def _own(path: str, elsewhere: Sequence[str]) -> Finding:
+    read = f"; DeepSpeed reads it at {elsewhere[0]} only" if len(elsewhere) == 1 else ""
+    return Finding(
+        code="own-key",
+        severity="warning",
+        path=path,
+        message=f"{path!r} is no key of DeepSpeed",
+        why="DeepSpeed ignores it: it is left to the program that reads the file",
+        fix=f"leave it if your program reads it, else remove it{read}",
+    )
+
+
+def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
+    """Return where a key may belong; a name that many sections have (`enabled`) says so only within its own section."""
+    places = c.catalog.places.get(key, [])
+    generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
+    section = path.partition(".")[0]
+    fitting = [place for place in places if _may_be_meant(value, c.catalog.node(place) or {})]
+    found = [place for place in fitting if not generic or place.startswith(f"{section}.")]
+    return found if len(found) <= NAMED else []
+
+
+def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
+    """Return whether a key can only be meant for a place: up or down its own section, or into one that the file has.
+
+    A section that it lacks would be made for this key alone, and one word at the top level may be the program's own.
+    """
+    parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
+    if isinstance(value, Mapping):
+        known = (c.catalog.node(place) or {}).get("properties", {})
+        return not target or (bool(value) and value.keys() <= known.keys())
+    related = not target or f"{target}.".startswith(f"{parent}." if parent else "")
+    return related and (not target or bool(c.section(target))) and (bool(parent) or "_" in path)
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
@@ -190,18 +232,18 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
     return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
 
-def _value(path: str, value: Any, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
+def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[Finding]:
     if isinstance(value, Mapping) and "properties" in schema:
-        yield from _walk(value, schema, f"{path}.", catalog, setting)
+        yield from _walk(value, schema, f"{path}.", c)
         return
     own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # a word of DeepSpeed's own
     if value == "auto" and not own_auto:
-        if path not in filled_by(setting.reader):
-            yield _auto(path, schema, catalog, setting)
+        if path not in filled_by(c.setting.reader):
+            yield _auto(path, schema, c.catalog, c.setting)
         return
     if path == ZERO and isinstance(value, bool):
         return  # a rule of its own
-    yield from _faults(path, value, schema, path.rpartition(".")[0] in catalog.strict)
+    yield from _faults(path, value, schema, path.rpartition(".")[0] in c.catalog.strict)
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:

@@ -9,7 +9,7 @@ from typing import Any
 from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check, mend
-from zerofit.check.document import Document, parse
+from zerofit.check.document import Document
 from zerofit.check.dotted import get
 from zerofit.check.edit import Assignment, Edit, Removal, apply
 from zerofit.check.finding import Edits, Finding
@@ -69,14 +69,14 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
         for finding in found:
             if finding.code == "removed-key":
                 lost.append(f"{finding.path} {_short(document, finding.path)}: {finding.fix}")
-        document = parse(apply(document, [edit for finding in found for edit in _edits(finding)]))
+        document = document.reread(apply(document, [edit for finding in found for edit in _edits(finding)]))
     kept: list[str] = []
     document = _with_pinned_memory(document, kept)
     for path, old, matters, text in DEFAULTS:
         aliases = resolve(document.config, catalog())
         subject = CheckSubject(config=aliases.config, catalog=catalog(), setting=setting)
         if matters(subject) and not subject.has(path):
-            document = parse(apply(document, [Assignment(path, old)]))
+            document = document.reread(apply(document, [Assignment(path, old)]))
             kept.append(f"{path} {old}: {text}")
     return Migrated(text=mend(document, setting), lost=tuple(lost), kept=tuple(kept))
 
@@ -97,7 +97,7 @@ def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
         if isinstance(given, dict) and "pin_memory" not in given:
             edits.append(Assignment(f"{section}.pin_memory", pinned))
             kept.append(f"{section}.pin_memory {pinned}: {PINNED} says it")
-    return parse(apply(document, edits))
+    return document.reread(apply(document, edits))
 
 
 def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
@@ -111,7 +111,7 @@ def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     lost.append(f"optimizer {name}: {new} takes its place, without compressed communication")
     lost.extend(f"optimizer.params.{key}: {new} has no such parameter" for key in extra)
     edits = [Assignment("optimizer.type", new), *(Removal(f"optimizer.params.{key}") for key in extra)]
-    return parse(apply(document, edits))
+    return document.reread(apply(document, edits))
 
 
 def _short(document: Document, path: str) -> str:

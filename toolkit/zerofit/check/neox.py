@@ -1,7 +1,7 @@
 """GPT-NeoX's files: arguments of its own, beside the keys of DeepSpeed that it hands on.
 
 Names are those of megatron/neox_arguments at ea7aefd8; - and _ in them are one. It makes optimizers and schedulers
-itself, but for the compressed ones.
+itself, but for the compressed ones. Of what it hands on, it alone reads fp32_allreduce.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from zerofit.check.finding import Finding, near, plainly
 
 OWN_MADE = ("optimizer", "scheduler")
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+# arguments that no other program has together, and enough of them to know a file by; - and _ are one
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
+OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
+MOSTLY = 0.8  # of a part's keys: its files are merged, and one of them may hold paths alone
 DEGREES = ("pipe_parallel_size", "model_parallel_size")
 PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
 
@@ -25,6 +29,15 @@ PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
 @cache
 def _names() -> Mapping[str, list[str]]:
     return json.loads((files("zerofit.check") / "data" / "neox.json").read_text(encoding="utf-8"))
+
+
+def is_for_neox(config: Any, *, yaml: bool) -> bool:
+    """Return whether a file is for GPT-NeoX; one that is called a YAML, if nearly all of its keys are its arguments."""
+    keys = {str(key).replace("-", "_") for key in config} if isinstance(config, Mapping) else set()
+    if any(sum(key in keys for key in some) >= 2 for some in (SIZES, OWN)):
+        return True
+    own = keys.intersection(_names()["own"])
+    return yaml and bool(own) and len(own) + len(keys.intersection(_names()["handed_on"])) >= MOSTLY * len(keys)
 
 
 def handed_on(config: Mapping[str, Any]) -> Aliases:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.check.catalog import catalog
 from zerofit.check.dotted import autos
+from zerofit.check.neox import is_for_neox
+from zerofit.check.schema import FILLED
 
 READERS = ("deepspeed", "trainer", "accelerate", "lightning", "zerofit")
 SPOKEN = {
@@ -21,9 +24,7 @@ SPOKEN = {
 # strategies/deepspeed.py
 HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
-# arguments of GPT-NeoX itself that stand beside DeepSpeed's in its files; - and _ are one
-NEOX = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
-NEOX_OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
+NAMED = 3  # keys that the first line names
 # of parallelism: no other program fills an "auto" there, and nobody writes one by mistake
 DEGREES = ("sequence_parallel_size", "tensor_parallel.autotp_size")
 
@@ -34,24 +35,37 @@ class Reader:
 
     name: str
     why: str = ""  # what the guess goes by; "" where the user has said it
+    note: str = ""  # what another program would make of the file
 
     def sentence(self) -> str:
         """Return the line that the command begins with."""
         guess = f", since {self.why}; --for NAME names another" if self.why else ""
-        return f"read as a file for {SPOKEN[self.name]}{guess}"
+        return f"read as a file for {SPOKEN[self.name]}{guess}{'; ' if self.note else ''}{self.note}"
 
 
-def guess(config: Any) -> Reader:
-    """Return who most likely reads a configuration."""
+def guess(config: Any, *, yaml: bool = False) -> Reader:
+    """Return who most likely reads a configuration, a JSON or a YAML."""
     if not isinstance(config, Mapping):
         return Reader(name="deepspeed", why="nothing in it says otherwise")
-    keys = {str(key).replace("-", "_") for key in config}
-    if sum(key in keys for key in NEOX) >= 2 or sum(key in keys for key in NEOX_OWN) >= 2:
-        return Reader(name="neox", why="it has arguments of GPT-NeoX")
+    if is_for_neox(config, yaml=yaml):
+        return Reader(
+            name="neox", why="it has arguments of GPT-NeoX", note="of the files that it merges, this alone is seen"
+        )
     first = next(autos(config), None)
     degree = next((path for path in autos(config) if path in DEGREES), None)
     if degree is not None:
         return Reader(name="zerofit", why=f'it has "auto" for {degree}, which only zerofit fills')
     if first is not None:
-        return Reader(name="trainer", why=f'it has "auto" ({first})')
+        return Reader(name="trainer", why=f'it has "auto" ({first})', note=_left_to_trainer(config))
     return Reader(name="deepspeed", why='it has no "auto"')
+
+
+def _left_to_trainer(config: Mapping[str, Any]) -> str:
+    """Return what plain DeepSpeed makes of each "auto" that the Trainer fills; "" where it fills none."""
+    left = [path for path in autos(config) if path in FILLED]
+    stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
+    named = ", ".join(stops[:NAMED]) + (f" and {len(stops) - NAMED} more" if len(stops) > NAMED else "")
+    does = [f'stops at "auto" for {named}'] if stops else []
+    does += [f"takes its default for {len(left) - len(stops)} of them"] if len(left) > len(stops) else []
+    count = f"{len(left)} keys" if len(left) > 1 else "a key"
+    return f'it fills the "auto" of {count}; plain DeepSpeed {" and ".join(does)}' if left else ""

@@ -58,11 +58,11 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """The text is not valid JSON; says where and what was expected."""
+    """The text is not valid JSON (or YAML, its notation); says where and what was expected."""
 
-    def __init__(self, message: str, line: int, column: int, *, final: bool = False):
+    def __init__(self, message: str, line: int, column: int, *, final: bool = False, notation: str = "JSON"):
         super().__init__(message)
-        self.message, self.line, self.column = message, line, column
+        self.message, self.line, self.column, self.notation = message, line, column, notation
         self.final = final  # in HJSON too
 
 

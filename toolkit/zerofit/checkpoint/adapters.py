@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zerofit.checkpoint.merge import TrainedPart
-from zerofit.checkpoint.model_folder import CARD, ModelInfo, read_model_info, refuse_untrusted_code
+from zerofit.checkpoint.model_folder import CARD, ModelInfo, read_model_info
 from zerofit.checkpoint.store import CHECKPOINTS, Store
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource, find, with_task
 from zerofit.models.partial import ADAPTER, head_modules, quiet_bitsandbytes
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import has_head
+from zerofit.spec.named_code import refuse_foreign_code
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -80,7 +81,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     config.modules_to_save = None  # the head is there by itself
     info = read_model_info(folder)
     source, args = _base(folder, config, info)
-    refuse_untrusted_code(source, args, folder / CARD, trust_model_code)
+    refuse_foreign_code(folder / CARD, trust_model_code, model=source.name, model_args=args)
     inputs = info.inputs if info else None
     try:
         with torch.device("meta"):

@@ -23,7 +23,6 @@ from zerofit.checkpoint.model_folder import (
     read_model_info,
     refuse_existing,
     refuse_small_disk,
-    refuse_untrusted_code,
     staged_folder,
 )
 from zerofit.checkpoint.published import SHARD_BYTES, PublishedFiles, PublishedModel
@@ -37,6 +36,7 @@ from zerofit.models.quantized import without_bits
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Modul
         source = source_of(run)
         if run.partial is None:  # the checkpoint has all of it
             source = replace(source, pretrained=None)
-        refuse_untrusted_code(source, run.model_args, file, trusted)
+        refuse_foreign_code(file, trusted, model=run.model, model_args=run.model_args)
         with torch.device("meta"):
             return build(without_bits(source), manifest.inputs, dict(run.model_args)), source
     except ModelError as error:

@@ -6,7 +6,6 @@ Which file holds which shard of a parameter is said by the ranks that wrote them
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,12 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.store import STATE, Count, stays_inside
+from zerofit.checkpoint.store import STATE, Count
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import stays_inside
+from zerofit.spec.foreign import Unreadable, read_json, shaped
 
 MASTER = "fp32"  # the weights themselves, in the precision in which the optimizer holds them
 HINT = "zerofit ckpt verify says which files are damaged; take another checkpoint"
@@ -254,8 +255,8 @@ class FullState:
         schema = TypeAdapter(_RankIndex)
         for file in files:
             try:
-                index = schema.validate_python(json.loads(file.read_text(encoding="utf-8")))
-            except (OSError, ValueError, ValidationError, RecursionError) as error:
+                index = shaped(read_json(file), schema)
+            except (OSError, Unreadable) as error:
                 first = " ".join(str(error).split())[:200]
                 raise self._incomplete(f"the index ranks/{file.name} cannot be read: {first}") from None
             if len(files) != index.world_size:

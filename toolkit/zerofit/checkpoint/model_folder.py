@@ -20,7 +20,6 @@ from torch import Tensor
 
 from zerofit.checkpoint.frozen import FrozenWeights
 from zerofit.checkpoint.store import sync_folders
-from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import sync_file, sync_folder, write_json
@@ -253,14 +252,3 @@ def read_model_info(folder: Path) -> ModelInfo | None:
         message = f"{file} is not what zerofit writes beside a model: {type(error).__name__}: {reason}"
         hint = "export the checkpoint again with `zerofit ckpt export`"
         raise UserError(Problem(kind="bad-about", message=message, hint=hint, where=str(file))) from None
-
-
-def refuse_untrusted_code(source: ModelSource, model_args: dict[str, Any], file: Path, trusted: bool) -> None:
-    """Raise UserError "untrusted-model" where `file` names a callable to import and call, unless that is trusted."""
-    if source.family != "custom" or trusted:
-        return
-    module, _, attribute = source.name.partition(":")
-    arguments = ", ".join(f"{name}={value!r}" for name, value in model_args.items())
-    message = f"{file} asks to import the module {module} and to call {attribute}({arguments}), which runs its code"
-    hint = "--trust-model-code, if you know who wrote the folder and that module"
-    raise UserError(Problem(kind="untrusted-model", message=message, hint=hint, where=str(file)))

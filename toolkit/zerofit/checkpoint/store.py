@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
@@ -24,7 +24,8 @@ from zerofit.checkpoint.frozen import FrozenWeights
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import field_data, sync_folder, write_text
+from zerofit.spec.files import field_data, stays_inside, sync_folder, write_text
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import Job
 
 FORMAT = 1
@@ -85,14 +86,14 @@ class Manifest:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest in a checkpoint's folder. Raises ManifestError."""
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
+        content = read_json(checkpoint / MANIFEST)
+        if content.pop("checksum", None) != checksum_of(content):
             raise ManifestError("manifest.json is not what was written: its checksum differs")
     except FileNotFoundError:
         raise ManifestError("there is no manifest.json") from None
     except ManifestError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, Unreadable) as error:
         raise ManifestError(f"manifest.json cannot be read: {error}") from None
     if content.get("format") != FORMAT:
         got = content.get("format", "none")
@@ -107,12 +108,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if outside := [name for name in manifest.files if not stays_inside(name)]:
         raise ManifestError(f"manifest.json names a file outside the checkpoint: {outside[0]!r}")
     return manifest
-
-
-def stays_inside(name: str) -> bool:
-    """Return whether a path or name that a file gives stays within the folder it is relative to."""
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 def mark_of(path: Path) -> FileMark:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -74,11 +76,28 @@ def _stoppable() -> Iterator[None]:
 
 
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
-    """End with exit code 70 for an error of zerofit itself; the traceback is in a file that the message names."""
+    """End with exit code 70 for an error of zerofit itself; the traceback is in a file that the message names.
+
+    A path that the system refuses, whatever opened it, is bad input: code 2.
+    """
+    if why := _of_path(error):
+        hint = "give another path, or see to its permissions and the room on its disk"
+        fail([Problem(kind="path", message=why, hint=hint)], BAD_INPUT, as_json)
     message = f"zerofit failed: {type(error).__name__}: {error}"
     hint = "this is an error of zerofit: please report it with the traceback in that file"
     problem = Problem(kind="internal", message=message, hint=hint, where=str(_write_traceback(error)))
     fail([problem], INTERNAL, as_json)
+
+
+# what a path, its permissions or its disk is to blame for; a file that is not there is looked for where it is named
+REFUSED = ("ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG")
+
+
+def _of_path(error: Exception) -> str:
+    """Return what the system says of a path that it refuses; "" for any other error."""
+    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in REFUSED and error.filename is not None:
+        return f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
+    return "a path has a NUL byte" if isinstance(error, ValueError) and "embedded null byte" in str(error) else ""
 
 
 def _write_traceback(error: Exception) -> Path:
@@ -88,7 +107,8 @@ def _write_traceback(error: Exception) -> Path:
     for folder in (cache_root() / "errors", Path(tempfile.gettempdir())):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+            with open(folder / name, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                file.write(text)  # the owner's alone: arguments can be secrets (--env NAME=VALUE)
             return folder / name
         except OSError:
             continue

@@ -221,6 +221,7 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
         click.echo(f"{click.style('for you to decide', fg='yellow')}: {line}", err=True)
     errors, warnings = len(result.errors), len(result.warnings)
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    total = total if result.findings else "nothing wrong"
     if result.allowed_ranks:
         total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
     click.echo(f"{result.file}: {total}", err=True)

@@ -16,8 +16,19 @@ from zerofit.app.requests import is_run_file, read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import ANYWAY, AS_JSON, PATH, add_options, given, host_options, run_options
+from zerofit.cli.options import (
+    ANYWAY,
+    AS_JSON,
+    HOST_FLAGS,
+    PATH,
+    TRUST_MODEL_CODE,
+    add_options,
+    given,
+    host_options,
+    run_options,
+)
 from zerofit.cli.train import show
+from zerofit.spec.errors import Problems
 from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
 
@@ -51,6 +62,7 @@ file_options = add_options(
 @file_options
 @run_options()
 @ANYWAY
+@TRUST_MODEL_CODE
 @AS_JSON
 def launch(target: str | None, as_json: bool, **options: Any) -> None:
     """Train on many hosts, through the deepspeed launcher.
@@ -69,11 +81,12 @@ def _launch(
         activate = Path(sys.prefix, "bin", "activate")
         if own["setup"] is None:
             own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
-        values = {field.name: own[field.name] for field in fields(JobFileRequest) if field.name in own}
+        values = {field.name: own.pop(field.name) for field in fields(JobFileRequest) if field.name in own}
+        _refuse_unused({name: value for name, value in own.items() if value not in (None, "", False, "pdsh")})
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))
     asked_hosts = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})
     hosts = find_hosts(asked_hosts)
-    asked = read_request(target, flags)
+    asked = read_request(target, flags, own["trust_model_code"])
     if own["dry_run"]:
         return {"command": launcher_command(asked.run, hosts, asked_hosts)}
     with EventConsole(asked.run.log_every) as console:
@@ -95,6 +108,16 @@ def _launch(
             handle_signals=True,
             anyway=own["anyway"],
         ).run()
+
+
+def _refuse_unused(given: dict[str, Any]) -> None:
+    """Raise UserError for options of a launch from here that a job file has no place for."""
+    problems = Problems()
+    for name in given:
+        flag = HOST_FLAGS.get(name, "--" + name.replace("_", "-"))
+        hint = "leave it out: the scheduler gives the hosts, and the job starts there"
+        problems.add("conflict", f"{flag} means nothing to --slurm and --kubernetes", hint, flag)
+    problems.raise_if_any()
 
 
 def _show(result: TrainingResult | JobFile | dict[str, Any]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import types
-import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.run import Run
+from zerofit.spec.foreign import Unreadable, parse_json
+from zerofit.spec.run import Run, plain_type
 
 if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
@@ -32,7 +30,7 @@ ANYWAY = click.option("--anyway", is_flag=True, help="start what does not fit in
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,
-    help="import and run a model of the form package.module:callable that the folder's files name",
+    help="import and run models and callbacks (package.module:callable) that the folder's files name",
 )
 RUNNERS = ["pdsh", "slurm", "openmpi", "mpich"]
 RUNNER_HELP = "what DeepSpeed's runner starts ranks with; slurm without --hostfile takes the hosts of the allocation"
@@ -58,11 +56,11 @@ class JsonObject(click.ParamType):
         if isinstance(value, dict):
             return value
         try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError as error:
-            self.fail(f"{value!r} is not valid JSON: {error.msg} at column {error.colno}", param, ctx)
+            parsed = parse_json(value)
+        except Unreadable as error:
+            self.fail(f"{value[:80]!r} is not valid JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
-            self.fail(f"{value!r} is not a JSON object", param, ctx)
+            self.fail(f"{value[:80]!r} is not a JSON object", param, ctx)
         return parsed
 
 
@@ -90,7 +88,7 @@ def run_options(fields: Collection[str] | None = None) -> Decorator:
 
 def _option(field: str, info: Any) -> Callable[..., Any]:
     name = "--" + field.replace("_", "-")
-    kind = _plain(info.annotation)
+    kind = plain_type(info.annotation)
     extra: dict[str, Any] = {"default": None, "help": info.description}
     if info.default not in (None, False, ()) and info.default != {}:
         extra["help"] += f" [{info.default}]"
@@ -102,16 +100,6 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
     types_of = {int: int, float: float, str: str, Path: PATH}
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
-
-
-def _plain(annotation: Any) -> Any:
-    """Return the type of a value on the command line: without Optional and Annotated, str where it may be one."""
-    if get_origin(annotation) is typing.Annotated:
-        return _plain(get_args(annotation)[0])
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        kinds = [_plain(a) for a in get_args(annotation) if a is not type(None)]
-        return str if str in kinds else kinds[0]
-    return annotation
 
 
 host_options = add_options(

@@ -16,6 +16,7 @@ from zerofit.cli.options import (
     HARDWARE,
     INPUT,
     PATH,
+    TRUST_MODEL_CODE,
     add_options,
     clusters,
     given,
@@ -89,6 +90,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--offload-param", type=click.Choice(OFFLOADS), help="where parameters are, at stage 3 [all that fit]")
 @click.option("--overlap-comm/--no-overlap-comm", default=None, help="whether gradients are reduced beside backward")
 @run_options(RUN_FIELDS)
+@TRUST_MODEL_CODE
 @AS_JSON
 def plan(model: str | None, as_json: bool, **options: Any) -> None:
     """Rank the layouts of MODEL that fit a cluster, with memory and speed, and say why the others do not.
@@ -148,7 +150,7 @@ def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest,
     }
     measured = options["measured"]
     asked["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None
-    asked["write"] = options["write"] is not None
+    asked["write"], asked["trust_model_code"] = options["write"] is not None, options["trust_model_code"]
     asked["work"] = problems.attempt(lambda: read_work({name: options[name] for name in WORK}))
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **asked))
     if options["write"]:

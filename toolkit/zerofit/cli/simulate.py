@@ -18,7 +18,16 @@ from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole, make_table, out
-from zerofit.cli.options import AS_JSON, INPUT, PATH, clusters, given, hardware_options, run_options
+from zerofit.cli.options import (
+    AS_JSON,
+    INPUT,
+    PATH,
+    TRUST_MODEL_CODE,
+    clusters,
+    given,
+    hardware_options,
+    run_options,
+)
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
 from zerofit.simulate.result import SimulatedRun, SimulatedScript
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -81,6 +90,7 @@ class CommandAfterDashes(click.Command):
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @baseline_options
 @run_options(RUN_FIELDS)
+@TRUST_MODEL_CODE
 @AS_JSON
 @click.pass_context
 def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: Any) -> None:
@@ -161,7 +171,7 @@ def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
     """Refuse options that describe a run of zerofit's own: a script's are words of its command."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        described = name in (*RUN_FIELDS, "target", "image", "exact") and name != "steps"
+        described = name in (*RUN_FIELDS, "target", "image", "exact", "trust_model_code") and name != "steps"
         if described and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             message = f"{parameter.opts[-1]} describes a run of zerofit's own, and behind -- stands a command"
             problems.add("usage", message, "leave it out, and change the command instead", parameter.opts[-1])
@@ -209,7 +219,7 @@ def _asked(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
     """Return the run and the hardware that are named. Raises UserError with all that is wrong."""
     problems = Problems()
     flags = given({name: options[name] for name in RUN_FIELDS})
-    asked = problems.attempt(lambda: read_request(target, flags))
+    asked = problems.attempt(lambda: read_request(target, flags, options["trust_model_code"]))
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
     if hardware["gpus"] is None and asked and asked.run.ranks:
         hardware["gpus"] = asked.run.ranks // (hardware["nodes"] or 1)

@@ -13,7 +13,7 @@ from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
 from zerofit.cli.console import EventConsole, make_table
 from zerofit.cli.console import out as stdout
-from zerofit.cli.options import ANYWAY, AS_JSON, PATH, given, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.models.names import model_table
 from zerofit.spec.errors import Problem
 from zerofit.spec.units import shown_bytes
@@ -48,19 +48,20 @@ FIGURES = {  # of `TrainingResult.against_forecast`
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @run_options()
 @ANYWAY
+@TRUST_MODEL_CODE
 @AS_JSON
-def train(target: str | None, as_json: bool, anyway: bool, **options: Any) -> None:
+def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: bool, **options: Any) -> None:
     """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.
 
     A run folder, or a --output that holds this run already: training goes on from its newest checkpoint. SIGTERM and
     SIGUSR1 save one and end with exit code 75. Without arguments: a small Llama learns the Python standard library's
     source code.
     """
-    answer(lambda: _train(target, given(options), anyway), as_json, show)
+    answer(lambda: _train(target, given(options), anyway, trust_model_code), as_json, show)
 
 
-def _train(target: str | None, flags: dict[str, Any], anyway: bool) -> TrainingResult:
-    asked = read_request(target, flags if target or flags else DEFAULT_JOB)
+def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: bool) -> TrainingResult:
+    asked = read_request(target, flags if target or flags else DEFAULT_JOB, trusted)
     with EventConsole(asked.run.log_every) as console:
         console.say("checking the run, the model and the data ...")  # importing torch alone takes seconds
         from zerofit.app.training import train as train_here

@@ -10,7 +10,17 @@ import click
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, make_table, out
-from zerofit.cli.options import ANYWAY, AS_JSON, HOST_FIELDS, PATH, given, host_arguments, host_options, run_options
+from zerofit.cli.options import (
+    ANYWAY,
+    AS_JSON,
+    HOST_FIELDS,
+    PATH,
+    TRUST_MODEL_CODE,
+    given,
+    host_arguments,
+    host_options,
+    run_options,
+)
 from zerofit.cli.train import DEFAULT_JOB
 from zerofit.spec.run import Run
 
@@ -32,9 +42,17 @@ REASON = 60  # characters
 @run_options(Run.model_fields.keys() - {"model", "fit"})
 @host_options
 @ANYWAY
+@TRUST_MODEL_CODE
 @AS_JSON
 def tune(
-    target: str | None, trials: int, minutes: float, space: Path | None, anyway: bool, as_json: bool, **options: Any
+    target: str | None,
+    trials: int,
+    minutes: float,
+    space: Path | None,
+    anyway: bool,
+    trust_model_code: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure short real runs of the run, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
@@ -56,7 +74,7 @@ def tune(
         if words != host_arguments(DEFAULTS):
             hosts = TrialHosts(hosts=find_hosts(HostRequest(**on)), flags=tuple(words))
         flags = given(options)
-        run = read_request(target, flags if target or flags else DEFAULT_JOB)
+        run = read_request(target, flags if target or flags else DEFAULT_JOB, trust_model_code)
         with EventConsole() as events:
             chosen = {"space": space, "hosts": hosts, "output": output, "anyway": anyway}
             return tune(run, trials=trials, minutes=minutes, **chosen, on_event=events)

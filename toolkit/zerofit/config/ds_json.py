@@ -12,12 +12,14 @@ from typing import Any
 
 import hjson
 
-from zerofit.check.document import Document, of_hjson, parse
+from zerofit.check.document import Document, of_hjson, parse, parse_yaml
+from zerofit.check.neox import is_for_neox
+from zerofit.check.programs import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
 from zerofit.spec.errors import Problem, UserError, nearest
 
 LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
-MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")  # nearly all files have one of them
+LARGEST_YAML = 2**18  # characters that are tried as YAML, of which PyYAML reads 100,000 a second
 YAML = "; the text looks like YAML"
 BESIDE = "Accelerate's YAML is for --accelerate-config; arguments, axolotl's and LLaMA-Factory's for --training-args"
 
@@ -52,16 +54,23 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
     """Parse a DeepSpeed JSON, comments tolerated. Raises UserError with line and column."""
     try:
         text, encoding = read_text(path)
-        document = replace(parse_text(text), encoding=encoding)
+        document = replace(parse_text(text, yaml=path.suffix in (".yml", ".yaml")), encoding=encoding)
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
-        message = f"{path} does not parse as JSON at line {fault.line}, column {fault.column}: {fault.message}"
+        message = (
+            f"{path} does not parse as {fault.notation} at line {fault.line}, column {fault.column}: {fault.message}"
+        )
         raise UserError(Problem(kind="json-syntax", message=message, hint=_hint(fault), where=place)) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
     if not isinstance(document.config, dict):
         raise UserError(Problem(kind="json-syntax", message=f"{path} holds no JSON object", where=str(path)))
+    if theirs := program_of(document.config):
+        program, keys = theirs
+        message = f"{path} is no DeepSpeed JSON, but {program.name} ({', '.join(keys)})"
+        hint = where_to_look(program, document.config, str(path))
+        raise UserError(Problem(kind="not-deepspeed", message=message, hint=hint, where=where))
     return document
 
 
@@ -78,11 +87,19 @@ def read_text(path: Path) -> tuple[str, str]:
     return raw.decode(encoding), encoding
 
 
-def parse_text(text: str) -> Document:
-    """Parse a JSON, or HJSON as DeepSpeed's own reader takes it. Raises SyntaxFault of the JSON."""
+def parse_text(text: str, *, yaml: bool = False) -> Document:
+    """Parse a JSON, a YAML that another program reads, or HJSON as DeepSpeed's own reader takes it.
+
+    Raises SyntaxFault of the JSON, or of the YAML where the file is called `yaml`.
+    """
     try:
-        return parse(text)
+        document = parse(text)
+        return (is_for_neox(document.config, yaml=yaml) and _as_yaml(text, yaml)) or document
     except SyntaxFault as fault:
+        if theirs := _as_yaml(text, yaml):
+            return theirs
+        if yaml and len(text) <= LARGEST_YAML:
+            parse_yaml(text)
         braces = text.lstrip().startswith(("{", "#", "/"))
         kind = YAML if not braces and re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
         named = SyntaxFault(fault.message + kind, fault.line, fault.column)
@@ -90,6 +107,17 @@ def parse_text(text: str) -> Document:
         if config is not None and (braces or _is_meant(config)):
             return of_hjson(text, config, named)
         raise named from None
+
+
+def _as_yaml(text: str, yaml: bool) -> Document | None:
+    """Return the document of a YAML for GPT-NeoX, or of another program's own; None of any other text."""
+    if len(text) > LARGEST_YAML:
+        return None
+    try:
+        document = parse_yaml(text)
+    except SyntaxFault:
+        return None
+    return document if is_for_neox(document.config, yaml=yaml) or program_of(document.config) else None
 
 
 def _read_hjson(text: str) -> Any:

@@ -11,7 +11,7 @@ from zerofit.data.loader import (
     micro_batches,
 )
 from zerofit.data.mixing import StepImages, mixes
-from zerofit.data.opening import KINDS, default_data, open_data, split_name
+from zerofit.data.opening import KINDS, check_data, default_data, open_data, split_name
 
 __all__ = [
     "KINDS",
@@ -19,6 +19,7 @@ __all__ = [
     "Dataset",
     "Order",
     "StepImages",
+    "check_data",
     "default_data",
     "default_workers",
     "eval_batch_count",

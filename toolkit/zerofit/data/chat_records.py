@@ -1,12 +1,15 @@
-"""Conversations as people keep them: OpenAI's messages, ShareGPT's conversations, Alpaca's instructions."""
+"""Conversations as people keep them: messages, ShareGPT's turns, Alpaca's instructions, prompts with completions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from zerofit.data.chat_messages import NotAConversation, read_messages, read_tools, tool_call
+from zerofit.spec.errors import Problem
+from zerofit.spec.foreign import Unreadable, parse_json
+
 _SPEAKERS = {  # ShareGPT's words
     "system": "system",
     "human": "user",
@@ -17,22 +20,21 @@ _SPEAKERS = {  # ShareGPT's words
     "bard": "assistant",
     "assistant": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
-
-
-class NotAConversation(ValueError):
-    """Raised with the reason why a record is no conversation of its form."""
+_TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  # beside the messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessages:
     """Messages in order, as chat templates take them."""
 
-    messages: list[dict[str, Any]]  # {"role", "content"}, and what else a template may know
-    tools: list[dict[str, Any]] | None = None  # that the assistant may call
+    messages: list[dict[str, Any]]  # {"role", "content"}, and what else a template may read; "weight" 0: not learned
+    variables: dict[str, Any] = field(default_factory=dict)  # "tools" and others that a template may read
+    unread: tuple[str, ...] = ()  # fields of the record that do not belong to its form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,77 @@ class ChatForm:
 
     title: str  # as shown to the user
     field: str  # that it is recognised by
-    read: Callable[[Mapping[str, Any]], ChatMessages]  # raises NotAConversation
+    beside: str | None = None  # another field, without which the first is plain text
+    read: Callable[[Mapping[str, Any]], list[dict[str, Any]]]  # the messages; raises NotAConversation
+    fields: tuple[str, ...]  # all that it reads
 
 
 def form_of(row: Mapping[str, Any], text_field: str) -> ChatForm | None:
     """Return the form of a record; None for one that holds plain text in `text_field`, or nothing that is known."""
-    if text_field in CHAT_FIELDS:
-        return CHAT_FIELDS[text_field]
-    return None if text_field in row else next((form for name, form in CHAT_FIELDS.items() if name in row), None)
+    if text_field in row and text_field not in CHAT_FIELDS:
+        return None
+    forms = [CHAT_FIELDS[text_field]] if text_field in CHAT_FIELDS else CHAT_FIELDS.values()
+    return next((form for form in forms if form.field in row and form.beside in (None, *row)), None)
+
+
+def judged_answers(row: Mapping[str, Any], text_field: str, where: str) -> Problem | None:
+    """Return why a record of good and bad answers is not trained on; None for other records.
+
+    All that it holds would teach the bad ones too, and its prompt alone none.
+    """
+    has = {name for name, value in row.items() if value is not None}
+    if text_field in has:
+        return None
+    judged = next((judged for judged in _JUDGED if has >= judged.fields), None)
+    if judged is None:
+        return None
+    keep = judged.keep
+    if isinstance(row.get("chosen"), list):
+        keep = "{messages: .chosen}"
+    how = f"jq -c '{keep}' FILE > good.jsonl"
+    if "chosen" in has and isinstance(row["chosen"], str) and "prompt" not in has:
+        how = "--text-field chosen"
+    message = f"{where}: a {judged.title}; zerofit trains on conversations and text, and would learn all answers"
+    hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {how}"
+    return Problem(kind="judged-answers", message=message, hint=hint, where=where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Judged:
+    """Records for another kind of training, by TRL's names of their fields."""
+
+    fields: frozenset[str]
+    title: str
+    trainer: str  # TRL's
+    keep: str  # jq's expression for what can be learned of a record
+
+
+_JUDGED = (
+    _Judged(
+        fields=frozenset({"chosen", "rejected"}),
+        title="preference record (one answer is chosen, one rejected)",
+        trainer="DPOTrainer",
+        keep="{prompt, completion: .chosen}",
+    ),
+    _Judged(
+        fields=frozenset({"completion", "label"}),
+        title="KTO record (a label says whether the completion is good)",
+        trainer="KTOTrainer",
+        keep="select(.label) | {prompt, completion}",
+    ),
+    _Judged(
+        fields=frozenset({"kto_tag"}),
+        title="KTO record (a tag says whether the conversation is good)",
+        trainer="KTOTrainer",
+        keep="select(.kto_tag) | del(.kto_tag)",
+    ),
+    _Judged(
+        fields=frozenset({"completions", "labels"}),
+        title="record of steps (a label says of each whether it is right)",
+        trainer="PRMTrainer",
+        keep='select(.labels | all) | {prompt, completion: (.completions | join("\\n"))}',
+    ),
+)
 
 
 def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | str:
@@ -57,67 +122,87 @@ def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | st
         if other := form_of(row, ""):
             return f"a record of the {other.title} form among others"
         return f"no field {form.field!r}; there is {', '.join(map(str, row)) or 'none'}"
+    if form.field == "completion" and (judged := judged_answers(row, "", "")):
+        return judged.message.removeprefix(": ")
     try:
-        return form.read(row)
+        messages = form.read(row)
+        variables = _variables(row) if form.field != "instruction" else {}
     except NotAConversation as error:
         return str(error)
+    unread = tuple(str(name) for name, value in row.items() if name not in form.fields and value is not None)
+    return ChatMessages(messages=messages, variables=variables, unread=unread)
 
 
-def _openai(row: Mapping[str, Any]) -> ChatMessages:
-    messages = [_message(one, n) for n, one in enumerate(_turns(row, "messages"), 1)]
-    tools = row.get("tools") or None
-    if not isinstance(tools, list | None):
-        raise NotAConversation(f"'tools' is {type(tools).__name__}, need a list of JSON schemas")
-    return ChatMessages(messages=messages, tools=tools)
+def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a template may read beside the messages, under the names that transformers has for it."""
+    found = row.get("chat_template_kwargs") or {}
+    if not isinstance(found, Mapping):
+        raise NotAConversation(f"'chat_template_kwargs' is {type(found).__name__}, need an object")
+    documents = row.get("documents") or None
+    if not isinstance(documents, list | None) or not all(isinstance(one, Mapping) for one in documents or ()):
+        raise NotAConversation("'documents' holds something else than a list of objects")
+    named = {"tools": read_tools(row), "documents": documents}
+    return {**found, **{name: value for name, value in named.items() if value is not None}}
 
 
-def _message(one: Any, number: int) -> dict[str, Any]:
-    """Return a message without what is null: templates would write "None"."""
-    said = {key: value for key, value in one.items() if value is not None} if isinstance(one, Mapping) else {}
-    role = said.get("role")
-    if role not in ROLES:
-        raise NotAConversation(f"message {number} has the role {role!r}; {_known(ROLES)}")
-    if isinstance(said.get("content"), list):
-        said["content"] = "".join(_part(part, number) for part in said["content"])
-    if not isinstance(said.get("content", ""), str) or ("content" not in said and "tool_calls" not in said):
-        raise NotAConversation(f"message {number} ({role}) has no text for its content")
-    return said
+def _openai(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return read_messages(_turns(row, "messages"))
 
 
-def _part(part: Any, number: int) -> str:
-    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise NotAConversation(f"message {number} holds a part of type {kind!r}; only text can be trained on")
+def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    turns = [_turn(turn, n) for n, turn in enumerate(_turns(row, "conversations"), 1)]
+    return read_messages([*_system(row), *turns])
 
 
-def _sharegpt(row: Mapping[str, Any]) -> ChatMessages:
-    turns = _turns(row, "conversations")
-    messages = [_turn(one, n) for n, one in enumerate(turns, 1)]
-    return ChatMessages(messages=[*_system(row), *messages])
-
-
-def _turn(one: Any, number: int) -> dict[str, Any]:
-    if isinstance(one, Mapping) and "role" in one:
-        return _message(one, number)
-    speaker, text = (one.get("from"), one.get("value")) if isinstance(one, Mapping) else (None, None)
-    if speaker not in _SPEAKERS:
-        raise NotAConversation(f"turn {number} is from {speaker!r}; {_known(_SPEAKERS)}")
+def _turn(turn: Any, number: int) -> Any:
+    """Return a turn as a message, with all fields that it has besides."""
+    if not isinstance(turn, Mapping) or "role" in turn:
+        return turn
+    speaker, text = turn.get("from"), turn.get("value")
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+        raise NotAConversation(f"turn {number} is from {speaker!r}; known: {', '.join(_SPEAKERS)}")
     if not isinstance(text, str):
         raise NotAConversation(f"turn {number} ({speaker}) has no text for its value")
-    return {"role": _SPEAKERS[speaker], "content": text}
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker != "function_call":
+        return {**rest, "role": _SPEAKERS[speaker], "content": text}
+    try:
+        calls = parse_json(text)
+    except Unreadable as error:
+        raise NotAConversation(f"turn {number} (function_call) is not JSON: {error}") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**rest, "role": "assistant", "tool_calls": [tool_call(call, f"turn {number}") for call in calls]}
 
 
-def _alpaca(row: Mapping[str, Any]) -> ChatMessages:
+def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
     for name, text in texts.items():
         if not isinstance(text, str):
             raise NotAConversation(f"{name!r} is {type(text).__name__}, need a string")
     if not texts["output"]:
         raise NotAConversation("no 'output' beside the instruction")
-    asked = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
-    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
-    return ChatMessages(messages=[*_system(row), *said])
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise NotAConversation("'history' holds something else than a list of [instruction, answer]")
+    prompt = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
+    pairs = [message for pair in [*history, [prompt, texts["output"]]] for message in _question_and_answer(*pair)]
+    return read_messages([*_system(row), *pairs])
+
+
+def _completion(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read what TRL calls prompt and completion, each a text or messages; of these, the prompt's are not learned."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    question, answer = _question_and_answer(prompt, completion)
+    asked = prompt if isinstance(prompt, list) else [question]
+    read = read_messages([*asked, *(completion if isinstance(completion, list) else [answer])])
+    for message in read[: len(asked)]:
+        if message["role"] == "assistant":
+            message["weight"] = 0
+    return read
+
+
+def _question_and_answer(question: Any, answer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
 
 
 def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
@@ -130,19 +215,31 @@ def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
 
 def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what stands beside the turns in a field of its own."""
-    text = row.get("system")
-    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
-
-
-def _known(words: Collection[str]) -> str:
-    return "known: " + ", ".join(words)
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 CHAT_FIELDS: dict[str, ChatForm] = {
     form.field: form
     for form in (
-        ChatForm(title="OpenAI messages", field="messages", read=_openai),
-        ChatForm(title="ShareGPT", field="conversations", read=_sharegpt),
-        ChatForm(title="Alpaca", field="instruction", read=_alpaca),
+        ChatForm(title="OpenAI messages", field="messages", read=_openai, fields=("messages", *_TEMPLATE_FIELDS)),
+        ChatForm(
+            title="ShareGPT",
+            field="conversations",
+            read=_sharegpt,
+            fields=("conversations", "system", *_TEMPLATE_FIELDS),
+        ),
+        ChatForm(
+            title="Alpaca",
+            field="instruction",
+            read=_alpaca,
+            fields=("instruction", "input", "output", "system", "history"),
+        ),
+        ChatForm(
+            title="prompt and completion",
+            field="completion",
+            beside="prompt",
+            read=_completion,
+            fields=("prompt", "completion", *_TEMPLATE_FIELDS),
+        ),
     )
 }

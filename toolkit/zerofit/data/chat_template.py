@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from zerofit.data.chat_records import ChatMessages
+from zerofit.data.chat_render import MARKED, NotRendered, Renderer, Span, compiled
 from zerofit.data.hashing import text_digest
+from zerofit.data.limited import Exceeded, begin_step, limited
 from zerofit.data.tokenizer import Tokenizer, load_transformers
 from zerofit.spec.errors import Problem, UserError
 
-# what marks the assistant's words in a template (transformers' own return_assistant_tokens_mask)
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # for bytes, which have no template
-PLAIN = """{% for message in messages %}<|{{ message.role }}|>
-{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|end|>
+PLAIN = """{% if tools %}<|tools|>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|end|>
+{% endif %}{% for message in messages %}<|{{ message.role }}|>
+{% if message.role == 'assistant' %}{% generation %}{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|end|>
 {% endgeneration %}{% else %}{{ message.content }}<|end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 CHAT_TEMPLATE = "chat_template.jinja"  # beside a model, as transformers has it
-MARK_IT = "--chat-template FILE, with {% generation %} ... {% endgeneration %} around what the assistant writes"
-
-Span = tuple[int, int]  # of characters
-
-
-class NotRendered(ValueError):
-    """Raised with the reason why a template does not take a conversation, or does not tell what is the assistant's."""
+COPY_IT = (
+    "--chat-template FILE: a copy that writes all messages and their tool_calls, "
+    "with {% generation %} ... {% endgeneration %} around what the assistant writes"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class EncodedChat:
 
     ids: np.ndarray  # int64 (tokens,)
     targets: np.ndarray  # bool (tokens,): written by the assistant
+    unused: tuple[str, ...]  # fields of the record that change nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,61 +65,32 @@ class ChatTemplate:
         return MARKED.search(self.text) is not None
 
     def encode_all(self, conversations: Sequence[ChatMessages]) -> list[EncodedChat | str]:
-        """Return the tokens of each conversation, or why it has none."""
-        rendered = [self._attempt(one) for one in conversations]
+        """Return the tokens of each conversation, or why it has none. Raises UserError for a template past limits."""
+        compiled("")  # what it imports is then not imported in every process anew
+        renderer = Renderer(template=self.text, origin=self.origin, special_tokens=self._special_tokens())
+
+        def attempt(chat: ChatMessages) -> Any:
+            try:
+                return renderer.render(chat)
+            except NotRendered as error:
+                return str(error)
+
+        try:
+            rendered = [one if isinstance(one, str) else _bytes_safe(*one) for one in limited(attempt, conversations)]
+        except Exceeded as error:
+            hint = "--chat-template FILE names another; a loop over the messages takes milliseconds"
+            raise UserError(_unusable(f"the chat template of {self.origin} {error}", hint=hint)) from None
         texts = [one[0] for one in rendered if not isinstance(one, str)]
         tokens = iter(_with_places(self.tokenizer, texts))
         return [one if isinstance(one, str) else self._targets(*next(tokens), *one) for one in rendered]
-
-    def _attempt(self, conversation: ChatMessages) -> tuple[str, list[Span]] | str:
-        try:
-            text, spans = self._spans(conversation)
-        except NotRendered as error:
-            return str(error)
-        return text.encode("utf-8", "replace").decode(), spans  # half a surrogate pair has no bytes
-
-    def _spans(self, conversation: ChatMessages) -> tuple[str, list[Span]]:
-        """Return the text and where the assistant writes in it, to the end of each turn. Raises NotRendered."""
-        messages, tools = conversation.messages, conversation.tools
-        text, spans = self._render(messages, tools)
-        if self.marked:
-            return text, spans
-        for n, message in enumerate(messages):
-            if message["role"] == "assistant":
-                asked, _ = self._render(messages[:n], tools, prompt=True)
-                answered, _ = self._render(messages[: n + 1], tools)
-                if not answered.startswith(asked) or not text.startswith(answered):
-                    message = f"the chat template of {self.origin} writes message {n + 1} otherwise once others follow"
-                    raise NotRendered(message + ", so that what the assistant writes cannot be told from the rest")
-                spans.append((len(asked), len(answered)))
-        return text, spans
-
-    def _render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: bool = False
-    ) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and the spans that the template marks. Raises NotRendered."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered: Any = render_jinja_template(  # annotated as text alone
-                conversations=[messages],
-                tools=cast(Any, tools),
-                chat_template=self.text,
-                return_assistant_tokens_mask=self.marked,
-                add_generation_prompt=prompt,
-                **self._special_tokens(),
-            )
-        except Exception as error:  # a template can raise anything
-            what = " ".join(str(error).split())[:200]
-            raise NotRendered(f"the chat template of {self.origin} does not take this conversation: {what}") from None
-        texts, spans = rendered
-        return texts[0], list(spans[0]) if spans else []
 
     def _special_tokens(self) -> dict[str, Any]:
         loaded = self.tokenizer.loaded
         return {"bos_token": "", "eos_token": ""} if loaded is None else dict(loaded.special_tokens_map)
 
-    def _targets(self, ids: np.ndarray, places: np.ndarray, text: str, spans: list[Span]) -> EncodedChat:
+    def _targets(
+        self, ids: np.ndarray, places: np.ndarray, text: str, spans: Sequence[Span], unused: Sequence[str]
+    ) -> EncodedChat:
         """Mark the tokens of the spans, from the first that has a character of one to the last."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
@@ -127,7 +103,12 @@ class ChatTemplate:
             if not self.marked and len(ends) and not text[places[ends[-1], 1] : stop].strip():
                 last = int(ends[-1])  # a turn ends with its special token: the new line after it is nobody's
             targets[int(inside[0]) : last + 1] = True
-        return EncodedChat(ids=ids, targets=targets)
+        return EncodedChat(ids=ids, targets=targets, unused=tuple(unused))
+
+
+def _bytes_safe(text: str, spans: Sequence[Span], unused: Sequence[str]) -> tuple[str, Sequence[Span], Sequence[str]]:
+    """Replace halves of surrogate pairs, which a template can cut out of escapes and which have no bytes."""
+    return text.encode("utf-8", "replace").decode(), spans, unused
 
 
 def _with_places(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -158,7 +139,9 @@ def open_chat_template(file: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
         hint = "take one with a tokenizer.json"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     if file is not None:
-        return ChatTemplate(text=_read(file), origin=str(file), tokenizer=tokenizer)
+        text = _read(file)
+        _check(file, text)
+        return ChatTemplate(text=text, origin=str(file), tokenizer=tokenizer)
     if loaded is None:
         return ChatTemplate(text=PLAIN, origin="zerofit for bytes", tokenizer=tokenizer)
     try:
@@ -184,17 +167,38 @@ def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Pat
 
 
 def _read(file: Path) -> str:
-    """Return a template that parses. Raises UserError."""
-    import jinja2
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
+    """Return a template's text. Raises UserError."""
     try:
-        text = file.expanduser().read_text(encoding="utf-8")
-        _compile_jinja_template(text)
+        return file.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        message, where = f"cannot read the chat template {file}: {error}", "--chat-template"
-    except jinja2.TemplateSyntaxError as error:
-        message, where = f"{file} is not a chat template: {error.message}", f"{file}:{error.lineno}"
-    else:
-        return text
-    raise UserError(Problem(kind="chat-template", message=message, hint="a jinja template", where=where))
+        raise UserError(_unusable(f"cannot read the chat template {file}: {error}")) from None
+
+
+def _check(file: Path, text: str) -> None:
+    """Raise UserError for a template that is none; jinja computes constants when it reads it."""
+    import jinja2
+
+    def fault(text: str) -> list[Any]:
+        begin_step()
+        try:
+            compiled(text)
+        except MemoryError:
+            raise
+        except Exception as error:  # jinja's, RecursionError, and SyntaxError of the Python that jinja writes
+            line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
+            return [getattr(error, "msg", None) or getattr(error, "message", None) or str(error), line]
+        return []
+
+    compiled("")
+    try:
+        (found,) = limited(fault, [text])
+    except Exceeded as error:
+        found = [f"it {error}", None]
+    if found:
+        reason, line = found
+        where = f"{file}:{line}" if line else str(file)
+        raise UserError(_unusable(f"{file} is not a chat template: {reason}", where))
+
+
+def _unusable(message: str, where: str = "--chat-template", hint: str = "a jinja template") -> Problem:
+    return Problem(kind="chat-template", message=message, hint=hint, where=where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from zerofit.data.chat_source import ChatPiece, ChatSource
-from zerofit.data.chat_template import MARK_IT, ChatTemplate, EncodedChat
+from zerofit.data.chat_template import COPY_IT, ChatTemplate, EncodedChat
 from zerofit.data.prepared import Preparation
 from zerofit.data.text_sources import NAMED
 from zerofit.data.token_cache import SPLITS, TokenFile
@@ -20,8 +21,8 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 
-FORMAT = "chats-1"  # raise it when files or split rules change
-AT_ONCE = 256  # conversations, for the tokenizer's threads
+FORMAT = "chats-2"  # raise it when files, split rules or what is read of records change
+AT_ONCE = 1024  # conversations, for the tokenizer's threads
 PARTS = ("ids", "targets", "starts")
 
 
@@ -32,6 +33,7 @@ class ChatTokens:
     ids: TokenFile  # uint16 or uint32 (tokens,)
     targets: TokenFile  # bool (tokens,): written by the assistant
     starts: TokenFile  # int64 (conversations + 1,): where each begins, and where the last one ends
+    unused: dict[str, int]  # fields of records that change nothing, and in how many conversations
 
 
 def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
@@ -50,9 +52,10 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
         for writer in writers.values():
             writer.close()
         meta = {"format": FORMAT, "source": source.name, "tokenizer": template.tokenizer.name}
+        unused = {split: writer.unused for split, writer in writers.items()}
         sizes = {path.name: path.stat().st_size for path in staging.iterdir()}
         dtypes = {split: writer.dtypes for split, writer in writers.items()}
-        write_text(staging / "meta.json", json.dumps({**meta, "sizes": sizes, "dtypes": dtypes}))
+        write_text(staging / "meta.json", json.dumps({**meta, "unused": unused, "sizes": sizes, "dtypes": dtypes}))
 
     identity = (template.identity, FORMAT)
     return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
@@ -70,7 +73,7 @@ def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iter
                 yield piece, chat
                 continue
             message = f"{piece.where}: {chat}"
-            problems.append(Problem(kind="chat-template", message=message, hint=MARK_IT, where=piece.where))
+            problems.append(Problem(kind="chat-template", message=message, hint=COPY_IT, where=piece.where))
     if problems:
         raise UserError(*problems[:NAMED])
 
@@ -82,6 +85,7 @@ class _ChatWriter:
         ids = "uint16" if vocab_size <= 1 << 16 else "uint32"
         self.dtypes: dict[str, str] = dict(zip(PARTS, (ids, "bool", "int64"), strict=True))
         self._files = {part: (folder / f"{split}.{part}").open("wb") for part in PARTS}
+        self.unused: Counter[str] = Counter()
         self._end = 0
         self._put("starts", np.zeros(1))
 
@@ -91,6 +95,7 @@ class _ChatWriter:
     def add(self, chat: EncodedChat) -> None:
         """Append a conversation."""
         self._end += len(chat.ids)
+        self.unused.update(chat.unused)
         self._put("ids", chat.ids)
         self._put("targets", chat.targets)
         self._put("starts", np.array([self._end]))
@@ -110,7 +115,10 @@ def _read(folder: Path) -> dict[str, ChatTokens] | None:
         if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):
             return None
         return {
-            split: ChatTokens(**{part: TokenFile(folder / f"{split}.{part}", dtypes[part]) for part in PARTS})
+            split: ChatTokens(
+                **{part: TokenFile(folder / f"{split}.{part}", dtypes[part]) for part in PARTS},
+                unused=meta["unused"][split],
+            )
             for split, dtypes in meta["dtypes"].items()
         }
     except (OSError, ValueError, KeyError):

@@ -195,4 +195,7 @@ def _notes(
         notes.append(f"{counts.truncated:,} conversations are longer than a sample: their ends are left out")
     if counts.dropped:
         notes.append(f"{counts.dropped:,} conversations are left out: the assistant says nothing in a sample's length")
+    if unused := train.tokens.unused:
+        fields = ", ".join(f"{name} ({count:,} conversations)" for name, count in sorted(unused.items()))
+        notes.append(f"fields of the records that change nothing of what is learned: {fields}")
     return notes

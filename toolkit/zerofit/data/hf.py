@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of, judged_answers
 from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, TextSource, held_out_hash, split_text
@@ -71,7 +71,10 @@ def open_hf(run: Run, argument: str) -> Source:
         raise UserError(Problem(kind="hf", message=message, hint="prepare one, or --data jsonl:GLOB", where="--data"))
     valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
     found = {"name": f"hf:{argument}", "train": train, "valid": valid}
-    if form := form_of(dict.fromkeys(train.column_names), run.text_field):
+    first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
+    if problem := judged_answers(first, run.text_field, found["name"]):
+        raise UserError(problem)
+    if form := form_of(first, run.text_field):
         return HfChats(**found, what=form.title, form=form)
     if run.text_field not in train.column_names:
         message = f"--data hf:{argument} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
@@ -167,10 +170,17 @@ class HfChats(HfSet, ChatSource):
         """See ChatSource.pieces; without a validation split 5 % of the rows are held out, and at least one."""
         limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
-            for number, row in enumerate(split or ()):
+            for number, row in enumerate(map(_without_nulls, split or ())):
                 where, found = f"{self.name}: {label}[{number}]", conversation_of(row, self.form)
                 if isinstance(found, ChatMessages):
                     yield ChatPiece(found, where, split is self.valid or name_hash(str(number)) <= limit)
                     continue
                 hint = f"the columns are those of the {self.form.title} form"
                 yield Problem(kind="bad-chat", message=f"{where}: {found}", hint=hint, where=where)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return rows without null fields: Arrow gives each object in a list the fields of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of, judged_answers
 from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash
 from zerofit.data.text_sources import (
@@ -155,5 +155,8 @@ def open_jsonl(run: Run, argument: str) -> Source:
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)
     rows = (row for row in map(JsonLine.read, source.lines()) if isinstance(row, dict))
-    form = form_of(next(rows, {}), run.text_field)
+    first = next(rows, {})
+    if problem := judged_answers(first, run.text_field, named["name"]):
+        raise UserError(problem)
+    form = form_of(first, run.text_field)
     return JsonlChats(**named, what=form.title, form=form) if form else source

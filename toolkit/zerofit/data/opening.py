@@ -134,9 +134,15 @@ def _path_hint(data: str) -> str:
     return ""
 
 
-def check_task(data: str, task: Task) -> None:
-    """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
-    word, media = split_name(data)[0], "text" if is_text(task) else _MEDIA.get(task, "image")
+def check_data(data: str, task: Task | None) -> None:
+    """Check the name of data, and that such data can feed a task, where that is known (no images to a language model).
+
+    Raises UserError: those of `split_name`, and "data-task".
+    """
+    word = split_name(data)[0]
+    if task is None:
+        return
+    media = "text" if is_text(task) else _MEDIA.get(task, "image")
     if has_pairs(task):
         if word in (*LABELLED_KINDS, "synthetic"):
             return
@@ -166,7 +172,7 @@ def open_data(
     Raises UserError with all that is wrong.
     """
     name = run.data or default_data(task)
-    check_task(name, task)
+    check_data(name, task)
     word, argument = split_name(name)
     if task == "table":
         return TABLE_SOURCES[word](name, run, progress)

@@ -124,8 +124,11 @@ def _read_csv(path: Path, column: str) -> _Table:
 
 def _read_npy(path: Path, column: str) -> _Table:
     """Read numbers (rows, columns); lines are rows counted from 1, and so are columns."""
-    array = np.load(path, allow_pickle=False)
-    if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in "fiub":
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")  # a header that promises more than the file has fails
+    except Exception as error:  # its header is a Python literal: numpy raises what parsing and using that raises
+        raise ValueError(f"{type(error).__name__}: {error}"[:200]) from None
+    if array.ndim != 2 or array.dtype.kind not in "fiub" or not array.size:
         raise ValueError("it holds no array of numbers (rows, columns)")
     names = [str(n) for n in range(1, array.shape[1] + 1)]
     label = _label_place(path, names, column)

@@ -47,7 +47,7 @@ from zerofit.models.scores import (
     write_targets,
 )
 from zerofit.models.segmentation import are_dense
-from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
+from zerofit.spec.errors import Problem, Problems, RunFailed, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
 from zerofit.spec.run import Run
@@ -329,9 +329,8 @@ def working_bytes(
             got, knob = f"rows of {inputs.features} features", "--data"
         else:
             got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        problem = Problem(kind="model-shape", message=f"{whose} cannot take {got}: {reason}", hint=knob, where=knob)
-        raise UserError(problem) from error
+        message = f"{whose} cannot take {got}: {reason_of(error)}"
+        raise UserError(Problem(kind="model-shape", message=message, hint=knob, where=knob)) from error
 
 
 def _scores(

@@ -20,8 +20,9 @@ from zerofit.checkpoint.safe_load import load
 from zerofit.infer.guards import quiet
 from zerofit.infer.placement import Placement, device_of, loads_whole
 from zerofit.infer.saved_model import SavedModel, StoredTensor, StoredWeights, read_weights
+from zerofit.models.catalog import QUANTIZED, source_config
 from zerofit.models.hf import AUTO_CLASSES
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, Problems, UserError, reason_of
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def load_model(
         return _dispatched(saved, empty, placement, report)
 
 
-def _transformers(
-    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path
-) -> nn.Module:
+def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: torch.dtype, scratch: Path) -> nn.Module:
     import transformers
 
+    quantized = source_config(saved.source).get(QUANTIZED)
+    if quantized:  # which a model that is built to be trained has not
+        empty.config.quantization_config = quantized
     try:
         model, loaded = getattr(transformers, AUTO_CLASSES[saved.task]).from_pretrained(
             saved.folder,
@@ -66,9 +68,8 @@ def _transformers(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # files that do not go with their config show in many ways
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         hint = "are config.json and the weights of one model?"
-        problem = Problem(kind="model-weights", message=f"{saved.folder}: {first}", hint=hint, where="CKPT")
+        problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
         raise UserError(problem) from error
     _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have drawn them at random
     return model

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from zerofit.checkpoint.adapters import is_adapters
 from zerofit.checkpoint.model_folder import (
@@ -18,7 +17,6 @@ from zerofit.checkpoint.model_folder import (
     SAFETENSORS_NAMES,
     ModelInfo,
     read_model_info,
-    refuse_untrusted_code,
 )
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
@@ -26,16 +24,15 @@ from zerofit.models.catalog import ModelError, ModelSource, find, label_names
 from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import Fed, ImageInputs, Inputs, LabelledTextInputs, TextInputs
 from zerofit.models.named_inputs import named_inputs
+from zerofit.models.weight_index import NAMES, weight_names
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import Unreadable
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
+from zerofit.spec.named_code import refuse_foreign_code
 
 MODEL = "model"  # the trained model in a run's folder
 IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
-INDEX = ".index.json"  # of several files
-# in the order in which transformers takes them
-NAMES = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", "pytorch_model.bin" + INDEX)
-LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library takes
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -91,7 +88,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
             hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
         source = find(info.model)
-        refuse_untrusted_code(source, info.model_args, folder / CARD, trust_model_code)
+        refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
     return SavedModel(
@@ -168,56 +165,42 @@ def read_weights(folder: Path) -> StoredWeights:
 
     Raises UserError: "weights-missing", "weights-damaged", or of a pickle "unsafe-file" or "damaged-file".
     """
-    name = next((name for name in NAMES if (folder / name).is_file()), None)
-    if name is None:
+    try:
+        names = weight_names(folder)
+    except Unreadable as error:
+        raise _damaged(folder, error.reason) from None
+    if not names:
         message = f"{folder} holds no weights: none of {', '.join(NAMES)}"
         raise UserError(Problem(kind="weights-missing", message=message, hint="is the copy complete?", where="CKPT"))
-    files = _shards(folder / name) if name.endswith(INDEX) else [folder / name]
-    pickled = files[0].suffix == ".bin"
     problems = Problems()
+    for name in names:
+        if not (folder / name).is_file():
+            message = f"{folder} lacks {name}, which its index names"
+            problems.add("weights-missing", message, "is the copy complete?", "CKPT")
+    problems.raise_if_any()
+    pickled = names[0].endswith(".bin")
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
+    for file in (folder / name for name in names):
+        found = problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
+        if twice := found.keys() & tensors.keys():
+            first = min(twice)
+            problems.extend(_damaged(file, f"{first} is in {tensors[first].file.name}, too").problems)
+        tensors |= found
     problems.raise_if_any()
     return StoredWeights(tensors=tensors, pickled=pickled)
 
 
-def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names. Raises UserError with every one that is not there."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, f"it is not an index of shards ({type(error).__name__}: {error})") from None
-    problems = Problems()
-    for name in names:
-        if not (index.parent / name).is_file():
-            message = f"{index.parent} lacks {name}, which {index.name} names"
-            problems.add("weights-missing", message, "is the copy complete?", "CKPT")
-    problems.raise_if_any()
-    return [index.parent / name for name in names]
-
-
 def _header(file: Path) -> dict[str, StoredTensor]:
-    """Return a safetensors file's tensors; its length must be as its header says, since reading maps it to memory."""
-    size = file.stat().st_size
+    """Return a safetensors file's tensors; its library checks types, shapes and offsets against the file's length."""
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if not 2 <= length <= min(size - 8, LONGEST_HEADER):
-                raise ValueError("its header is longer than the file")
-            header: dict[str, Any] = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        tensors = {
-            name: StoredTensor(file=file, shape=tuple(entry["shape"]), dtype=DTYPES.get(entry["dtype"]))
-            for name, entry in header.items()
-        }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _damaged(file, f"it has no whole header ({error})") from None
-    if end != size:
-        what = "is cut short" if size < end else "is longer than it should be"
-        raise _damaged(file, f"it {what}: {size:,} bytes of {end:,}")
-    return tensors
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+            return {
+                name: StoredTensor(file=file, shape=tuple(one.get_shape()), dtype=DTYPES.get(one.get_dtype()))
+                for name, one in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, str(error)) from None
 
 
 def _pickle(file: Path) -> dict[str, StoredTensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from zerofit.spec.errors import Problem, Problems, UserError, nearest
 
 # what a host may be called: no character that a shell, pdsh (commas, %, brackets) or ssh (a leading dash) would read
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+MOST_SLOTS = 4096  # ranks on a host: more than the cores of any
 LINE = re.compile(r"(?P<name>\S+)(?:(?P<gap>\s+)(?P<rest>.*))?")
 SLOTS = re.compile(r"slots=(?P<count>\d+)\s*(?P<more>.*)")
 
@@ -32,22 +33,23 @@ class Host:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Read the hosts in order: lines `name slots=N`, blank lines and # comments. Raises UserError with all faults."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         hint = "one line a host: `node1 slots=8`; for this machine alone take `zerofit train`"
         problem = Problem(kind="hostfile", message=f"cannot read the hostfile: {error}", hint=hint, where=str(path))
         raise UserError(problem) from None
-    problems, hosts = Problems(), []
-    for number, line in enumerate(text.splitlines(), start=1):
+    problems, hosts, lines = Problems(), list[Host](), dict[str, int]()
+    for number, line in enumerate(text.split("\n"), start=1):
         content = line.partition("#")[0].rstrip()
         if content.strip():
-            host = _host(content, f"{path}:{number}", {h.name: i for i, h in hosts}, problems)
+            host = _host(content, f"{path}:{number}", lines, problems)
             if host:
-                hosts.append((number, host))
+                hosts.append(host)
+                lines[host.name] = number
     if not hosts and not problems:
         problems.add("hostfile", "the hostfile names no host", "one line a host: `node1 slots=8`", str(path))
     problems.raise_if_any()
-    return tuple(host for _, host in hosts)
+    return tuple(hosts)
 
 
 def _host(content: str, place: str, before: dict[str, int], problems: Problems) -> Host | None:
@@ -68,8 +70,8 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
         problems.add("hostfile", message, "give all its slots in one line", f"{place}:{column}")
         return None
     slots = SLOTS.fullmatch(rest)
-    if not slots or not int(slots["count"]):
-        message = f"{name} needs `slots=` and a positive number, the ranks on it; got {rest!r}"
+    if not slots or not 0 < int(slots["count"][:9]) <= MOST_SLOTS:
+        message = f"{name} needs `slots=` and its number of ranks, 1 to {MOST_SLOTS}; got {rest[:80]!r}"
         problems.add("hostfile", message, f"{name} slots=8", f"{place}:{at}")
         return None
     if slots["more"]:
@@ -91,11 +93,11 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
         return tuple(hosts)
     flag = "--include" if include else "--exclude"
     problems = Problems()
-    named = dict(_parts(include or exclude or "", {h.name: h for h in hosts}, flag, problems))
+    named = _picked(include or exclude or "", {h.name: h for h in hosts}, flag, problems)
     problems.raise_if_any()
     left = []
     for host in hosts:
-        picked = (named[host.name] or host.ids) if host.name in named else ()
+        picked = named.get(host.name, ())
         keep = [i for i in host.ids if (i in picked) == bool(include)]
         if keep:
             whole = tuple(keep) == tuple(range(len(keep)))
@@ -105,22 +107,29 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
     return tuple(left)
 
 
-def _parts(text: str, hosts: dict[str, Host], flag: str, problems: Problems) -> Iterable[tuple[str, list[int]]]:
+def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems) -> dict[str, set[int]]:
+    """Return the devices that a filter names, by host: those of all its parts together, as DeepSpeed takes them."""
+    picked, whole = dict[str, set[int]](), set[str]()
     for part in text.split("@"):
         name, colon, ids = part.partition(":")
         if name not in hosts:
-            message = f"{name!r} is not in the hostfile"
-            problems.add("hostfile", message, nearest(name, hosts), flag)
-        elif colon and not re.fullmatch(r"\d+(,\d+)*", ids):
+            problems.add("hostfile", f"{name!r} is not in the hostfile", nearest(name, hosts), flag)
+            continue
+        if colon and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", ids):
             message = f"{part!r}: after the colon stand device ids, as in {name}:0,2"
-            problems.add("hostfile", message, "", flag)
-        else:
-            wanted = [int(i) for i in ids.split(",")] if colon else []
-            beyond = [i for i in wanted if i not in hosts[name].ids]
-            if beyond:
-                message = f"{name} has devices 0 to {hosts[name].slots - 1}, not {', '.join(map(str, beyond))}"
-                problems.add("hostfile", message, "raise its slots in the hostfile, or take others", flag)
-            yield name, wanted
+            problems.add("hostfile", message, "no spaces and no ranges", flag)
+            continue
+        if name in picked and (not colon or name in whole):  # DeepSpeed would take the devices alone
+            message = f"{name} is named as a whole and once more"
+            problems.add("hostfile", message, "name it once, or its devices alone", flag)
+        whole |= set() if colon else {name}
+        wanted = {int(i) for i in ids.split(",")} if colon else set(hosts[name].ids)
+        beyond = sorted(wanted.difference(hosts[name].ids))
+        if beyond:
+            message = f"{name} has devices 0 to {hosts[name].slots - 1}, not {', '.join(map(str, beyond))}"
+            problems.add("hostfile", message, "raise its slots in the hostfile, or take others", flag)
+        picked[name] = picked.get(name, set()) | wanted
+    return picked
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:

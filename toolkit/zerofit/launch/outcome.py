@@ -29,7 +29,7 @@ def outcome(
     """
     written = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
-    failures.sort(key=lambda failure: failure["time_s"])
+    failures.sort(key=lambda failure: failure.get("time_s", 0.0))
     # a rank that lost its peers is a consequence; the cause is the first of the others, or what was seen from outside
     causes = [failure for failure in failures if failure["problems"][0]["kind"] != "peer-lost"]
     if causes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.run_folder import RunFolder
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -44,40 +45,47 @@ def save(figure: Any, path: Path, option: str, dpi: int) -> None:
 def _read(run: Path, problems: Problems) -> list[dict[str, Any]]:
     path = RunFolder(run).metrics
     try:
-        steps = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]
+    except OSError as error:
         problems.add("no-metrics", f"{run} holds no readable metrics.jsonl: {error}", "name run folders", str(run))
         return []
     if not steps:
-        problems.add("no-metrics", f"{path} is empty: the run made no step", "name run folders", str(run))
+        problems.add("no-metrics", f"{path} holds no step", "name run folders", str(run))
     return steps
 
 
 def _evaluations(run: Path) -> list[dict[str, Any]]:
     path = RunFolder(run).events
-    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event for event in events if event["event"] == "eval"]
+    return [event for event in read_jsonl(path) if event.get("event") == "eval"] if path.is_file() else []
+
+
+def _points(records: list[dict[str, Any]], value: str | Callable[[dict[str, Any]], float | None]) -> Any:
+    """Return the steps and a value of each record (by its key, or computed), without records that lack either."""
+    read = value if callable(value) else lambda record: number_in(record, value)
+    points = [(number_in(record, "step"), read(record)) for record in records]
+    whole = [point for point in points if None not in point]
+    return [x for x, _ in whole], [y for _, y in whole]
 
 
 def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, list[dict[str, Any]]]) -> Any:
     from matplotlib.figure import Figure
 
-    spread = any("expert_load_most" in steps[0] for steps in histories.values())
+    spread = any("expert_load_most" in record for steps in histories.values() for record in steps)
     figure = Figure(figsize=(9, 12 if spread else 9), layout="constrained")
     loss, rate, memory, *loads = figure.subplots(4 if spread else 3, 1, sharex=True)
-    text = all(steps[0]["tokens_per_s"] for steps in histories.values())
+    text = all(any(number_in(record, "tokens_per_s") for record in steps) for steps in histories.values())
     key = "tokens_per_s" if text else "samples_per_s"
     for name, steps in histories.items():
-        label, x = Path(name).name, [s["step"] for s in steps]
-        (line,) = loss.plot(x, [s["loss"] for s in steps], label=label, linewidth=1)
-        evals = evaluations[name]
-        if evals:
+        label = Path(name).name
+        (line,) = loss.plot(*_points(steps, "loss"), label=label, linewidth=1)
+        evals = _points(evaluations[name], "loss")
+        if evals[0]:
             marks = {"marker": "o", "linestyle": "--", "color": line.get_color(), "label": f"{label} (validation)"}
-            loss.plot([e["step"] for e in evals], [e["loss"] for e in evals], **marks)
-        rate.plot(x, [s[key] for s in steps], label=label, linewidth=1)
-        _draw_memory(memory, x, steps, label)
+            loss.plot(*evals, **marks)
+        rate.plot(*_points(steps, key), label=label, linewidth=1)
+        _draw_memory(memory, steps, label)
         for axes in loads:
-            _draw_loads(axes, [s for s in steps if "expert_load_most" in s], label)
+            _draw_loads(axes, steps, label)
     loss.set_ylabel("loss (nats)")
     rate.set_ylabel("tokens / s" if text else "samples / s")
     memory.set_ylabel("peak memory of a rank (GiB)\ndashed: forecast")
@@ -90,22 +98,24 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
     return figure
 
 
-def _draw_memory(axes: Any, x: list[int], steps: list[dict[str, Any]], label: str) -> None:
+def _draw_memory(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
     """Draw what torch had reserved (on CPUs what was resident), and its forecast as a dashed line of that colour."""
-    taken = [(s.get("reserved_bytes") or s["memory_bytes"]) / 2**30 for s in steps]
-    (line,) = axes.plot(x, taken, label=label, linewidth=1)
-    forecasts = [(s["step"], s["forecast_bytes"] / 2**30) for s in steps if s.get("forecast_bytes")]
-    if forecasts:
+
+    def gib(*keys: str) -> Callable[[dict[str, Any]], float | None]:
+        return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
+
+    (line,) = axes.plot(*_points(steps, gib("reserved_bytes", "memory_bytes")), label=label, linewidth=1)
+    forecasts = _points(steps, gib("forecast_bytes"))
+    if forecasts[0]:
         style = {"color": line.get_color(), "linestyle": "--", "linewidth": 1}
-        axes.plot(*zip(*forecasts, strict=True), label=f"{label} (forecast)", **style)
+        axes.plot(*forecasts, label=f"{label} (forecast)", **style)
 
 
 def _draw_loads(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
     """Draw the stretch between the idlest and the busiest expert."""
-    x = [s["step"] for s in steps]
-    axes.fill_between(
-        x, [s["expert_load_least"] for s in steps], [s["expert_load_most"] for s in steps], label=label, alpha=0.4
-    )
+    both = [s for s in steps if None not in (number_in(s, "expert_load_least"), number_in(s, "expert_load_most"))]
+    x, least = _points(both, "expert_load_least")
+    axes.fill_between(x, least, _points(both, "expert_load_most")[1], label=label, alpha=0.4)
     axes.set_ylabel("tokens of the idlest and\nthe busiest expert / even share")
 
 

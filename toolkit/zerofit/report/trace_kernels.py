@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.report.traces import Event
+from zerofit.report.traces import Event, read_events
 from zerofit.spec.measured_kernels import MeasuredKernel
 
 DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
@@ -22,15 +21,15 @@ BACKWARD = 2.5  # times the FLOPs of its forward
 
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
     """Return the products and attention of a trace that `read_trace` has read, equal ones once with their median."""
-    events = [event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event.get("ph") == "X"]
+    events, _ = read_events(path)
     on_device: defaultdict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") == "kernel":
-            on_device[event.get("args", {}).get("External id")] += event["dur"]
+            on_device[str(event.get("args", {}).get("External id"))] += event["dur"]
     taken: defaultdict[MeasuredKernel, list[float]] = defaultdict(list)
     for event in events:
         kernel = _kernel(event) if event.get("cat") == "cpu_op" else None
-        micros = on_device.get(event["args"].get("External id"), 0.0) if kernel and on_device else event["dur"]
+        micros = on_device.get(str(event["args"].get("External id")), 0.0) if kernel and on_device else event["dur"]
         if kernel and micros > 0:
             taken[kernel].append(micros)
     return tuple(replace(kernel, seconds=statistics.median(of) / 1e6) for kernel, of in taken.items())
@@ -39,8 +38,8 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
 def _kernel(event: Event) -> MeasuredKernel | None:
     """Return what an op computes, without its seconds; None for others, and where no shapes were recorded."""
     name, arguments = event["name"], event.get("args", {})
-    shapes = [tuple(shape) for shape in arguments.get("Input Dims", ()) if shape and not isinstance(shape[0], list)]
-    dtype = next((DTYPES[one] for one in arguments.get("Input type", ()) if one in DTYPES), "")
+    shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
+    dtype = next((DTYPES[str(one)] for one in _listed(arguments, "Input type") if str(one) in DTYPES), "")
     if not shapes or not dtype:
         return None
     if name in PRODUCTS:
@@ -51,7 +50,10 @@ def _kernel(event: Event) -> MeasuredKernel | None:
 
 
 def _product(shapes: list[tuple[int, ...]], dtype: str) -> MeasuredKernel | None:
-    left, right = [shape for shape in shapes if len(shape) > 1][-2:]
+    factors = [shape for shape in shapes if len(shape) > 1][-2:]
+    if len(factors) < 2:
+        return None
+    left, right = factors
     rows, inner, columns = left[-2], left[-1], right[-1]
     flops = 2.0 * math.prod(left[:-2]) * rows * inner * columns
     if not flops:
@@ -71,10 +73,15 @@ def _attention(
         dtype=dtype,
         shape=(batch * heads, queries, keys, width),
         flops=(BACKWARD if backward else 1.0) * 4.0 * batch * heads * queries * keys * width,
-        causal="True" in _words(arguments.get("Concrete Inputs", ())),
+        causal="True" in map(str, _listed(arguments, "Concrete Inputs")),
         seconds=0.0,
     )
 
 
-def _words(values: Iterable[Any]) -> list[str]:
-    return [str(value) for value in values]
+def _listed(arguments: Mapping[str, Any], name: str) -> list[Any]:
+    value = arguments.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(size, int) and size >= 0 for size in value)

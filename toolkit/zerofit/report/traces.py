@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_right
@@ -12,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
 Event = dict[str, Any]
+HINT = "name what --trace of `zerofit plan` or `simulate` wrote, and traces/rank-0-step-3.json of a run folder"
+MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB a step
+MAX_TIME = 1e18  # microseconds since 1970 are 1.8e15
 HOST, OPTIMIZER = "launches and hooks", "optimizer"
 KINDS = (  # what a name contains; the first that matches holds
     ("all-gather", r"all_?gather"),
@@ -65,36 +67,42 @@ class ReadTrace:
 
 def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
     """Read either kind of trace. Raises UserError, in which `flag` is what named the file."""
-    try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
-        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, flag, f"{type(error).__name__}: {error}") from None
-    if trace.get("otherData", {}).get("made_by") == "zerofit":
-        return _read_forecast(events, trace["otherData"])
-    steps = [event for event in events if event["name"].startswith(STEP_MARK)]
-    if not steps:
-        raise _unreadable(path, flag, "it has no steps that `zerofit train --profile` has marked")
-    return _read_measured(events, steps)
+    with refused(path, kind="bad-trace", hint=HINT, where=flag):
+        events, about = read_events(path)
+        if about.get("made_by") == "zerofit":
+            return _read_forecast(events, about)
+        steps = [event for event in events if event["name"].startswith(STEP_MARK)]
+        if not steps:
+            raise Unreadable("it has no steps that `zerofit train --profile` has marked")
+        return _read_measured(events, steps)
 
 
-def _unreadable(path: Path, flag: str, why: str) -> UserError:
-    message = f"{path} is no trace of steps: {why}"
-    hint = "name what --trace of `zerofit plan` or `simulate` wrote, and traces/rank-0-step-3.json of a run folder"
-    return UserError(Problem(kind="bad-trace", message=message, hint=hint, where=flag))
+def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
+    """Return the complete events of a trace and what it says of itself. Raises OSError and Unreadable."""
+    trace = read_json(path, most=MAX_BYTES)
+    listed, about = trace.get("traceEvents"), trace.get("otherData", {})
+    if not isinstance(listed, list) or not isinstance(about, dict):
+        raise Unreadable("it has no list `traceEvents`")
+    events = [event for event in listed if isinstance(event, dict) and event.get("ph") == "X"]
+    for number, event in enumerate(events, 1):
+        timed = all(isinstance(event.get(key), int | float) and abs(event[key]) < MAX_TIME for key in ("ts", "dur"))
+        if not timed or not isinstance(event.get("name"), str) or not isinstance(event.get("args", {}), dict):
+            raise Unreadable(f"complete event {number} has no name, times (ts and dur) or arguments")
+    return events, about
 
 
-def _read_forecast(events: Iterable[Event], about: Mapping[str, Any]) -> ReadTrace:
-    """Add up a forecast; of a pipeline the first rank's."""
-    events = list(events)
-    first = min(event["pid"] for event in events)
+def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
+    """Add up a forecast; of a pipeline the first rank's. Raises Unreadable."""
     parts: defaultdict[Part, float] = defaultdict(float)
+    first = min((str(event.get("pid")) for event in events), key=lambda pid: (len(pid), pid), default="")
     for event in events:
-        if event["pid"] == first:
-            kind: str = event["args"]["kind"]
-            kind = FORECAST_KINDS.get(kind, kind)
-            parts[_part(event["args"]["module"], kind)] += event["dur"] / 1e6
-    return ReadTrace(forecast=True, on_device=about["gpu"] != "cpu", step_s=about["step_s"], parts=parts)
+        if str(event.get("pid")) == first:
+            kind, module = (str(event.get("args", {}).get(name, "")) for name in ("kind", "module"))
+            parts[_part(module, FORECAST_KINDS.get(kind, kind))] += event["dur"] / 1e6
+    step_s = about.get("step_s")
+    if not isinstance(step_s, int | float):
+        raise Unreadable("its otherData has no step_s, a number of seconds")
+    return ReadTrace(forecast=True, on_device=about.get("gpu") != "cpu", step_s=float(step_s), parts=parts)
 
 
 def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
@@ -102,10 +110,12 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
     start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
-    launched = {e["args"]["correlation"]: e for e in events if "correlation" in e.get("args", {}) and _is_launch(e)}
+    launched = {
+        str(e["args"]["correlation"]): e for e in events if "correlation" in e.get("args", {}) and _is_launch(e)
+    }
     parts: defaultdict[Part, float] = defaultdict(float)
     for event in kernels:
-        issued = launched.get(event.get("args", {}).get("correlation"), event)
+        issued = launched.get(str(event.get("args", {}).get("correlation")), event)
         if start <= issued["ts"] <= end:
             parts[marks.part(kind_of(event["name"]), issued["ts"])] += event["dur"] / 1e6
     if not kernels:
@@ -125,7 +135,7 @@ class _Marks:
     def __init__(self, events: Iterable[Event]):
         found = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
         self._moments = [at for at, _ in found]
-        self._places = [tuple(name.split("|")[1:3]) for _, name in found]
+        self._places = [(*name.split("|"), "", "")[1:3] for _, name in found]
 
     def part(self, kind: str, at: float) -> Part:
         """Return what a kernel or op of this kind belongs to that was issued at this moment."""
@@ -153,7 +163,7 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
 
 def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kinds with moments and microseconds of the thread that trains."""
-    mine = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] == steps[0]["tid"]]
+    mine = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
     within: list[tuple[str, float]] = []  # kind and end of the ops that are open, the innermost last
     at = 0.0
     for event in sorted([*mine, *steps], key=lambda e: (e["ts"], -e["dur"])):

@@ -5,17 +5,18 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problems
+from zerofit.spec.foreign import Unreadable, parse_json, refused
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.simulate.result import Simulation
 
+HINT = "write one with: zerofit simulate ... --json > base.json"
 SAME = ("device", "world_size", "rank")  # else the figures say nothing of the change
 
 
@@ -39,14 +40,14 @@ class BaselineComparison:
 
 def read_baseline(path: Path) -> dict[str, Any]:
     """Return what an earlier `zerofit simulate --json` printed, the last line of a file. Raises UserError."""
-    try:
-        lines = path.read_text(encoding="utf-8").strip().splitlines()
-        found = json.loads(lines[-1])
-    except (OSError, ValueError, IndexError) as error:
-        raise _refused(f"{path} cannot be read: {error or 'it is empty'}") from None
-    if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys() or found["peak_bytes"] <= 0:
-        raise _refused(f"{path} has no simulation")
-    return found
+    with refused(path, kind="baseline", hint=HINT, where="--baseline"):
+        lines = path.read_bytes().strip().splitlines() or [b""]
+        found = parse_json(lines[-1])
+        if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys():
+            raise Unreadable("it has no simulation")
+        if not isinstance(found["peak_bytes"], int) or found["peak_bytes"] <= 0:
+            raise Unreadable(f"peak_bytes is {found['peak_bytes']!r:.40}, and no number of bytes")
+        return found
 
 
 def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
@@ -76,8 +77,3 @@ def _sentence(now: Simulation, added: int, before: int, lost: bool) -> str:
     where = f" at {now.peak_at.own or now.peak_at.line} in {now.peak_phase}" if added > 0 else ""
     end = f", and no longer fits on {now.device}" if lost else ""
     return f"this change {change}{where}{end}: the peak was {shown_bytes(before)}, and is {shown_bytes(now.peak_bytes)}"
-
-
-def _refused(message: str) -> UserError:
-    hint = "write one with: zerofit simulate ... --json > base.json"
-    return UserError(Problem(kind="baseline", message=message, hint=hint, where="--baseline"))

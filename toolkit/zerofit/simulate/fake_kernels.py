@@ -88,20 +88,23 @@ def _fused_attention(
     """Run the kernel that a device takes (ATen's sdp_utils.cpp).
 
     Kernels keep nothing of length squared. Where there is none, torch computes the whole matrix of scores: on "cpu"
-    with dropout or for values of another width than queries, on "cuda" (and on "cpu" before torch has it there) for
-    keys of one head that queries of many share by broadcasting (Falcon). On "cuda" the kernel is flash attention; in
-    float32, with a mask, for values of another width (multi-head latent attention) or heads above FLASH_WIDTH, which it
-    has not, the memory efficient one, for which keys and values are repeated for every query head.
+    with dropout, a mask that is learnt (Swin's) or for values of another width than queries, on "cuda" (and on "cpu"
+    before torch has it there) for keys of one head that queries of many share by broadcasting (Falcon). On "cuda" the
+    kernel is flash attention; in float32, with a mask, for values of another width (multi-head latent attention) or
+    heads above FLASH_WIDTH, which it has not, the memory efficient one, for which keys and values are repeated for
+    every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
-    if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)):
+    learnt = attn_mask is not None and attn_mask.requires_grad
+    whole = dropout_p > 0.0 or learnt or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)
+    if device == "cpu" and whole:
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
-        whole = torch.ops.aten._scaled_dot_product_attention_math
-        return whole(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+        plain = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is None and query.dtype != torch.float32 and narrow and query.shape[-1] <= FLASH_WIDTH:
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return op(query, key, value, dropout_p, is_causal, scale=scale)[0]

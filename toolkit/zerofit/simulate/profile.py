@@ -30,6 +30,7 @@ from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of
 from zerofit.simulate.op_costs import scratch_on
 from zerofit.simulate.traced_experts import without_ranks
 from zerofit.simulate.traced_model import TracedModel, cast_by_zero3, make_subject
+from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import Precision, Task
 from zerofit.spec.profile import NOTHING_SAVED, ZERO3, LayerCost, LayerRun, Linear, Profile, Savings, setting
 from zerofit.train import loss as train_loss
@@ -224,8 +225,7 @@ def _run(
             del kept
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
         where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
-        what = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
-        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {what}") from error
+        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {reason_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

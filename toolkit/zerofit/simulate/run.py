@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
+
 from zerofit.check.dotted import get
-from zerofit.models.catalog import find
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import ModelError, find, source_of
 from zerofit.models.depth import depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.partial import differ_by_layer
@@ -114,11 +118,34 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
 
     All have the layers that stand before the equal ones, and so many of these that whatever DeepSpeed limits (live
     parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model. And the
-    largest sub-group of stage 3 is the whole model's: where one ends within a layer is not the same in each.
+    largest sub-group of stage 3 is the whole model's: where one ends within a layer is not the same in each. Layers
+    that do not add the same parameters each, or that a config does not simply count, are all simulated.
     """
     total, before = _layers(target), _leading(target)
-    if total < before + FEWEST or target.job.layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
+    if target.job.layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
         return None
+    if 3 * (before + FEWEST) + 3 * STEP > WORTH * total:
+        return None
+    try:
+        counts = _worthwhile(target, total, before)
+        return counts if counts and _grows_evenly(target, counts, total) else None
+    except ModelError:  # other values of the config go with its number of layers
+        return None
+
+
+def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total: int) -> bool:
+    """Return whether the whole model has the parameters that these numbers of layers let expect."""
+    source, sizes = replace(source_of(target.job.run), pretrained=None), list[int]()
+    for count in counts:
+        with torch.device("meta"):
+            args = dict(_with_layers(target, count).job.run.model_args)
+            sizes.append(parameter_count(build(source, target.inputs, args)))
+    steps = pairwise(zip((*counts, total), (*sizes, target.job.facts.parameters), strict=True))
+    return len({Fraction(more - few, m - n) for (n, few), (m, more) in steps}) == 1
+
+
+def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
+    """Return the fewest layers that `layer_counts` describes; None where they are not fewer than half of all."""
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()

@@ -16,10 +16,10 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.denoisers import is_denoiser
-from zerofit.models.depth import Path, depths, leading, part, with_depths
+from zerofit.models.depth import with_depths
+from zerofit.models.equal_layers import equal_layers, few_layers
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
-from zerofit.models.partial import differ_by_layer
 from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
@@ -29,7 +29,6 @@ from zerofit.train.build import batch_norm_in_fp32
 
 # linear layers whose outputs are summed over the ranks, so that their inputs are split (AutoTP's all_reduce_linears)
 _ROWS = ("o_proj", "down_proj", "output.dense")
-TRACED_BLOCKS = 2  # the first may make what all share, so the second stands for all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +55,8 @@ def make_subject(
     Raises ModelError where it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
-    equal = _equal_blocks(config) if config is not None else {}
-    equal = {path: count for path, count in equal.items() if not differ_by_layer(source.partial, count)}
-    small = with_depths(args, {path: leading(part(config, path)) + TRACED_BLOCKS for path in equal})
+    equal = equal_layers(source, inputs, args)
+    small = with_depths(args, {path: few_layers(config, path) for path in equal})
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
     found = block_lists(model, inputs) if config is not None else []
@@ -100,17 +98,6 @@ def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
         and "Rotary" not in type(module).__name__
         and not isinstance(module, BatchNorm)
     ]
-
-
-def _equal_blocks(config: Any) -> dict[Path, int]:
-    """Return how many blocks stand where in a config, equal but for the first ones; none that are too few or mixed."""
-    return {path: count for path, count in depths(config).items() if _are_equal(part(config, path), count)}
-
-
-def _are_equal(config: Any, count: int) -> bool:
-    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    mixed = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) > 1
-    return count > leading(config) + TRACED_BLOCKS and len(kinds) <= 1 and not mixed
 
 
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:

@@ -28,6 +28,8 @@ KEYS = {
 }
 REQUIRED = tuple(KEYS)[:6]
 SIZES = ("memory", "bandwidth", "link", "pcie", "network", "host_memory")
+MOST_GPUS = 1024  # of a node
+LARGEST = 1e18  # what a figure of the file can be
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
@@ -45,8 +47,8 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
     }
     tflops = _tflops(path, found["tflops"], problems, where) if found.get("tflops") is not None else {}
     gpus, price = found.get("gpus", 8), found.get("price")
-    if not isinstance(gpus, int) or gpus < 1:
-        problems.add("bad-value", f"{path}: gpus: got {gpus!r}", "take 1 or more", where)
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MOST_GPUS:
+        problems.add("bad-value", f"{path}: gpus: got {gpus!r}", f"take 1 to {MOST_GPUS}", where)
     if price is not None and not _positive(price):
         problems.add("bad-value", f"{path}: price: got {price!r}", f"price: {KEYS['price']}", where)
     problems.raise_if_any()
@@ -54,17 +56,9 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
 
 
 def _read(path: Path, where: str) -> dict[Any, Any]:
-    import yaml  # no other kind of device needs it
+    from zerofit.spec.foreign import read_own_values  # no other kind of device needs PyYAML
 
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise UserError(Problem(kind="unreadable", message=f"cannot read {path}: {reason}", where=where)) from None
-    if not isinstance(found, dict):
-        hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)
-        raise UserError(Problem(kind="syntax", message=f"{path} is not a mapping", hint=hint, where=where))
-    return found
+    return read_own_values(path, hint="write it as lines of `key: value`; keys: " + ", ".join(KEYS), where=where)
 
 
 def _size(path: Path, key: str, value: Any, where: str) -> int:
@@ -85,7 +79,7 @@ def _tflops(path: Path, value: Any, problems: Problems, where: str) -> dict[str,
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
 def _device(path: Path, sizes: Mapping[str, float], tflops: dict[str, float], found: Mapping[Any, Any]) -> Device:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
 DOES_NOT_FIT = "does-not-fit"  # kind of what a memory forecast refuses
+LONGEST_REASON = 1000  # characters: an error that lists every tensor of a model has thousands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +109,26 @@ class Problems:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self._found)
+
     def raise_if_any(self) -> None:
         """Raise a UserError with everything noted so far, if there is anything."""
         if self._found:
             raise UserError(*self._found)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the whole message of a library's error in one line, or its class where it has none.
+
+    >>> reason_of(ValueError("Validation error for field 'a':\\n  TypeError: expected int, got str"))
+    "Validation error for field 'a': TypeError: expected int, got str"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = "; ".join(lines).replace(":; ", ": ")
+    if not text or isinstance(error, KeyError):  # whose message is the key alone
+        text = f"{type(error).__name__} {text}".rstrip()
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

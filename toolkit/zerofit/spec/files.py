@@ -7,11 +7,19 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, TextIO
+
+from zerofit.spec.foreign import Unreadable, parse_json
+
+
+def stays_inside(name: str) -> bool:
+    """Return whether a path or name that a file gives stays within the folder it is relative to."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 @contextmanager
@@ -76,18 +84,49 @@ def cache_root() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zerofit"
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON lines file, without lines that are none, such as the half that a kill leaves.
+
+    Raises OSError.
+    """
+    return [value for line in path.read_bytes().split(b"\n") if (value := parse_line(line)) is not None]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a JSON line; None for anything else."""
+    try:
+        value = parse_json(line)
+    except Unreadable:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def number_in(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a number of a record; None where it has none there."""
+    value = record.get(key)
+    return value if isinstance(value, int | float) else None
+
+
+def open_jsonl(path: Path) -> TextIO:
+    """Open a JSON lines file to add lines, each written at once; a line that a kill has cut is ended first."""
+    file = path.open("a+b")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\n" * (file.read(1) != b"\n"))
+    file.close()
+    return path.open("a", buffering=1, encoding="utf-8")
+
+
 class JsonlTail:
-    """Reader of a growing JSON lines file that yields each object once.
+    """Reader of a growing JSON lines file that yields each object that is added, once.
 
     A line that does not parse (a network file system can show NULs where another host writes, a disk can fill up
     within a character) is skipped; `on_bad_line` hears of the first one. A line without an end is read later.
     """
 
-    def __init__(
-        self, path: Path, *, from_start: bool = False, on_bad_line: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, path: Path, *, on_bad_line: Callable[[str], None] = lambda text: None) -> None:
         self._path, self._on_bad_line, self._told = path, on_bad_line, False
-        self._offset = 0 if from_start or not path.exists() else path.stat().st_size
+        self._offset = path.stat().st_size if path.exists() else 0
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the objects that were added since the last call, or since this tail was made."""
@@ -101,13 +140,10 @@ class JsonlTail:
             if not line.endswith(b"\n"):
                 return
             self._offset += len(line)
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if isinstance(value, dict):
+            value = parse_line(line)
+            if value is not None:
                 yield value
-            elif not self._told:
+            elif line.strip() and not self._told:
                 self._told, start = True, self._offset - len(line)
                 self._on_bad_line(
                     f"{self._path} holds a line that is not a JSON object (at byte {start}); it is skipped"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 
 from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 
 MIB = 2**20
@@ -191,11 +191,11 @@ class Calibration:
     slower: float = 1.0  # times as long as all of this says: what a step took beside what its trace has by kind
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Calibration:
-        """Return the calibration that `asdict` gave. TypeError where it is another thing."""
-        kernels = tuple(MeasuredKernel.from_dict(one) for one in value.get("kernels", ()))
-        collectives = tuple(MeasuredCollective(**one) for one in value.get("collectives", ()))
-        return cls(**{**value, "kernels": kernels, "collectives": collectives})
+    def from_dict(cls, value: Any) -> Calibration:
+        """Return the calibration that `asdict` gave. Raises Unreadable for another thing."""
+        from pydantic import TypeAdapter  # takes a tenth of a second, for those who have a calibration
+
+        return shaped(value, TypeAdapter(cls))
 
 
 def calibration_file() -> Path:
@@ -214,7 +214,7 @@ def write_calibration(calibration: Calibration) -> Path:
 def read_calibration(kind: str) -> Calibration | None:
     """Return what was measured for this kind of device here; None if nothing, or in a file of another version."""
     try:
-        found = Calibration.from_dict(json.loads(calibration_file().read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = Calibration.from_dict(read_json(calibration_file()))
+    except (OSError, Unreadable):
         return None
     return found if found.kind == kind else None

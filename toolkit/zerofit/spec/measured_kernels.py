@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 # of one element's step on the device, in float32: the gradient scaled (8) and its norm taken (4); by Adam it is read
 # (4), master and two moments are read (12) and written (12); SGD adds the decay (12), scales the momentum (8), adds to
@@ -25,11 +23,6 @@ class MeasuredKernel:
     moved_bytes: float = 0.0
     groups: int = 1
     causal: bool = False
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> MeasuredKernel:
-        """Return the kernel that `asdict` gave. TypeError where it is another thing."""
-        return cls(**{**value, "shape": tuple(value.get("shape", ()))})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter
+
+from zerofit.spec.foreign import shaped
 from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, has_head, is_text
 
 
@@ -211,48 +214,18 @@ class Profile:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Profile:
-        """Return the profile that `as_dict` gave."""
-        costs, zero3 = (
-            {key: tuple(_cost(entry) for entry in entries) for key, entries in value.get(name, {}).items()}
-            for name in ("costs", "zero3")
-        )
-        layers = tuple(
-            LayerRun(**entry | {name: tuple(entry[name]) for name in _NUMELS if name in entry})
-            for entry in value["layers"]
-        )
-        return cls(**{**value, "layers": layers, "costs": costs, "zero3": zero3})
+    def from_dict(cls, value: Any) -> Profile:
+        """Return the profile that `as_dict` gave. Raises Unreadable for another thing."""
+        return shaped(value, TypeAdapter(cls))
 
 
 ZERO3 = "/stage=3"  # behind a setting
-_NUMELS = ("matrices", "vectors", "frozen", "quantized", "packed")
 
 
 def setting(precision: str, checkpointing: bool, tp: int, sp: int, ep: int = 1) -> str:
     """Return the key of a setting in `Profile.costs`."""
     key = f"{precision}/checkpointing={int(checkpointing)}/tp={tp}/sp={sp}"
     return f"{key}/ep={ep}" if ep > 1 else key
-
-
-def _cost(entry: dict[str, Any]) -> LayerCost:
-    plain = {k: Linear(**v) if isinstance(v, dict) else v for k, v in entry.items()}
-    lists = {key: tuple(entry.get(key, ())) for key in ("matrices", "vectors", "experts")}
-    moments = tuple(
-        BackwardMoment(live=_lines(m["live"]), end=Linear(**m["end"]), parameter=m["parameter"])
-        for m in entry.get("backward", ())
-    )
-    kernels = {key: tuple(map(_kernel, entry[key])) for key in ("forward_kernels", "backward_kernels")}
-    forward = _lines(entry.get("forward", ()))
-    calls = tuple(
-        ModuleCall(begins, tuple(places), tuple(map(tuple, others)), fed)
-        for begins, places, others, fed in entry.get("calls", ())
-    )
-    return LayerCost(**{**plain, **lists, **kernels, "forward": forward, "backward": moments, "calls": calls})
-
-
-def _kernel(entry: dict[str, Any]) -> Kernel:
-    lines = {key: Linear(**entry[key]) for key in ("moved_bytes", "flops")}
-    return Kernel(**{**entry, **lines, "shape": _lines(entry["shape"])})
 
 
 def _sum(lines: Iterable[Linear]) -> Linear:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from zerofit.spec.errors import Problem, UserError
-
 STEP_MARK = "zerofit step "  # with the step's number (1-based); it lasts as long as the step
 SECTION_MARK = "zerofit section|"  # with a phase, "|" and a module: what follows belongs to it, until the next mark
 
@@ -19,7 +17,7 @@ class Numbers:
 
     @classmethod
     def parse(cls, text: str) -> Numbers:
-        """Read them. Raises UserError.
+        """Read them. Raises ValueError.
 
         >>> numbers = Numbers.parse("3-5,9")
         >>> 4 in numbers, 6 in numbers, numbers.last
@@ -30,8 +28,7 @@ class Numbers:
             match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", word)
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if last < first:
-                hint = "write numbers and ranges, like 3-5 or 0,8"
-                raise UserError(Problem(kind="bad-value", message=f"got {text!r}", hint=hint))
+                raise ValueError("not numbers and ranges, like 3-5 or 0,8")
             ranges.append(range(first, last + 1))
         return cls(tuple(ranges))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 
 from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.local_machine import gpu_memory, host_memory
 
 RANK = "zerofit.worker"  # in the command line of each rank, which ends with its run folder
@@ -44,8 +44,8 @@ def read_forecast(run: Path) -> dict[str, Any] | None:
     None where memory was not forecast.
     """
     try:
-        return json.loads((run / "plan.json").read_text(encoding="utf-8")).get("forecast")
-    except OSError:
+        return read_json(run / "plan.json").get("forecast")
+    except (OSError, Unreadable):
         return None
 
 
@@ -133,8 +133,8 @@ def _file(run: Path) -> Path:
 
 def _read(file: Path) -> Reservation | None:
     try:
-        return Reservation(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # taken back just now, or of another version
+        return Reservation(**read_json(file))
+    except (OSError, Unreadable, TypeError):  # taken back just now, or of another version
         return None
 
 

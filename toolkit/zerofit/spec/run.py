@@ -5,12 +5,15 @@ It is loaded from run.yaml or run.json, overridden by flags, with every problem 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,18 +25,25 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
-from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.foreign import Unreadable, read_own_yaml
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
 from zerofit.spec.optimizers import Optimizer
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import Interval
 
 PipelineSchedule = Literal["1f1b", "dualpipev"]
+LARGEST = 2**32 - 1  # of any whole number here: what NumPy takes as a seed, and far above any step, sample or rank
+_DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+_WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
 def _interval(text: str) -> str:
@@ -80,6 +90,16 @@ Chosen = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidato
 Sizes = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_sizes)]
 
 
+def plain_type(annotation: Any) -> Any:
+    """Return the type that a field's value is written as: without Optional and Annotated, str where it may be one."""
+    if get_origin(annotation) is Annotated:
+        return plain_type(get_args(annotation)[0])
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [plain_type(kind) for kind in get_args(annotation) if kind is not type(None)]
+        return str if str in kinds else kinds[0]
+    return annotation
+
+
 class Run(BaseModel):
     """One training run, as asked. `None` means: taken from the DeepSpeed JSON, the model or a default when resolved.
 
@@ -90,7 +110,7 @@ class Run(BaseModel):
     512
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     # what
     model: str = _option(
@@ -188,7 +208,7 @@ class Run(BaseModel):
     )
     momentum: NonNegativeFloat | None = _option(None, "momentum of sgd and muon (default 0.9, 0.95)")
     gradient_clipping: NonNegativeFloat | None = _option(None, "largest gradient norm; 0 is off (default 1.0)")
-    seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation", le=2**32 - 1)
+    seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation")
 
     # numbers and memory
     precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
@@ -234,7 +254,7 @@ class Run(BaseModel):
     eval_every: NonNegativeInt = _option(0, "steps between evaluations; 0: only at the end")
     eval_samples: PositiveInt | None = _option(None, "validation samples an evaluation looks at (default: all)")
     heartbeat_timeout: float = _option(
-        60.0, "seconds without a heartbeat of a rank after which all ranks are stopped", ge=5
+        60.0, "seconds without a heartbeat of a rank after which all ranks are stopped", ge=5, le=1e6
     )
     log_every: PositiveInt = _option(10, "steps between plain progress lines when there is no terminal")
     callbacks: tuple[str, ...] = _option(
@@ -247,6 +267,26 @@ class Run(BaseModel):
     tensorboard: bool = _option(False, "write TensorBoard events into the run folder")
     wandb: str | None = _option(None, "Weights & Biases project to log to")
     output: Path | None = _option(None, "run folder (default runs/MODEL-DATA-TIME)")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would turn into another value than the one that is meant. Raises ValueError."""
+        kind = plain_type(cls.model_fields[info.field_name or ""].annotation)
+        if kind in (int, float):
+            if isinstance(value, bool) or (isinstance(value, str) and not _DECIMAL.fullmatch(value)):
+                raise ValueError(f"not a {'whole ' if kind is int else ''}number in decimal digits")
+            number = float(value) if isinstance(value, str) else value
+            if kind is int and isinstance(number, int | float) and number > LARGEST:
+                raise ValueError(f"{LARGEST:,} is the most")
+        if kind is bool and not isinstance(value, bool) and str(value).lower() not in _WORDS and value is not None:
+            raise ValueError("neither true nor false")
+        if isinstance(value, dict):
+            try:
+                json.dumps(to_jsonable_python(value), allow_nan=False)
+            except ValueError as error:  # nan, or an object of Python's
+                raise ValueError(f"the run folder keeps it as JSON, which does not hold that: {error}") from None
+        return value
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
@@ -276,13 +316,17 @@ class Run(BaseModel):
         )
 
     @classmethod
-    def load(cls, path: str | Path, **overrides: Any) -> Run:
+    def load(cls, path: str | Path, *, trust_model_code: bool = False, **overrides: Any) -> Run:
         """Read a run.yaml or run.json, such as a run folder's; `overrides` take the place of its values.
 
-        Raises UserError with all that is wrong, and its lines in the file.
+        A run folder's file that names a model or callback of the form package.module:callable is refused unless
+        `trust_model_code`. Raises UserError with all that is wrong, and its lines in the file.
         """
-        values, places = _read_run_file(Path(path))
-        return _made(values | overrides, {key: place for key, place in places.items() if key not in overrides})
+        values, places, faults = _read_run_file(Path(path))
+        places = {key: place for key, place in places.items() if key not in overrides}
+        run = _made(values | overrides, places, faults)
+        _refuse_foreign_code(Path(path), run, overrides, trust_model_code)
+        return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,22 +357,35 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-") if field != "model" else "MODEL"
 
 
-def load_run(file: Path | None, flags: Mapping[str, Any]) -> RunRequest:
+def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the run that a file and flags ask for; a flag overrides the file.
 
-    Raises UserError with all unknown keys (nearest names offered) and all bad values.
+    Raises UserError with all unknown keys (nearest names offered) and all bad values, and for code that a run folder's
+    file names unless `trust_model_code`.
     """
-    values, places = _read_run_file(file) if file else ({}, {})
+    values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags
     places |= {field: flag(field) for field in flags}
-    run = _made(values, places, name_flags=True)
+    run = _made(values, places, faults, name_flags=True)
+    if file:
+        _refuse_foreign_code(file, run, flags, trust_model_code)
     return RunRequest(run=run, places={k: p for k, p in places.items() if k in flags or values[k] is not None})
 
 
-def _made(values: Mapping[Any, Any], places: Mapping[Any, str], *, name_flags: bool = False) -> Run:
+def _refuse_foreign_code(file: Path, run: Run, typed: Collection[str], trusted: bool) -> None:
+    """Refuse what a run folder's file names, but for fields that the user gave (`typed`). Raises UserError."""
+    if in_run_folder(file):
+        own = {"model": run.model, "model_args": run.model_args, "callbacks": run.callbacks}
+        refuse_foreign_code(file, trusted, **{name: value for name, value in own.items() if name not in typed})
+
+
+def _made(
+    values: Mapping[Any, Any], places: Mapping[Any, str], faults: Sequence[Problem], *, name_flags: bool = False
+) -> Run:
     """Return the run of these values, whose keys are as YAML gives them: `1: 2` has a number.
 
-    Raises UserError with all problems at their `places`; `name_flags`: their hints name the field's flag.
+    Raises UserError with all problems at their `places`, and the file's own `faults`; `name_flags`: their hints name
+    the field's flag.
     """
 
     def placed(problem: Problem) -> Problem:
@@ -337,13 +394,16 @@ def _made(values: Mapping[Any, Any], places: Mapping[Any, str], *, name_flags: b
             hint = f"{flag(field)} is: {hint}"
         return replace(problem, hint=hint, where=places.get(field, field))
 
-    unknown = [replace(_unknown_key(key), where=places[key]) for key in values if not isinstance(key, str)]
+    problems = Problems()
+    problems.extend(faults)
+    problems.extend(replace(_unknown_key(key), where=places[key]) for key in values if not isinstance(key, str))
+    said = {fault.where.rpartition(":")[0] for fault in faults}
     try:
         run = Run(**{key: value for key, value in values.items() if isinstance(key, str)})
     except UserError as error:
-        raise UserError(*map(placed, error.problems), *unknown) from None
-    if unknown:
-        raise UserError(*unknown)
+        problems.extend(problem for problem in map(placed, error.problems) if problem.where not in said)
+        raise UserError(*problems) from None
+    problems.raise_if_any()
     return run
 
 
@@ -359,25 +419,26 @@ def _problem(entry: ErrorDetails) -> Problem:
     field = str(entry["loc"][0])
     if entry["type"] == "extra_forbidden":
         return _unknown_key(field)
-    message = f"{field}: got {entry['input']!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}"
+    shown, fault = repr(entry["input"]), entry["msg"].removeprefix("Value error, ")
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    message = f"{field}: got {shown}; {fault[0].lower()}{fault[1:]}"
     return Problem(kind="bad-value", message=message, hint=Run.model_fields[field].description or "", where=field)
 
 
-def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str]]:
-    """Return the values of a YAML (or JSON) mapping and the places of its keys. Raises UserError."""
-    place, kind, hint = str(file), "syntax", ""
+def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str], list[Problem]]:
+    """Return the values of a YAML (or JSON) mapping, the places of its keys, and its faults. Raises UserError."""
+    hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
+
+    def problem(fault: Unreadable, message: str) -> Problem:
+        place = f"{file}:{fault.line}:{fault.column}" if fault.line else str(file)
+        return Problem(kind="syntax", message=message, hint="" if fault.line else hint, where=place)
+
     try:
-        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        values = loader.construct_document(node) if node else None
-        if node and isinstance(values, dict):
-            keys = {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
-            return values, {key: f"{file}:{line}" for key, line in keys.items()}
-        message = f"{file} is not a mapping of keys to values"
-        hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
-    except yaml.MarkedYAMLError as error:
-        message, mark = f"{file} does not parse: {error.problem}", error.problem_mark
-        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else place
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        message, kind = f"cannot read {file}: {error}", "unreadable"
-    raise UserError(Problem(kind=kind, message=message, hint=hint, where=place))
+        values, lines, faults = read_own_yaml(file)
+    except Unreadable as fault:
+        raise UserError(problem(fault, f"{file} is not a run file: {fault.reason}")) from None
+    except OSError as error:
+        message = f"cannot read {file}: {error}"
+        raise UserError(Problem(kind="unreadable", message=message, where=str(file))) from None
+    places = {key: f"{file}:{lines[key]}" if key in lines else str(file) for key in values}
+    return values, places, [problem(fault, fault.reason) for fault in faults]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import read_json, refused, shaped
 from zerofit.spec.model_facts import ModelFacts, Precision
 from zerofit.spec.run import Run
 
@@ -211,7 +211,7 @@ class Job:
         run = value.get("run") if isinstance(value, dict) else None
         if isinstance(run, dict):
             value = value | {"run": {name: run[name] for name in run if name in Run.model_fields}}
-        return _schema().validate_python(value)
+        return shaped(value, _schema())
 
     def write(self, folder: RunFolder, ds_source: str | dict[str, Any]) -> None:
         """Write run.json, profile.json, plan.json and ds_config.json.
@@ -233,14 +233,19 @@ class Job:
 
     def write_batch(self, folder: RunFolder) -> None:
         """Write into plan.json how its ranks share out the batch."""
-        write_json(folder.plan, json.loads(folder.plan.read_text()) | {"batch": asdict(self.batch)})
+        write_json(folder.plan, _content(folder.plan) | {"batch": asdict(self.batch)})
 
     @classmethod
     def read(cls, folder: RunFolder) -> Job:
-        """Read the job that `write` left in this folder."""
-        plan = json.loads(folder.plan.read_text())
-        facts, ds_config = (json.loads(path.read_text()) for path in (folder.profile, folder.ds_config))
-        return cls.from_dict(plan | {"run": json.loads(folder.run.read_text()), "facts": facts, "ds_config": ds_config})
+        """Read the job that `write` left in this folder. Raises UserError where it is not what `write` has written."""
+        plan, run, facts, ds_config = map(_content, (folder.plan, folder.run, folder.profile, folder.ds_config))
+        with refused(folder.path, kind="run-folder"):
+            return cls.from_dict(plan | {"run": run, "facts": facts, "ds_config": ds_config})
+
+
+def _content(file: Path) -> dict[str, Any]:
+    with refused(file, kind="run-folder"):
+        return read_json(file)
 
 
 @cache

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from zerofit.spec.errors import Problems
+from zerofit.spec.files import open_jsonl
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
@@ -118,7 +119,7 @@ class JsonLines(Callback):
     """metrics.jsonl: one JSON object a step; each line is written before the next one starts."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = open_jsonl(path)
 
     def on_step(self, record: StepRecord) -> None:
         """Append one step's record."""
@@ -130,7 +131,7 @@ class EventLog(Callback):
 
     def __init__(self, path: Path | None, progress: RankProgress):
         """Append to `path`, which is None on ranks other than 0: they write nothing."""
-        self._file = path.open("a", buffering=1, encoding="utf-8") if path else None
+        self._file = open_jsonl(path) if path else None
         self._progress = progress
 
     def phase(self, text: str) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from zerofit.spec.foreign import Unreadable, parse_json
+
 CHUNK = 65536
-LONGEST = 1 << 20  # bytes of one line: a peer that sends more is none of ours
+LONGEST = 1 << 20  # bytes of one line, and of what a peer leaves unread: one that goes beyond is none of ours
 
 
 class ConnectionLost(Exception):
@@ -22,7 +24,7 @@ class JsonLineSocket:
 
     def __init__(self, connection: socket.socket, timeout_s: float):
         """Take over a connection, lost when the other side's kernel has not answered for `timeout_s` seconds."""
-        self.socket = connection
+        self.socket, self.longest = connection, LONGEST  # bytes of the next line
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
@@ -39,6 +41,8 @@ class JsonLineSocket:
         """Hand a line to the kernel, or keep what it does not take for the next call. Raises ConnectionLost."""
         self._out += json.dumps(value).encode() + b"\n"
         self.flush()
+        if len(self._out) > LONGEST:
+            raise ConnectionLost("nothing is read there")
 
     def flush(self) -> None:
         """Try again to send what is waiting. Raises ConnectionLost."""
@@ -53,7 +57,7 @@ class JsonLineSocket:
     def receive(self) -> Iterator[dict[str, Any]]:
         """Return whole lines that have come. Raises ConnectionLost once the other side has closed, or for no JSON."""
         closed = False
-        while True:
+        while len(self._in) <= self.longest:
             try:
                 data = self.socket.recv(CHUNK)
             except BlockingIOError:
@@ -64,17 +68,19 @@ class JsonLineSocket:
                 closed = True
                 break
             self._in += data
-            if len(self._in) > LONGEST:
-                raise ConnectionLost("a line without an end")
         *lines, self._in = self._in.split(b"\n")
         for line in lines:
+            if len(line) > self.longest:
+                raise ConnectionLost("a line that is too long")
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                value = parse_json(line)
+            except Unreadable as error:
                 raise ConnectionLost("no JSON") from error
             if not isinstance(value, dict):
                 raise ConnectionLost("no JSON object")
             yield value
+        if len(self._in) > self.longest:
+            raise ConnectionLost("a line that is too long")
         if closed:
             raise ConnectionLost("closed")
 

@@ -14,14 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zerofit.spec.files import open_jsonl
 from zerofit.spec.run_folder import RunFolder
-from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
+from zerofit.watch.json_lines import LONGEST, ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec
+from zerofit.watch.messages import Beating, Ended, Hello, InvalidMessage, Message, read_hello, read_message
 from zerofit.watch.verdict import BUSY_CPU, FailureVerdict, RankState, judge
 
 POLL_S = 0.1
 TRACED = ("hang", "rank-stopped", "host-unreachable", "vanished", "not-started", "rank-ended")
 HELLO_S = 10.0  # for a connection to authenticate
+HELLO_BYTES = 4096  # of its first line
+STRANGERS = 128  # connections that have not authenticated, beside one for each rank
+ACCEPTED = 64  # connections taken at a time: each can say its hello before so many others come
 REPORTS_S = 2.0  # after the first failure, for other ranks to report theirs
 STACKS_S = 12.0
 FROZEN_S = 5.0  # between two looks
@@ -33,7 +38,7 @@ class Watch:
     """Receives what the guards of one start's ranks report. One thread: everything happens in `poll`."""
 
     def __init__(self, address: str):
-        """Listen on a free port of `address` ("" for all of this machine's)."""
+        """Listen on a free port of `address`, by which ranks reach it ("" for all of this machine's)."""
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -106,7 +111,11 @@ class Watch:
         if here < len(self.states):
             return f"waiting for ranks ({here} of {len(self.states)} are there)"
         now = time.monotonic()
-        lossy = [s for s in self.states if s.ended is None and s.beat.get("resending") and s.beat["still_s"] > LOSSY_S]
+        lossy = [
+            s
+            for s in self.states
+            if s.ended is None and s.beat.get("resending") and s.beat.get("still_s", 0.0) > LOSSY_S
+        ]
         if lossy:
             return f"the network loses packets: {lossy[0].name} sends again what is not acknowledged"
         quiet = [s for s in self.states if s.ended is None and _quiet_s(s, now) > self._timeout_s / 4]
@@ -134,47 +143,59 @@ class Watch:
                 connection.send(command)
 
     def _accept(self) -> None:
+        """Take new connections; where too many have not authenticated, those that came first are closed."""
         with suppress(OSError):
-            accepted, _ = self._listener.accept()
-            connection = JsonLineSocket(accepted, max(self._timeout_s, 1.0))
-            self._unauthenticated[connection] = time.monotonic()
-            self._selector.register(connection, selectors.EVENT_READ)
+            for _ in range(ACCEPTED):
+                self.adopt(JsonLineSocket(self._listener.accept()[0], max(self._timeout_s, 1.0)))
+        for connection in list(self._unauthenticated)[: -STRANGERS - len(self.states)]:
+            self._forget(connection)
+
+    def adopt(self, connection: JsonLineSocket) -> None:
+        """Wait for a connection's hello."""
+        connection.longest = HELLO_BYTES
+        self._unauthenticated[connection] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, connection: Any) -> None:
         try:
             for message in connection.receive():
                 if connection in self._unauthenticated:
-                    self._authenticate(connection, message)
+                    self._authenticate(connection, read_hello(message))
                 else:
-                    self._note(self.states[self._known[connection]], message)
-                    if "beat" in message:
+                    found = read_message(message)
+                    self._note(self.states[self._known[connection]], found)
+                    if isinstance(found, Beating):
                         connection.send({"heard": True})  # the guard says no more before
-        except ConnectionLost:
+        except (ConnectionLost, InvalidMessage):
             if connection in self._known:
                 state = self.states[self._known[connection]]
                 state.lost = state.ended is None
             self._forget(connection)
 
-    def _authenticate(self, connection: JsonLineSocket, message: dict[str, Any]) -> None:
-        rank = message.get("rank")
-        known = isinstance(rank, int) and 0 <= rank < len(self.states) and not self.states[rank].here
-        if not known or not hmac.compare_digest(str(message.get("hello")).encode(), self._token.encode()):
+    def _authenticate(self, connection: JsonLineSocket, message: Hello) -> None:
+        authentic = hmac.compare_digest(message.hello.encode(), self._token.encode())
+        if not authentic or message.rank >= len(self.states) or self.states[message.rank].here:
             raise ConnectionLost("not authenticated")
-        assert isinstance(rank, int)
         del self._unauthenticated[connection]
-        self._known[connection] = rank
-        self.states[rank].here, self.states[rank].heard = True, time.monotonic()
+        connection.longest = LONGEST
+        self._known[connection] = message.rank
+        self.states[message.rank].here, self.states[message.rank].heard = True, time.monotonic()
 
-    def _note(self, state: RankState, message: dict[str, Any]) -> None:
+    def _note(self, state: RankState, message: Message) -> None:
         now = time.monotonic()
-        if "beat" in message:
+        if isinstance(message, Beating):
             before, seconds = state.beat.get("cpu_s", 0.0), max(now - state.heard, 1e-3)
-            state.beat = message["beat"]
-            state.busy = (state.beat["cpu_s"] - before) / seconds > BUSY_CPU
-        if "ended" in message:
-            state.ended, state.beat = message["ended"], {**state.beat, **message.get("last", {})}
-            state.failure = message.get("failure")
-        if "stacks" in message:
+            state.beat = message.beat.model_dump(exclude_none=True)
+            state.busy = (message.beat.cpu_s - before) / seconds > BUSY_CPU
+        elif isinstance(message, Ended):
+            if message.failure and message.failure.rank != state.rank:
+                raise InvalidMessage("another rank's failure")
+            state.ended, state.beat = (
+                message.ended,
+                {**state.beat, **message.last.model_dump(exclude_unset=True, exclude_none=True)},
+            )
+            state.failure = message.failure and message.failure.model_dump(exclude_unset=True)
+        else:
             self._stacks.add(state.rank)
         state.heard = now
 
@@ -219,7 +240,7 @@ def supervise(
             watch.await_failures()
             verdict = watch.verdict()  # what came with the launcher's own end
         tick()
-    failures = tuple(state.failure for state in watch.states if state.failure)
+    failures = tuple(state.failure for state in watch.states if state.failure and state.failure["problems"])
     return RanksOutcome(code=process.returncode, verdict=verdict, failures=failures)
 
 
@@ -244,7 +265,7 @@ def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fa
     kept = None
     with suppress(OSError):  # the disk may be full: that is no reason to hide the verdict
         kept = _kept_stacks(folder)
-        with folder.faults.open("a", encoding="utf-8") as file:
+        with open_jsonl(folder.faults) as file:
             file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
     return replace(verdict, problem=replace(verdict.problem, where=str(kept))) if kept else verdict
 

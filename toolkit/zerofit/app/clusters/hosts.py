@@ -18,7 +18,7 @@ from zerofit.doctor.examine import BUILD_S
 from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.doctor.remote import FACTS, INSIDE, PATIENCE_S, Conversation, Unreachable, ask_all, conversations
 from zerofit.doctor.software import model_code
-from zerofit.launch.host import RUN_ID, address_to, this_machine
+from zerofit.launch.host import RUN_ID, address_to, interface_of, this_machine
 from zerofit.launch.hostfile import Host, read_hostfile, select
 from zerofit.launch.local import LaunchSite
 from zerofit.launch.runner import DEFAULT_PORT, allocated, check, forwarded, runner, runner_environment
@@ -184,13 +184,11 @@ def cluster_site(
     check(options.runner, used, options.runner_args, problems)
     problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
-    # this machine's address as the ssh connection to each host had it
-    seen_at = {name: facts.get("asked_from", {}).get("there") for name, facts in (found.facts if found else {}).items()}
-    own = options.master_addr or "" if options.node_rank is not None else own_address(used)
+    own = options.master_addr or "" if options.node_rank is not None else own_address(hosts)
     master = options.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
     return LaunchSite(
         hosts=names,
-        addresses={host.name: seen_at.get(host.name) or own for host in used},
+        addresses={host.name: own for host in used},
         master=(master, options.port),
         accelerator=machine.accelerator,
         argv=lambda spec: options.argv(used, folder.logs, master, spec),
@@ -280,6 +278,22 @@ def own_address(hosts: Sequence[Host]) -> str:
         if own and (not own.startswith(LOOPBACK) or len(hosts) == 1):
             return own
     return LOOPBACK + "0.0.1"
+
+
+def listening_address(hosts: Sequence[Host], options: HostRequest) -> str:
+    """Return the address of this machine at which all hosts reach it; "" (all of them) where that is not known.
+
+    Where hosts are reached over ssh, a preflight has each of them connect to it.
+    """
+    if options.node_rank is None:
+        return own_address(hosts)
+    try:
+        address = socket.gethostbyname(options.master_addr or "")
+    except OSError:
+        return ""
+    # a name that is the loopback's here, or an address of a router or a service before this machine, is another's
+    remote = address.startswith(LOOPBACK) and len(hosts) > 1
+    return "" if remote or interface_of(address) is None else address
 
 
 def address_of(name: str, hosts: Sequence[Host]) -> str:

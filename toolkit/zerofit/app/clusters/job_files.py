@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from zerofit.app.fitting.options import CHOSEN
+from zerofit.app.hub_models import PREFIX
+from zerofit.app.requests import is_run_file, read_request
+from zerofit.app.resolve import resolve_job
 from zerofit.launch.job_file import write_once
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
 from zerofit.launch.runner import forwarded
 from zerofit.launch.sbatch import SlurmJob, env_file_text, sbatch_text
+from zerofit.models.catalog import names_callable
 from zerofit.spec.errors import Problems
+from zerofit.spec.model_facts import Machine
+from zerofit.spec.run import Run
 
 NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", "image", "claim")}
 
@@ -30,6 +37,7 @@ class JobFileRequest:
     slots: int | None = None
     env: tuple[str, ...] = ()
     max_restarts: int = 0
+    trust_model_code: bool = False
     job_name: str | None = None
     device: Literal["gpu", "cpu"] = "gpu"
     time: str | None = None
@@ -56,7 +64,11 @@ class JobFile:
 
 
 def write_job_file(asked: JobFileRequest) -> JobFile:
-    """Write the file that is asked for, and say how to submit it. Raises UserError with all that is missing."""
+    """Write the file that is asked for, and say how to submit it.
+
+    The run is checked as `zerofit launch` checks it, except for what only the cluster has. Raises UserError with all
+    that is missing or wrong; nothing is written then.
+    """
     kind = "slurm" if asked.slurm else "kubernetes"
     problems = Problems()
     if asked.slurm and asked.kubernetes:
@@ -69,11 +81,20 @@ def write_job_file(asked: JobFileRequest) -> JobFile:
     for name in NEEDED[kind]:
         if getattr(asked, name) is None:
             problems.add("missing", f"--{kind} needs --{name}", "see `zerofit launch --help`", f"--{name}")
-    problems.raise_if_any()
-    env = forwarded(asked.env, only_asked=True)
+    whole = not problems
+    env = problems.attempt(lambda: forwarded(asked.env, only_asked=True)) or {}
     # a value that was not typed here but stands in the environment may be a secret: it is not written into the job
     secret = {name: env.pop(name) for name in asked.env if "=" not in name and name in env}
-    common: dict[str, Any] = {
+    prepare = _slurm if asked.slurm else _kubernetes
+    write = problems.attempt(lambda: prepare(asked, _common(asked, env), secret)) if whole else None
+    problems.attempt(lambda: _check_run(asked, problems))
+    problems.raise_if_any()
+    assert write
+    return write()
+
+
+def _common(asked: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
+    return {
         "name": asked.job_name or "zerofit",
         "run": asked.target,
         "output": str(asked.flags["output"]),
@@ -82,46 +103,92 @@ def write_job_file(asked: JobFileRequest) -> JobFile:
         "device": asked.device,
         "env": env,
     }
-    return _write_slurm(asked, common, secret) if asked.slurm else _write_kubernetes(asked, common, secret)
 
 
-def _write_slurm(asked: JobFileRequest, common: dict[str, Any], secret: Mapping[str, str]) -> JobFile:
-    """Write the sbatch file, and beside it a private file of the secrets."""
-    assert asked.slurm
+def _slurm(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
+    """Return what writes the sbatch file, and beside it a private file of the secrets. Raises UserError."""
+    file = asked.slurm
+    assert file
     names = ("time", "partition", "account", "save_s", "setup")
     chosen = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
-    flags = _words(asked.flags) + ([f"--max-restarts={asked.max_restarts}"] if asked.max_restarts else [])
-    env_file = asked.slurm.absolute().with_name(f"{asked.slurm.name}.env") if secret else None
+    flags = _words(asked) + ([f"--max-restarts={asked.max_restarts}"] if asked.max_restarts else [])
+    env_file = file.absolute().with_name(f"{file.name}.env") if secret else None
     named = {"env_file": str(env_file) if env_file else None, "env_file_names": tuple(secret)}
-    new = write_once(asked.slurm, sbatch_text(SlurmJob(**common, **chosen, **named, flags=tuple(flags))))
-    if env_file:
-        write_once(env_file, env_file_text(secret), mode=0o600)
-    return JobFile(written=str(asked.slurm), new=new, hand_in=f"sbatch {shlex.quote(str(asked.slurm))}")
+    text = sbatch_text(SlurmJob(**common, **chosen, **named, flags=tuple(flags)))
+
+    def write() -> JobFile:
+        new = write_once(file, text)
+        if env_file:
+            write_once(env_file, env_file_text(secret), mode=0o600)
+        return JobFile(written=str(file), new=new, hand_in=f"sbatch {shlex.quote(str(file))}")
+
+    return write
 
 
-def _write_kubernetes(asked: JobFileRequest, common: dict[str, Any], secret: Mapping[str, str]) -> JobFile:
-    """Write the manifest, which refers to a Secret for the secrets."""
-    assert asked.kubernetes and asked.image and asked.claim
+def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
+    """Return what writes the manifest, which refers to a Secret for the secrets. Raises UserError."""
+    file = asked.kubernetes
+    assert file and asked.image and asked.claim
     chosen: dict[str, Any] = {"max_restarts": asked.max_restarts} if asked.max_restarts else {}
     job = KubernetesJob(
         **common,
         **chosen,
         image=asked.image,
         claim=asked.claim,
-        flags=tuple(_words(asked.flags)),
+        flags=tuple(_words(asked)),
         secret_env=tuple(secret),
     )
-    new = write_once(asked.kubernetes, manifest_text(job, asked.kind))
-    values = "".join(f' --from-literal={name}="${name}"' for name in secret)
-    submit = f"kubectl create secret generic {job.secret}{values} && " if secret else ""
-    submit += f"kubectl apply -f {shlex.quote(str(asked.kubernetes))}"
-    return JobFile(written=str(asked.kubernetes), new=new, hand_in=submit)
+    text = manifest_text(job, asked.kind)
+    # Arguments of kubectl would show values to `ps`; printf is the shell's own. A value of several lines cannot stand
+    # in such a file: kubectl takes that of a name without `=` from its environment (kubectl's util/env_file.go).
+    lines = (f'"{name}=${name}"' if value.splitlines() == [value] else name for name, value in secret.items())
+    create = f"printf '%s\\n' {' '.join(lines)} | kubectl create secret generic {job.secret} --from-env-file=/dev/stdin"
+    submit = f"{create} && " if secret else ""
+    submit += f"kubectl apply -f {shlex.quote(str(file))}"
+    return lambda: JobFile(written=str(file), new=write_once(file, text), hand_in=submit)
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
+def _check_run(asked: JobFileRequest, problems: Problems) -> None:
+    """Check the run for the job's ranks, without its data; all that is wrong is noted, or raised as UserError."""
+    if asked.target is None:
+        return
+    if asked.kubernetes and is_run_file(asked.target) and not Path(asked.target).exists():
+        return  # it lies on the claim's volume
+    request = read_request(asked.target, asked.flags, asked.trust_model_code)
+    run, ranks = request.run, (asked.nodes or 0) * (asked.slots or 0)
+    if ranks and run.ranks and run.ranks > ranks:
+        message = f"{request.place('ranks')}: {run.ranks} ranks on {asked.nodes} nodes with {asked.slots} slots"
+        problems.add("ranks", message, f"take --ranks {ranks} or less", request.place("ranks"))
+        return
+    if run.model.startswith(PREFIX) or (asked.kubernetes and any(map(_elsewhere, _files(run)))):
+        return
+    if run.fit:  # settles these on the cluster
+        free = {name: Run.model_fields[name].default for name in CHOSEN}
+        request = replace(request, run=run.model_copy(update={"fit": False, **free}))
+    accelerator = "cuda" if asked.device == "gpu" else "cpu"
+    able = {"device_name": f"the cluster's {accelerator}", "fp16": True, "bf16": True}  # who knows
+    machine = Machine(accelerator=accelerator, devices=ranks or run.ranks or 1, cores=ranks or 1, here=False, **able)
+    resolve_job(request, machine=machine, inputs="unopened")
+
+
+def _files(run: Run) -> tuple[str | Path | None, ...]:
+    """Return what a run may name by a path, or import."""
+    ds_config = run.ds_config if isinstance(run.ds_config, str) else None
+    return run.model, run.pretrained, ds_config, run.chat_template, run.tokenizer
+
+
+def _elsewhere(name: str | Path | None) -> bool:
+    """Return whether a name is that of a file, folder or module that is not here, and may be in the image."""
+    text = str(name or "")
+    if names_callable(text):
+        return True
+    return not Path(text).exists() and ("/" in text or Path(text).suffix in (".json", ".jinja", ".pth"))
+
+
+def _words(asked: JobFileRequest) -> list[str]:
     """Return the flags as words of a command line; the output folder has a place of its own."""
-    words = []
-    for field, value in flags.items():
+    words = ["--trust-model-code"] if asked.trust_model_code else []
+    for field, value in asked.flags.items():
         name = field.replace("_", "-")
         if field == "output" or value is None:
             continue

@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.clusters.hosts import HostRequest, build_ops_on, cluster_site, examine_hosts, filled, machine_of
+from zerofit.app.clusters.hosts import (
+    HostRequest,
+    build_ops_on,
+    cluster_site,
+    examine_hosts,
+    filled,
+    listening_address,
+    machine_of,
+)
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
 from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import find_folder, make_ready, prepare
@@ -28,6 +36,7 @@ from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
+from zerofit.spec.files import open_jsonl
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.supervise import Watch
@@ -78,7 +87,7 @@ class RestartingRun:
         raise AssertionError("the last start returns or raises")
 
     def _start(self, attempt: int, stack: ExitStack) -> TrainingResult:
-        with closing(Watch("")) as watch:
+        with closing(Watch(listening_address(self.hosts, self.options))) as watch:
             try:
                 found = self._ready(watch.port)
             except UserError as error:
@@ -171,7 +180,7 @@ class RestartingRun:
         if missing:
             self._leave_out(there, missing)
         restart = {"cause": failure.problem.message, "restarting_after_s": round(time.time() - failed, 1)}
-        with self.folder.faults.open("a", encoding="utf-8") as file:
+        with open_jsonl(self.folder.faults) as file:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from zerofit.compare.job import CompareJob, Strategy
 from zerofit.report.comparison import COLUMNS, FIRST, cells, draw, write_comparison
 from zerofit.report.html_table import html_table
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
 from zerofit.spec.local_machine import versions
 
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
@@ -138,7 +140,9 @@ class RowStore:
         file = self.folder / "asked.json"
         if self.folder.exists() and (not self.folder.is_dir() or (any(self.folder.iterdir()) and not file.exists())):
             raise _occupied(f"{self.folder} holds other things")
-        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != identity:
+        with refused(file, where="--output"):
+            former = read_json(file) if file.exists() else identity
+        if former != identity:
             raise _occupied(f"{self.folder} holds another comparison, or one of other versions")
         (self.folder / "rows").mkdir(parents=True, exist_ok=True)
         write_json(file, identity)
@@ -153,8 +157,8 @@ class RowStore:
         if not file.exists():
             return None
         try:
-            row = kind(**json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):  # cut by a kill, or of another version
+            row = shaped(read_json(file), TypeAdapter(kind))
+        except Unreadable:  # cut by a kill, or of another version
             return None
         return row if row.status not in ("failed", "does-not-fit") else None
 

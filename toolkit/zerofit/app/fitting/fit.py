@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,12 +28,14 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Batch, FittedLayout, RunFolder
 from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
+KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that a choice can have
 LEANER = 0.9  # of what a rank was forecast to need that ran out of memory: more would be the same again
 HINT = "give less of the layout, take shorter sequences or fewer --ranks; `zerofit plan` names devices that would do; "
 HINT += "--anyway starts the leanest all the same"
@@ -78,11 +79,17 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return what was chosen for this run folder; None where nothing was."""
+    """Return what was chosen for this run folder; None where nothing was, or more than `--fit` chooses."""
     try:
-        kept = json.loads(folder.plan.read_text(encoding="utf-8")).get("fit")
-        return TypeAdapter(FittedLayout).validate_python(kept) if kept else None
-    except (OSError, ValueError):
+        kept = read_json(folder.plan).get("fit")
+        choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None
+        if choice:
+            for fields in (choice.given, choice.chosen):
+                Run(**fields)  # the run takes them as they are: a forged plan.json could name callbacks
+            if {*choice.given, *choice.chosen} - KEPT or not {"ranks", "global_batch"} <= choice.chosen.keys():
+                return None
+        return choice
+    except (OSError, Unreadable, UserError):
         return None
 
 
@@ -98,7 +105,7 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
         choice = read_choice(folder)
         if choice is None or failure.problem.kind != OUT_OF_MEMORY:
             raise
-        plan = json.loads(folder.plan.read_text(encoding="utf-8"))
+        plan = read_json(folder.plan)  # as `read_choice` has read it
         write_json(folder.plan, {**plan, "fit": asdict(replace(choice, ran_out=True))})
         hint = f"`{again} {folder.path}` goes on from the newest checkpoint with a leaner layout"
         raise RunFailed(replace(failure.problem, hint=hint)) from None

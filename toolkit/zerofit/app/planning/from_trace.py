@@ -20,6 +20,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Job, RunFolder
 
@@ -59,8 +60,13 @@ class TraceCalibration:
         )
 
 
-def calibrated(path: Path, cluster: Cluster, base: Calibration | None, report: Reporter) -> TraceCalibration:
-    """Return the calibration of this kind of device by a trace, on top of what was measured. Raises UserError."""
+def calibrated(
+    path: Path, cluster: Cluster, base: Calibration | None, report: Reporter, trust_model_code: bool = False
+) -> TraceCalibration:
+    """Return the calibration of this kind of device by a trace, on top of what was measured.
+
+    Raises UserError, also where the run folder names code unless `trust_model_code`: its model is built.
+    """
     trace = read_trace(path, FLAG)
     if trace.forecast:
         raise _refused(f"{path} is a forecast of zerofit's own", "name traces/rank-0-step-3.json of a run folder")
@@ -76,7 +82,9 @@ def calibrated(path: Path, cluster: Cluster, base: Calibration | None, report: R
         return TraceCalibration(
             path=path, calibration=kept, layout=None, forecast_step_s=None, measured_step_s=trace.step_s
         )
-    return _by_kind(path, trace, Job.read(folder), kept, cluster, report)
+    job = Job.read(folder)
+    refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
+    return _by_kind(path, trace, job, kept, cluster, report)
 
 
 def _refused(message: str, hint: str) -> UserError:

@@ -45,6 +45,7 @@ def plan(
     top: int = 10,
     nvme_path: str = "/local_nvme",
     confirm: int = 0,
+    trust_model_code: bool = False,
     on_event: OnEvent | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
@@ -65,6 +66,8 @@ def plan(
         top: layouts to return.
         nvme_path: folder of layouts that offload to disks.
         confirm: simulate so many of the best layouts as well (`Plan.confirmed`); `Plan.write` takes none refused.
+        trust_model_code: import a model of the form package.module:callable that `profile`, or the run folder of
+            `from_trace`, names.
         on_event: hears what is being done.
         **options: how long the whole training is (`epochs`, `tokens`, `samples`), what a GPU hour costs (`price`) and
             how often machines fail (`mtbf`; `storage` or `timed_by` say what a save takes), for the `outlook` of each
@@ -102,6 +105,7 @@ def plan(
         top=top,
         nvme_path=nvme_path,
         confirm=confirm,
+        trust_model_code=trust_model_code,
     )
     clusters = [cluster] if isinstance(cluster, Cluster) else list(cluster or (Cluster.here(),))
     return answer_request(request, clusters, on_event=on_event)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
-from zerofit.models.catalog import ModelError, ModelSource, find, names_callable, with_task
+from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
+from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
+from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
@@ -62,14 +64,8 @@ class ProfileRequest:
 
 def read_profile(path: Path) -> Profile:
     """Read a stored profile. Raises UserError."""
-    try:
-        return Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        message = f"cannot read {path}: {error.strerror or error}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} is not a profile: {type(error).__name__}: {error}"
-    hint = "`zerofit plan MODEL` keeps one and says where"
-    raise UserError(Problem(kind="profile", message=message, hint=hint, where="--profile"))
+    with refused(path, kind="profile", hint="`zerofit plan MODEL` keeps one and says where", where="--profile"):
+        return Profile.from_dict(read_json(path))
 
 
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
@@ -77,6 +73,8 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
     Raises UserError and ModelError.
     """
+    for note in _notes(Path(wanted.model)):
+        report.note(note)
     path = _place(wanted)
     profile = kept_profile(wanted)
     if profile is None:
@@ -185,6 +183,14 @@ def _content(model: str) -> Any:
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     return None if names_callable(model) else model
+
+
+def _notes(path: Path) -> list[str]:
+    """Return what is left out of a config; none of one that cannot be read, which `find` refuses."""
+    try:
+        return notes_of_config(str(path), read_config(path / "config.json" if path.is_dir() else path))
+    except ModelError:
+        return []
 
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:

@@ -21,6 +21,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration, read_calibration
+from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, micro_batches_of
@@ -45,7 +46,7 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
     question, file = _uncalibrated(cluster, request, report)
     question = replace(question, calibration=read_calibration(cluster.device.kind))
     if request.from_trace:
-        by_trace = calibrated(request.from_trace, cluster, question.calibration, report)
+        by_trace = calibrated(request.from_trace, cluster, question.calibration, report, request.trust_model_code)
         question = replace(question, calibration=by_trace.calibration, by_trace=by_trace)
     return _scaled(question, cluster, request.measured), file
 
@@ -53,6 +54,8 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
 def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
     """Return the question as far as the device's rates do not matter."""
     stored = read_profile(request.profile) if request.profile else None
+    if request.profile and stored:  # --confirm would build its model, and --write name it in a run.yaml
+        refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
     pins, corrections = request.pins, request.corrections
     wanted = _wanted(cluster, request, stored)
     correct = corrections.correct if corrections else None

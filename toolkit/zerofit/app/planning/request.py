@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
@@ -19,6 +20,7 @@ from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PLANNED, PlannedLayout
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
 from zerofit.spec.model_facts import gives_loss, is_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Profile
@@ -28,6 +30,7 @@ from zerofit.tune.step_time_model import StepTimeModel, forecast_errors
 from zerofit.tune.trial import Candidate
 
 FLAG = "--from"
+TUNED_HINT = "name the folder that `zerofit tune --output` has written"
 FILE = "trials.json"  # in the folder that a tuning has written
 Maximum = Literal["seq-len", "micro-batch", "layers"]
 Minimum = Literal["gpus"]
@@ -59,25 +62,35 @@ class TunedLayouts:
         return {"path": str(self.path), "model": self.model, "trials": len(self.measured), "errors": shares}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _TunedTrial:
+    choice: PlannedLayout
+    compiled: bool
+    forecast_step_s: float
+    peak_bytes: int
+    measured_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tuning:
+    model: str
+    device: str
+    measured: tuple[_TunedTrial, ...]
+
+
 def read_tuned(path: Path) -> TunedLayouts:
     """Read the trials of a tuning, from its folder or its trials.json. Raises UserError."""
     file = path / FILE if path.is_dir() else path
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        pairs = []
-        for row in found["measured"]:
-            figures = {name: row[name] for name in ("compiled", "forecast_step_s", "peak_bytes")}
-            choice = {**row["choice"], "by_rank": ()}  # trials give every rank the same; JSON has a list
-            candidate = Candidate(layout=PlannedLayout(**choice), **figures)
-            pairs.append((candidate, float(row["measured_step_s"])))
-        model, device = str(found["model"]), str(found["device"])
-    except OSError as error:
-        raise _problem(f"cannot read {file}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise _problem(f"{file} is not a tuning: {type(error).__name__}: {error}") from None
-    if not pairs:
-        raise _problem(f"{file} holds no trial that was measured")
-    return TunedLayouts(file, model, device, tuple(pairs))
+    with refused(file, kind="tuned", hint=TUNED_HINT, where=FLAG):
+        found = shaped(read_json(file), TypeAdapter(_Tuning))
+        if not found.measured:
+            raise Unreadable("it holds no trial that was measured")
+    pairs = []
+    for row in found.measured:
+        layout = replace(row.choice, by_rank=())  # trials give every rank the same
+        figures = {"forecast_step_s": row.forecast_step_s, "peak_bytes": row.peak_bytes}
+        pairs.append((Candidate(layout=layout, compiled=row.compiled, **figures), row.measured_step_s))
+    return TunedLayouts(file, found.model, found.device, tuple(pairs))
 
 
 def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
@@ -86,11 +99,6 @@ def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
         message = f"{tuned.path} was measured on {tuned.device}, and the plan is for {kind}"
         hint = f"leave {FLAG} out, or take --gpu {tuned.device}"
         raise UserError(Problem(kind="tuned-elsewhere", message=message, hint=hint, where=FLAG))
-
-
-def _problem(message: str) -> UserError:
-    hint = "name the folder that `zerofit tune --output` has written"
-    return UserError(Problem(kind="tuned", message=message, hint=hint, where=FLAG))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +118,7 @@ class PlanningRequest:
     from_trace: Path | None = None  # a trace of real steps, whose kernels count in place of the catalogue's
     work: Work | None = None  # of the whole training
     confirm: int = 0  # layouts that are simulated as well
+    trust_model_code: bool = False  # import what a stored profile, or the run folder of `from_trace`, names
     notes: tuple[str, ...] = field(init=False, default=())  # on what the model's name is taken for
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, TypedDict
 from zerofit.plan.goodput import Reliability
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import parse_bytes
 
@@ -108,17 +108,18 @@ def measured_times(folder: Path) -> tuple[float, float]:
     file = RunFolder(folder).events
     stalls, starts, began = [], [], None
     try:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            event = json.loads(line)
-            if event["event"] == "phase" and event["text"] == FIRST_PHASE:
-                began = event["time_s"]
-            elif event["event"] == "training" and "done" in event and began is not None:
-                starts.append(event["time_s"] - began)
-            elif event["event"] == "saved":
-                stalls.append(event["stalled_s"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        events = read_jsonl(file)
+    except OSError as error:
         message = f"cannot read the events of {folder}: {error}"
         raise UserError(Problem(kind="unreadable", message=message, where="--timed-by")) from None
+    for event in events:
+        kind, at, stalled = event.get("event"), number_in(event, "time_s"), number_in(event, "stalled_s")
+        if kind == "phase" and event.get("text") == FIRST_PHASE:
+            began = at
+        elif kind == "training" and "done" in event and began is not None and at is not None:
+            starts.append(at - began)
+        elif kind == "saved" and stalled is not None:
+            stalls.append(stalled)
     if not stalls or not starts:
         message, hint = f"{folder} has saved no checkpoint", "name a run folder that has, or leave --timed-by out"
         raise UserError(Problem(kind="no-saves", message=message, hint=hint, where="--timed-by"))

@@ -9,8 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zerofit.app.clusters.hosts import filled, machine_of
 from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.files import layout_fields
@@ -24,6 +22,7 @@ from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import read_own_values
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.profile import Profile
@@ -68,14 +67,8 @@ def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _parse(path: Path) -> dict[Any, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(Problem(kind="space", message=f"cannot read {path}: {error}", where="--space")) from None
-    if not isinstance(found, dict):
-        hint = "write lines such as `zero_stage: [1, 2]`"
-        raise UserError(Problem(kind="space", message=f"{path} holds no mapping", hint=hint, where="--space"))
-    return found
+    hint = "write lines such as `zero_stage: [1, 2]`"
+    return read_own_values(path, kind="space", hint=hint, where="--space")
 
 
 def _check(key: str, value: Any, place: str, problems: Problems) -> None:

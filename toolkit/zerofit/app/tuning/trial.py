@@ -72,7 +72,8 @@ def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[
     file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
     argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), COMMAND]
     argv += ["launch", *job.host_flags] if job.hosts else ["train"]
-    argv += [str(file), "--output", str(place / "run"), "--json", *(["--anyway"] if job.anyway else [])]
+    argv += [str(file), "--output", str(place / "run"), "--json", "--trust-model-code"]
+    argv += ["--anyway"] if job.anyway else []
     with (place / "err").open("w") as err, (place / "out").open("w") as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True, start_new_session=True

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from zerofit.app.requests import as_request
 from zerofit.app.tuning.job import TrialHosts, TuneJob
 from zerofit.app.tuning.trial import run_trial
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.files import cache_root, write_json, write_text
+from zerofit.spec.files import cache_root, open_jsonl, read_jsonl, write_json, write_text
+from zerofit.spec.foreign import Unreadable, shaped
 from zerofit.spec.local_machine import versions
 from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.search import Search, TuneResult
@@ -161,10 +163,10 @@ class TrialStore:
         if not self.path.exists():
             return []
         found = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for values in read_jsonl(self.path):
             try:
-                trial = Trial(**json.loads(line))
-            except (ValueError, TypeError):
+                trial = shaped(values, TypeAdapter(Trial))
+            except Unreadable:  # of another version
                 continue
             if trial.key in self._keys:
                 found[trial.key] = trial
@@ -175,6 +177,5 @@ class TrialStore:
         if trial.status in ("stopped", "does-not-fit"):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut + json.dumps(trial.to_dict()) + "\n")
+        with open_jsonl(self.path) as file:
+            file.write(json.dumps(trial.to_dict()) + "\n")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from zerofit.check.dotted import autos
-from zerofit.check.finding import Finding, Rule
-from zerofit.check.reader import HUGGING_FACE, SPOKEN
-from zerofit.check.schema import FILLED
+from zerofit.check.finding import Rule
+from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, TOTAL, ZERO, CheckSubject
 
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
@@ -82,21 +78,3 @@ READER_RULES = (
         source="lightning pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config",
     ),
 )
-
-
-def left_to_reader(c: CheckSubject) -> Iterator[Finding]:
-    """Say, where the reader is only guessed, what becomes of "auto" in a program without the Trainer."""
-    if not (c.setting.guessed and _reader(c, "trainer")):
-        return
-    for path in (*autos(c.config), *c.filled):
-        if path not in FILLED:
-            continue
-        dropped = path.rpartition(".")[0] in c.catalog.strict
-        yield Finding(
-            code="auto-reader",
-            severity="warning",
-            path=path,
-            message=f'{path} is "auto", which is left to {SPOKEN["trainer"]}',
-            why="without it DeepSpeed takes its default" if dropped else "without it DeepSpeed fails on the word",
-            fix="say --for trainer, accelerate or zerofit if one of these reads it; else write values",
-        )

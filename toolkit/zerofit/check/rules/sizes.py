@@ -16,7 +16,7 @@ def _whole(c: CheckSubject, path: str) -> int | None:
 def batch(c: CheckSubject) -> Iterator[Finding]:
     """Check the three sizes against each other and against the ranks, degrees of model parallelism taken off."""
     if all(c.get(path) is None for path in (TOTAL, MICRO)):
-        if c.setting.reader not in ("lightning", "zerofit"):
+        if c.setting.reader not in ("lightning", "zerofit", "neox"):
             yield Finding(
                 code="batch-missing",
                 path=next((path for path in (TOTAL, MICRO, STEPS) if c.has(path)), ""),

@@ -12,6 +12,7 @@ from zerofit.check.dotted import get
 from zerofit.simulate.knobs import SMALL_BUCKET, edited
 from zerofit.simulate.record import ScriptFacts
 from zerofit.simulate.script.command import ScriptCommand
+from zerofit.spec.foreign import Unreadable, read_json
 
 _MICRO, _ACCUMULATION = "--per_device_train_batch_size", "--gradient_accumulation_steps"
 _ARGUMENTS = (_MICRO, _ACCUMULATION, "--output_dir", "--deepspeed", "--max_steps")  # of TrainingArguments
@@ -49,10 +50,10 @@ def named_config(words: Sequence[str]) -> str | None:
         name = word.partition("=")[2] if word.startswith("--") else word
         if name.endswith(".json") and Path(name).is_file():
             try:
-                content = json.loads(Path(name).read_text())
-            except ValueError:
+                content = read_json(Path(name))
+            except (OSError, Unreadable):
                 continue
-            if isinstance(content, dict) and any(key in content for key in _OF_DEEPSPEED):
+            if any(key in content for key in _OF_DEEPSPEED):
                 return name
     return None
 
@@ -85,8 +86,9 @@ def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
 
 
 def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, folder: Path) -> list[ScriptKnob]:
-    written = json.loads(file.read_text())
-    zero: dict[str, Any] = written.get("zero_optimization", {})
+    written = read_json(file)  # as `named_config` has read it
+    section = written.get("zero_optimization")
+    zero: dict[str, Any] = section if isinstance(section, dict) else {}
     changes = {f"zero_optimization.stage {n}": {"zero_optimization.stage": n} for n in stages}
     offload: dict[str, Any] = {"zero_optimization.offload_optimizer": _ON_HOST}
     if stage and get(zero, "offload_optimizer.device", "none") == "none":

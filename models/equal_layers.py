@@ -1,0 +1,97 @@
+"""Layers of a transformers model that are equal, so that few of them can be traced for all.
+
+A config's number of layers shows only where to look. A Swin's counts stages, no two of them alike, and a hybrid's
+counts layers of several kinds: what the built model has decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import ModelError, ModelSource, source_config
+from zerofit.models.depth import Path, depths, leading, part, with_depths
+from zerofit.models.hf_config import make_config
+from zerofit.models.inputs import Inputs
+from zerofit.models.partial import differ_by_layer
+from zerofit.models.quantized import without_bits
+from zerofit.models.sections import block_lists
+
+ENOUGH = 2  # of equal layers: the first may make what all share, so the second stands for all
+
+
+def equal_layers(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> dict[Path, int]:
+    """Return where a config counts layers that are equal, and how many layers there are; {} where all are needed.
+
+    All behind the leading ones and the first are equal: in their modules, shapes and settings. The model with
+    `few_layers` has as many parameters less as they say. Raises ModelError for a model that cannot be built.
+    """
+    if source.family != "transformers":
+        return {}
+    content = json.dumps([source_config(source), args])  # of a file that may have changed since
+    return dict(_equal_layers(replace(without_bits(source), pretrained=None), inputs, content))
+
+
+def few_layers(config: Any, path: Path) -> int:
+    """Return the number of layers that a trace needs where a config counts equal ones."""
+    return leading(part(config, path)) + ENOUGH
+
+
+@lru_cache(maxsize=8)
+def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> dict[Path, int]:
+    args = json.loads(content)[1]
+    config = make_config(source, inputs, args)
+    few = {
+        path: few_layers(config, path)
+        for path, count in depths(config).items()
+        if count > few_layers(config, path)
+        and not differ_by_layer(source.partial, count)
+        and len({str(kind) for kind in getattr(part(config, path), "layer_types", None) or ()}) <= 1
+    }
+    if not few:
+        return {}
+    with torch.device("meta"):
+        whole = build(source, inputs, args)
+    stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(whole, None) if path in few]
+    mixed = {path for path, blocks in stood_for if not _all_equal(blocks)}
+    stood_for = [(path, blocks) for path, blocks in stood_for if path not in mixed]
+    found = {path: count for path, count in depths(config).items() if path in dict(stood_for)}
+    try:
+        with torch.device("meta"):
+            small = build(source, inputs, with_depths(args, {path: few[path] for path in found}))
+    except ModelError:  # other values of the config go with its number of layers
+        return {}
+    less = sum((len(blocks) - 1) * parameter_count(blocks[0]) for _, blocks in stood_for)
+    return found if parameter_count(whole) - parameter_count(small) == less else {}
+
+
+def _all_equal(blocks: Sequence[nn.Module]) -> bool:
+    first = list(_facts(blocks[0]))
+    return all(_equal(first, list(_facts(block)), place) for place, block in enumerate(blocks))
+
+
+def _equal(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], place: int) -> bool:
+    """Return whether a block has the facts of the first, but for numbers that count the blocks."""
+    return len(first) == len(other) and all(
+        a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == place)
+        for a, b in zip(first, other, strict=True)
+    )
+
+
+def _facts(block: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield the modules of a block, their shapes and their settings."""
+    for name, module in block.named_modules():
+        yield name, type(module)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield name, key, tensor.shape, tensor.dtype, tensor.requires_grad
+        for key, value in vars(module).items():
+            if isinstance(value, bool | int | float | str | type(None)):
+                yield name, key, value

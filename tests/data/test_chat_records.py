@@ -1,0 +1,248 @@
+"""Records with tool calls, weights, reasoning and judged answers: what templates get, and what is learned."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.data.chats import unmarked, write_tokenizer
+from zerofit.data.chat_messages import Arguments
+from zerofit.data.chat_records import CHAT_FIELDS, ChatMessages, conversation_of
+from zerofit.data.chat_template import EncodedChat, open_chat_template
+from zerofit.data.tokenizer import open_tokenizer
+
+CITY = {"city": "Tromsø", "days": [1, 2], "exact": None}
+TOOLS = [{"type": "function", "function": {"name": "rain", "description": "mm", "parameters": {"type": "object"}}}]
+# as families of models write a call: an object that is formatted, a text that is joined, either
+CALLS = {
+    "formatted": "{{- call.function.arguments | tojson }}",
+    "joined": "{{- '' + call['function']['arguments'] + '' }}",
+    "written": "{{- call.function.arguments }}",
+    "either": "{%- if call.function.arguments is string %}{{- call.function.arguments }}"
+    "{%- else %}{{- call.function.arguments | tojson }}{%- endif %}",
+}
+TEXTS = {"formatted": False, "joined": True, "written": True, "either": True}  # what transformers must be given
+TEMPLATE = """{%- if tools %}{{- '<|system|>' + (tools | tojson) }}{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{- m.content }}
+        {%- for call in m.tool_calls or [] %}{{- '<tool>' + call.function.name + ' ' }}CALL{%- endfor %}
+        {{- '<|im_end|>' }}{% endgeneration %}{{- '\n' }}
+    {%- else %}{{- m.content + '<|im_end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def calling(arguments, **fields):
+    call = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "tool_calls": [call], **fields},
+        {"role": "tool", "tool_call_id": "c1", "content": "12"},
+        {"role": "assistant", "content": "12 mm"},
+    ]
+
+
+def read(row, form="messages"):
+    found = conversation_of(row, CHAT_FIELDS[form])
+    assert isinstance(found, ChatMessages), found
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "t")
+
+
+def encoded(folder, tmp_path, template, *chats):
+    (tmp_path / "t.jinja").write_text(template)
+    found = open_chat_template(tmp_path / "t.jinja", open_tokenizer(str(folder))).encode_all(chats)
+    assert not any(isinstance(chat, str) for chat in found), found
+    return [chat for chat in found if isinstance(chat, EncodedChat)]
+
+
+@pytest.mark.parametrize("content", ["let me see", None])
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_are_written_as_transformers_writes_them(folder, tmp_path, kind, content):
+    from transformers import AutoTokenizer
+
+    text, template = json.dumps(CITY, ensure_ascii=False), TEMPLATE.replace("CALL", CALLS[kind])
+    as_object, as_text = calling(CITY, content=content), calling(text, content=content)
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        as_text if TEXTS[kind] else as_object,
+        tools=TOOLS,
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    rows = [{"messages": one, "tools": tools} for one in (as_object, as_text) for tools in (TOOLS, json.dumps(TOOLS))]
+    for written in (template, unmarked(template)):
+        for chat in encoded(folder, tmp_path, written, *map(read, rows)):
+            assert chat.ids.tolist() == wanted["input_ids"]
+            assert chat.targets.astype(int).tolist() == wanted["assistant_masks"]
+            assert chat.unused == ("messages.tool_call_id",)
+
+
+def test_calls_that_a_template_leaves_out_are_refused(tmp_path, refused):
+    lines = [{"messages": calling("{}")}] * 3
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
+    problems = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64, chat_template=tmp_path / "t.jinja")
+    assert [p.where for p in problems] == [f"{tmp_path}/a.jsonl:{n}" for n in (1, 2, 3)]
+    assert "does not write the tool calls of message 2" in problems[0].message
+
+
+def test_older_and_shorter_forms_are_the_same_calls():
+    text = json.dumps(CITY)
+    wanted = read({"messages": calling(text), "tools": TOOLS})
+    old = calling(text)
+    old[1] = {"role": "assistant", "content": None, "function_call": {"name": "rain", "arguments": text}}
+    old[2] = {"role": "function", "content": "12"}
+    turns = [
+        {"from": "human", "value": "rain?"},
+        {"from": "function_call", "value": json.dumps({"name": "rain", "arguments": CITY})},
+        {"from": "observation", "value": "12"},
+        {"from": "gpt", "value": "12 mm"},
+    ]
+    flat = [tool["function"] for tool in TOOLS]
+    others = (
+        read({"messages": old, "functions": flat}),
+        read({"conversations": turns, "tools": json.dumps(flat)}, "conversations"),
+    )
+    for chat in others:
+        assert chat.variables == wanted.variables
+        for mine, theirs in zip(chat.messages, wanted.messages, strict=True):
+            assert (mine["role"], mine.get("content")) == (theirs["role"], theirs.get("content"))
+        (call,), (other,) = chat.messages[1]["tool_calls"], wanted.messages[1]["tool_calls"]
+        assert call["function"] == other["function"] and isinstance(call["function"]["arguments"], Arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"function": {"arguments": "{}"}}, "names no function"),
+        ({"function": {"name": "f", "arguments": "{oops"}}, "not JSON"),
+        ({"function": {"name": "f", "arguments": "[1]"}}, "list, need an object"),
+        ({"function": {"name": "f", "arguments": 5}}, "int, need an object"),
+        ("f()", "names no function"),
+    ],
+)
+def test_broken_calls_have_a_reason(call, words):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    found = conversation_of({"messages": messages}, CHAT_FIELDS["messages"])
+    assert isinstance(found, str) and words in found and "message 2, tool call 1" in found
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_turn_of_weight_0_is_read_and_not_learned(folder, tmp_path, marks):
+    weights = (0, 1, 0.0, True, None)
+    messages = []
+    for n, weight in enumerate(weights):
+        messages += [
+            {"role": "user", "content": f"q {n}"},
+            {"role": "assistant", "content": f"a {n}", "weight": weight},
+        ]
+    template = TEMPLATE.replace("CALL", "")
+    (chat,) = encoded(folder, tmp_path, template if marks else unmarked(template), read({"messages": messages}))
+    said = open_tokenizer(str(folder)).decode(chat.ids[chat.targets].tolist())
+    assert said == "a 1<|im_end|>a 3<|im_end|>a 4<|im_end|>"
+    assert chat.unused == ()
+    for weight in (0.5, 2, "0"):
+        messages[1]["weight"] = weight
+        assert "weight" in str(conversation_of({"messages": messages}, CHAT_FIELDS["messages"]))
+
+
+def test_what_has_no_effect_is_counted_and_remembered(tmp_path, opened):
+    turns = [
+        {"role": "user", "content": "q", "name": "kim", "weight": 1},
+        {"role": "assistant", "content": "a", "reasoning_content": "because", "score": 3},
+    ]
+    row = {"messages": turns, "tools": TOOLS, "documents": [{"text": "d"}], "id": 7, "source": None}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    for _ in range(2):  # made, and mapped
+        data = opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=400)
+        (note,) = [note for note in data.notes if note.startswith("fields")]
+        for name in ("documents", "id", "messages.name", "messages.score", "messages.weight of others"):
+            assert f"{name}" in note
+        assert "(2 conversations)" in note
+        assert not any(name in note for name in ("tools", "reasoning", "source", "content ("))
+    said = [label for label in data.train.batch([0], [0])["labels"][0].tolist() if label >= 0]
+    assert "because" in data.decode(said)
+
+
+def test_histories_and_prompts_are_conversations(folder, tmp_path):
+    alpaca = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}
+    texts = [(one["role"], one["content"]) for one in read(alpaca, "instruction").messages]
+    assert texts == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    pair = read({"prompt": "a", "completion": "b"}, "completion")
+    assert [(one["role"], one["content"]) for one in pair.messages] == texts[:2]
+    turns = [{"role": role, "content": text} for role, text in texts]
+    chat = read({"prompt": turns[:3], "completion": turns[3:]}, "completion")
+    (found,) = encoded(folder, tmp_path, TEMPLATE.replace("CALL", ""), chat)  # TRL learns completions alone
+    assert open_tokenizer(str(folder)).decode(found.ids[found.targets].tolist()) == "d<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "trainer", "words"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "DPOTrainer", "completion: .chosen"),
+        ({"chosen": "a", "rejected": "b"}, "DPOTrainer", "--text-field chosen"),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "DPOTrainer", "messages: .chosen"),
+        ({"conversations": [], "chosen": {}, "rejected": {}}, "DPOTrainer", "jq"),
+        ({"prompt": "p", "completion": "c", "label": True}, "KTOTrainer", "select(.label)"),
+        ({"conversations": [], "kto_tag": False}, "KTOTrainer", "select(.kto_tag)"),
+        ({"prompt": "p", "completions": ["a"], "labels": [True]}, "PRMTrainer", "all"),
+    ],
+)
+def test_judged_answers_are_recognised(tmp_path, refused, row, trainer, words):
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    (problem,) = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64)
+    assert problem.kind == "judged-answers" and trainer in problem.hint and words in problem.hint
+
+
+def test_a_field_that_is_named_is_read(tmp_path, opened):
+    row = {"chosen": "Human: hello " * 30, "rejected": "b", "completion": "words " * 30}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 30)
+    for field in ("chosen", "completion"):  # without a prompt a completion is plain text
+        assert not opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=16, text_field=field).counts
+
+
+def test_nulls_that_arrow_adds_are_no_arguments(tmp_path, opened, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [calling({"city": "Oslo"}), calling({"day": 5})]
+    datasets.Dataset.from_dict({"messages": rows}).save_to_disk(str(tmp_path / "set"))
+    data = opened(data=f"hf:{tmp_path}/set", seq_len=600)
+    texts = [data.decode(part.batch([0], [0])["inputs"][0].tolist()) for part in (data.train, data.valid)]
+    assert sorted('{"city": "Oslo"}' in text for text in texts) == [False, True]
+    assert sorted('{"day": 5}' in text for text in texts) == [False, True]
+
+
+def test_templates_past_limits_are_refused(tmp_path, refused, monkeypatch):
+    monkeypatch.setattr("zerofit.data.limited.SECONDS", 0.2)
+    monkeypatch.setattr("zerofit.data.limited.MORE_BYTES", 1 << 28)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    doubled = "{% set x = namespace(s='aaaaaaaa') %}{% for a in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}x"
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
+    for text, words in (
+        (loops, "seconds of processor time"),
+        (doubled, "GiB of memory"),
+        ("{{ 'a' * 10**11 }}", "GiB of memory"),
+        ("{% for a in range(999) %}{{ 'a' * 1000000 }}{% endfor %}", "more than 67,108,864 characters"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "nested"),
+        ("{{" + "[" * 5000 + "]" * 5000 + "}}", "recursion"),
+    ):
+        (tmp_path / "t.jinja").write_text(text)
+        problem = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64, chat_template=tmp_path / "t.jinja")[0]
+        assert problem.kind == "chat-template" and words in problem.message, (text[:40], problem)
+
+
+def test_weights_and_calls_go_through_bytes(tmp_path, opened):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": calling(json.dumps(CITY))}) + "\n") * 2)
+    data = opened(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=300)
+    labels = data.train.batch([0], [0])["labels"][0].numpy()
+    said = bytes(labels[labels >= 0].astype(np.uint8)).decode()
+    arguments = json.dumps(CITY, ensure_ascii=False)
+    assert said == (f'<tool_call>\n{{"name": "rain", "arguments": {arguments}}}\n</tool_call><|end|>\n12 mm<|end|>\n')

@@ -1,0 +1,20 @@
+"""A few hundred random inputs of benchmarks/fuzz.py, whose long run is committed among the results."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_random_input_is_answered_or_refused():
+    counts = ["--commands", "150", "--runs", "40", "--configs", "10", "--data", "50", "--seed", "7"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fuzz", *counts],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

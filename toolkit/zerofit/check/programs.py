@@ -1,0 +1,107 @@
+"""Files of other programs that are no DeepSpeed JSON, known by their own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# nearly all DeepSpeed JSONs have one of them
+MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+
+# what programs read for themselves from the same file, at its top level: no slip in a key of DeepSpeed
+_OWN = """
+seed random_seed manual_seed epoch epochs num_epochs max_epochs num_train_epochs steps max_steps num_steps
+total_steps train_iters num_workers dataloader_num_workers lr learning_rate min_lr max_lr warmup
+warmup_steps warmup_ratio weight_decay momentum lr_scheduler lr_scheduler_type optim batch_size
+eval_batch_size model model_name model_name_or_path model_path model_type model_config pretrained tokenizer
+tokenizer_name tokenizer_path vocab_size vocab_file merge_file dataset datasets dataset_name data data_path
+data_dir train_file train_data val_data output_dir save_dir log_dir logging_dir checkpoint_dir cache_dir
+output_file root run_name project project_name wandb_project entity experiment_name experiment group
+max_length max_len max_seq_length max_seq_len seq_len seq_length block_size image_size hidden_size
+num_layers num_heads num_attention_heads n_layer n_head n_embd dropout num_classes num_labels task stage
+mode debug verbose precision dtype device devices num_gpus num_nodes gpus world_size local_rank rank
+master_addr master_port cuda_visible_devices backend dist_backend distributed_backend ddp_backend launcher
+log_interval eval_interval save_interval logging_steps eval_steps save_steps log_every save_every eval_every
+patience early_stopping resume resume_from_checkpoint checkpoint_path gradient_checkpointing lora lora_r
+lora_alpha lora_dropout use_lora temperature beta name description version comment comments notes author
+metadata metric metrics
+"""
+OWN_KEYS = frozenset(_OWN.split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program's own file, and the keys that it is known by."""
+
+    name: str
+    kind: str  # as `zerofit.check.companion` reads it; "": it names no DeepSpeed JSON
+    needs: tuple[str, ...] = ()  # all of these
+    keys: tuple[str, ...]  # and so many of these
+    least: int = 1
+
+    def seen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys that tell it, none where the file is not this program's."""
+        found = tuple(key for key in self.keys if key in config)
+        return (*self.needs, *found) if len(found) >= self.least and all(k in config for k in self.needs) else ()
+
+
+PROGRAMS = (
+    Program(
+        name="Accelerate's configuration",
+        kind="accelerate",
+        keys=("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "megatron_lm_config"),
+    ),
+    Program(
+        name="axolotl's configuration",
+        kind="axolotl",
+        needs=("base_model",),
+        keys=("datasets", "micro_batch_size", "sequence_len", "adapter", "dataset_prepared_path", "model_type"),
+    ),
+    Program(
+        name="LLaMA-Factory's arguments",
+        kind="trainer",
+        needs=("model_name_or_path",),
+        keys=("finetuning_type", "stage", "template", "dataset", "dataset_dir", "export_dir", "infer_backend"),
+    ),
+    Program(
+        name="a Hugging Face model's config.json", kind="", keys=("architectures", "model_type", "hidden_size"), least=2
+    ),
+    Program(
+        name="arguments of a training (the Trainer's, TRL's)",
+        kind="trainer",
+        keys=("output_dir", "model_name_or_path", "num_train_epochs", "per_device_train_batch_size", "report_to"),
+        least=2,
+    ),
+    Program(
+        name="settings of FSDP",
+        kind="",
+        keys=(
+            "fsdp",
+            "fsdp_version",
+            "fsdp_sharding_strategy",
+            "fsdp_auto_wrap_policy",
+            "transformer_layer_cls_to_wrap",
+        ),
+    ),
+)
+
+
+def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
+    """Return whose file a configuration is that is not DeepSpeed's, and the keys that tell it."""
+    if not isinstance(config, Mapping) or any(key in config for key in MARKS):
+        return None
+    return next(((program, keys) for program in PROGRAMS if (keys := program.seen(config))), None)
+
+
+def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str:
+    """Return what to check instead of a program's own file: the DeepSpeed JSON that it names, if it names any."""
+    if program.kind == "accelerate":
+        kind = config.get("distributed_type")
+        if kind in (None, "DEEPSPEED"):
+            return f"zerofit check --accelerate-config {file} checks what Accelerate makes of it"
+        return f"its distributed_type is {kind}: Accelerate starts no DeepSpeed with it"
+    named = config.get("deepspeed")
+    if program.kind and isinstance(named, str):
+        return f"zerofit check --training-args {file} checks {named}, which it names, against it"
+    return f"it names no DeepSpeed JSON{' (key deepspeed)' if program.kind else ''}: name that file"

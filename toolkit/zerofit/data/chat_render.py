@@ -1,0 +1,145 @@
+"""A chat template at work on one conversation: the text, what the assistant writes of it, and what has no effect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from zerofit.data.chat_records import ChatMessages
+from zerofit.data.limited import begin_step
+
+# what marks the assistant's words in a template (transformers' own return_assistant_tokens_mask)
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MOST_CHARACTERS = 1 << 26  # of one text; a million tokens have about 2**22
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers takes for the first
+
+Span = tuple[int, int]  # of characters
+
+
+class NotRendered(ValueError):
+    """Raised with the reason why a template does not take a conversation, or does not tell what is the assistant's."""
+
+
+class Rendered(NamedTuple):
+    """One conversation as text."""
+
+    text: str
+    spans: Sequence[Span]  # what is learned, to the end of each turn
+    unused: Sequence[str]  # fields of the record that change nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renderer:
+    """A template that writes conversations."""
+
+    template: str
+    origin: str  # whose template it is, as shown to the user
+    special_tokens: Mapping[str, Any]
+
+    def render(self, chat: ChatMessages) -> Rendered:
+        """Return the text of a conversation. Raises NotRendered."""
+        text, spans = self._written(chat)
+        self._refuse_lost_calls(chat, text)
+        spans = self._learned(chat, spans) if MARKED.search(self.template) else self._by_prefixes(chat, text)
+        return Rendered(text, spans, (*self._without_effect(chat, text), *chat.unread))
+
+    def _refuse_lost_calls(self, chat: ChatMessages, text: str) -> None:
+        for n, message in enumerate(chat.messages):
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            others = [*chat.messages[:n], plain, *chat.messages[n + 1 :]]
+            if "tool_calls" in message and self._same(replace(chat, messages=others), text):
+                reason = f"the chat template of {self.origin} does not write the tool calls of message {n + 1}"
+                raise NotRendered(f"{reason}: the assistant would learn to say nothing instead")
+
+    def _without_effect(self, chat: ChatMessages, text: str) -> list[str]:
+        """Return the fields of messages, and what stands beside them, without which the text is the same."""
+        fields = sorted({key for message in chat.messages for key in message} - {"role", "content", "weight"})
+        unused = []
+        for field in fields:
+            messages = [{key: value for key, value in one.items() if key != field} for one in chat.messages]
+            if self._same(replace(chat, messages=messages), text):
+                unused.append(f"messages.{field}")
+        for name in chat.variables:
+            rest = {key: value for key, value in chat.variables.items() if key != name}
+            if self._same(replace(chat, variables=rest), text):
+                unused.append(name)
+        weighted = any("weight" in one for one in chat.messages if one["role"] != "assistant")
+        return [*unused, "messages.weight of others than the assistant"] if weighted else unused
+
+    def _same(self, chat: ChatMessages, text: str) -> bool:
+        try:
+            return self._written(chat)[0] == text
+        except NotRendered:
+            return False
+
+    def _by_prefixes(self, chat: ChatMessages, text: str) -> list[Span]:
+        """Return where the assistant writes, of a template that does not mark it. Raises NotRendered."""
+        spans = []
+        for n, message in enumerate(chat.messages):
+            if _is_learned(message):
+                prompt, _ = self._written(replace(chat, messages=chat.messages[:n]), prompt=True)
+                answered, _ = self._written(replace(chat, messages=chat.messages[: n + 1]))
+                if not answered.startswith(prompt) or not text.startswith(answered):
+                    reason = f"the chat template of {self.origin} writes message {n + 1} otherwise once others follow"
+                    raise NotRendered(reason + ", so that what the assistant writes cannot be told from the rest")
+                spans.append((len(prompt), len(answered)))
+        return spans
+
+    def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
+        """Return the marked spans without those of messages that are only read. Raises NotRendered.
+
+        A message has the spans by which its conversation has more than the one that ends before it.
+        """
+        silent = [n for n, one in enumerate(chat.messages) if one["role"] == "assistant" and not _is_learned(one)]
+        dropped: set[int] = set()
+        for n in silent:
+            before, after = (
+                len(self._written(replace(chat, messages=chat.messages[:end]))[1]) if end else 0 for end in (n, n + 1)
+            )
+            dropped.update(range(before, after))
+        return [span for n, span in enumerate(spans) if n not in dropped]
+
+    def _written(self, chat: ChatMessages, prompt: bool = False) -> tuple[str, list[Span]]:
+        """Return the text of the messages, and the spans that the template marks. Raises NotRendered."""
+        begin_step()
+        blocks: list[str] = []
+        spans: list[Span] = []
+        size = 0
+        try:
+            template = compiled(self.template)
+            variables: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **chat.variables}
+            variables |= {"messages": [_as_read(one) for one in chat.messages], "add_generation_prompt": prompt}
+            with template.environment.activate_tracker(blocks, spans):
+                for block in template.generate(**variables):
+                    blocks.append(block)
+                    size += len(block)
+                    if size > MOST_CHARACTERS:
+                        raise ValueError(f"its text has more than {MOST_CHARACTERS:,} characters")
+        except MemoryError:
+            raise
+        except Exception as error:  # a template can raise anything
+            what = " ".join(str(error).split())[:200]
+            raise NotRendered(f"the chat template of {self.origin} does not take this conversation: {what}") from None
+        return "".join(blocks), spans
+
+
+def compiled(template: str) -> Any:  # jinja's types do not have the attributes of transformers' environment
+    """Return a template in transformers' sandbox. Raises jinja's errors and those of Python's compiler."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(template)
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight", 1) == 1
+
+
+def _as_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers hands it to a template, with reasoning under the names that templates read."""
+    shown = {key: value for key, value in message.items() if key != "weight"}
+    reasoning = next((shown[name] for name in _REASONING if name in shown), None)
+    if reasoning is None:
+        return shown
+    return {"thinking": reasoning, **shown, "reasoning_content": reasoning}

@@ -1,0 +1,82 @@
+"""Work that somebody else's program decides, such as a chat template's: in a process of its own, with limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
+
+T = TypeVar("T")
+
+SECONDS = 10  # of processor time for one step: the longest conversations take hundredths
+MORE_BYTES = 1 << 30  # of memory than the process has when it starts
+
+
+class Exceeded(Exception):
+    """Raised with the limit that was exceeded."""
+
+
+def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
+    """Yield what `work` makes of each item, as JSON has it. Raises Exceeded.
+
+    The items are worked on in a forked process. `work` calls `begin_step` before each stretch that it cannot bound.
+    """
+    reading, writing = os.pipe()
+    # The library of tokenizers would warn of every fork; the child never tokenizes.
+    with patch.dict(os.environ, TOKENIZERS_PARALLELISM=os.environ.get("TOKENIZERS_PARALLELISM", "true")):
+        child = os.fork()
+    if child == 0:
+        _work(work, items, writing)
+    os.close(writing)
+    status = None
+    try:
+        with open(reading, encoding="utf-8") as answers:
+            for _ in items:
+                if not (line := answers.readline()):
+                    _, status = os.waitpid(child, 0)
+                    raise Exceeded(_why_ended(status))
+                yield json.loads(line)
+    finally:
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def begin_step() -> None:
+    """Give what follows `SECONDS` of processor time, after which the system ends the process."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+
+
+def _work(work: Callable[[T], Any], items: Sequence[T], writing: int) -> NoReturn:
+    """Write a line for each item. Ends the process without anything that the parent has registered for its own end."""
+    status = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)  # the system ends even a call into C
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        allowed = taken + MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (allowed if most < 0 else min(allowed, most), most))
+        with open(writing, "w", encoding="utf-8") as answers:
+            for item in items:
+                answers.write(json.dumps(work(item)) + "\n")
+        status = 0
+    except MemoryError:
+        status = 2
+    finally:
+        os._exit(status)
+
+
+def _why_ended(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        limit = f"{SECONDS} seconds of processor time"
+        return f"takes more than {limit}" if number == signal.SIGPROF else f"was ended by {signal.Signals(number).name}"
+    if os.WEXITSTATUS(status) == 2:
+        return f"takes more than {MORE_BYTES >> 30} GiB of memory"
+    return "ended without an answer"
