@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerofit.models.catalog import ModelError, ModelSource, find, names
+from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
 from zerofit.models.denoisers import denoiser, denoising_loss, is_denoiser
@@ -342,19 +342,6 @@ def count_parameters(source: ModelSource) -> int:
     """Count the parameters of a named model in its published shape, on the meta device."""
     with torch.device("meta"):
         return parameter_count(build(source, None, {}))
-
-
-def model_table(on_progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
-    """Return name, kind (its task), parameters and source of every model that has a name."""
-    everything = names()
-    rows = []
-    for done, name in enumerate(everything, start=1):
-        source = find(name)
-        parameters = count_parameters(source)
-        rows.append({"name": name, "kind": source.task, "parameters": parameters, "source": source.origin})
-        if on_progress:
-            on_progress(done, len(everything))
-    return rows
 
 
 def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:

@@ -6,8 +6,6 @@ Importing this module imports neither torch nor torchvision nor transformers.
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import BaseModel, ValidationError
 
-from zerofit.models.denoiser_presets import DENOISER_PRESETS
-from zerofit.models.hub_names import shape_on_hub
-from zerofit.models.presets import PRESETS
+from zerofit.models.names import Match, preset_of, relatives
+from zerofit.models.presets import NAMED, PRESETS
 from zerofit.models.weight_index import weight_names
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import Task
@@ -31,6 +28,7 @@ Family = Literal["zerofit", "torchvision", "transformers", "diffusers", "gan", "
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
+FEW, LISTED = 3, 12  # names in an error: few that could be meant, and most of a family
 QUANTIZED = "quantization_config"  # key of a config whose weights are quantised
 DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers makes whole as it reads them
 
@@ -125,18 +123,10 @@ def source_config(source: ModelSource) -> dict[str, Any]:
 
 def find(name: str) -> ModelSource:
     """Return the source behind a name. Raises ModelError("unknown-model"), or "model-config" for a config of no use."""
-    if name in OWN:
-        family = "gan" if OWN[name] == "gan" else "zerofit"
-        return ModelSource(name=name, family=family, origin="zerofit", task=OWN[name])
-    if name in PRESETS:
-        return ModelSource(name=name, family="transformers", origin="preset", task=config_task(PRESETS[name], name))
-    if name in DENOISER_PRESETS:
-        return ModelSource(name=name, family="diffusers", origin="preset", task="denoising")
-    # importing torchvision takes seconds, and its names are plain words
-    if name in SEGMENTATION:
-        return ModelSource(name=name, family="torchvision", origin="torchvision", task="segmentation")
-    if re.fullmatch(r"\w+", name) and name in torchvision_names():
-        return ModelSource(name=name, family="torchvision", origin="torchvision", task="image")
+    if name in NAMED:
+        preset = NAMED[name]
+        family = "gan" if preset.kind == "gan" else preset.library
+        return ModelSource(name=name, family=family, origin=preset.origin, task=preset.kind)
     path = Path(name)
     if path.exists():
         return _from_path(name, path)
@@ -148,22 +138,24 @@ def find(name: str) -> ModelSource:
     raise ModelError("unknown-model", *_unknown(name))
 
 
-def shape_named(name: str) -> str:
+def shape_named(name: str) -> Match:
     """Return what has the shape of a repository on the hub: a preset, or its config.json where the hub's cache has it.
 
-    Any other name comes back as it is. For questions about memory and time only: a training of "Qwen/Qwen3-8B" must
-    have its weights, and of the shape alone it would begin anew.
+    Any other name comes back as it is, or as the preset of which it is another spelling. For questions about memory and
+    time only: a training of "Qwen/Qwen3-8B" must have its weights, and of the shape alone it would begin anew.
     """
     name = name.removeprefix("hub:")
-    if name.count("/") != 1 or Path(name).exists() or name.endswith(".json"):
-        return name
-    preset = shape_on_hub(name)
-    if preset is not None:
-        return preset
-    from huggingface_hub import try_to_load_from_cache
+    itself = Match(name=name, note="")
+    if name in NAMED or Path(name).exists() or name.endswith(".json") or names_callable(name):
+        return itself
+    preset = preset_of(name)
+    if name.count("/") == 1 and (preset is None or preset.note):  # the repository's own config says more than its name
+        from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json")
-    return cached if isinstance(cached, str) else name
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Match(name=cached, note="")
+    return preset or itself
 
 
 def is_cnn(source: ModelSource) -> bool:
@@ -171,22 +163,6 @@ def is_cnn(source: ModelSource) -> bool:
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
     return source.name in CNNS
-
-
-def names() -> list[str]:
-    """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds).
-
-    Denoisers only where diffusers is installed.
-    """
-    denoisers = DENOISER_PRESETS if importlib.util.find_spec("diffusers") else ()
-    return [*OWN, *PRESETS, *denoisers, *torchvision_names(), *SEGMENTATION]
-
-
-def torchvision_names() -> list[str]:
-    """List torchvision's classification models, without the quantized ones."""
-    import torchvision
-
-    return torchvision.models.list_models(module=torchvision.models)
 
 
 def config_task(config: dict[str, Any], where: str) -> Task:
@@ -313,13 +289,15 @@ def _unknown(name: str) -> tuple[str, str]:
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         return f"there is no model file or folder {name}", "give an existing config.json or model folder"
     message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
+    preset = preset_of(name)
+    known = [preset.name] if preset else relatives(name)
+    others = f" and {len(known) - LISTED} others (`zerofit models WORD`)" if len(known) > LISTED else ""
+    hint = f"known of that family: {', '.join(known[:LISTED])}{others}"
+    if len(known) <= FEW:
+        hint = f"did you mean {' or '.join(known)}?" if known else "`zerofit models` lists all names"
     if "/" in name:
-        local = (
-            f"models are not downloaded but by hub:{name}; "
-            f"{nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS, *DENOISER_PRESETS])}"
-        )
-        return message, f"{local} or give the folder of a downloaded model"
-    return message, nearest(name, names())
+        hint = f"models are not downloaded but by hub:{name}; {hint}; or give the folder of a downloaded model"
+    return message, hint
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "`zerofit models` lists all names") -> str:
@@ -363,20 +341,3 @@ HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model
 }
 
 CNNS = ("simplecnn", "simplecnn-112", "lenet", "lenet-scratch", "resnet18-small", "fcn-tiny")  # of ours
-
-SEGMENTATION = (  # torchvision's
-    *("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "deeplabv3_resnet101"),
-    *("fcn_resnet50", "fcn_resnet101", "lraspp_mobilenet_v3_large"),
-)
-
-OWN: dict[str, Task] = {
-    "simplecnn": "image",
-    "simplecnn-112": "image",
-    "lenet": "image",
-    "lenet-scratch": "image",
-    "resnet18-small": "image",
-    "mlp": "image",
-    "fcn-tiny": "segmentation",
-    "mlp-table": "table",
-    "dcgan": "gan",
-}

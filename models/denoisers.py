@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zerofit.models.catalog import DENOISERS, ModelError, ModelSource, nearest
-from zerofit.models.denoiser_presets import DENOISER_PRESETS
 from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
+from zerofit.models.presets import PRESETS
 from zerofit.spec.foreign import Unreadable, read_json
 
 PIXELS = 8  # of a side of an image that a side of its latents stands for
@@ -84,7 +84,7 @@ def _conditions(kind: str, config: dict[str, Any]) -> list[NamedInput]:
 def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return diffusers' class of a source and all its arguments. Raises ModelError."""
     if source.origin == "preset":
-        given = dict(DENOISER_PRESETS[source.name])
+        given = dict(PRESETS[source.name])
     else:
         assert source.path is not None  # of a source that is no preset
         given = _file(Path(source.path))

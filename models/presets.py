@@ -1,86 +1,66 @@
-"""Shapes of published transformers models, as the config.json in each model's repository gives them. No weights."""
+"""Every model that has a name, read from data/*.json: a new model is one entry there. No weights.
+
+A file has the models of one family. An entry has its config (of transformers or diffusers), on top of a template that
+models of its kind share, its parameters as counted on the meta device, the published figure and where it is published,
+and the repositories on the hub that have this shape. Importing this module imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from zerofit.models.decoder_presets import DECODER_PRESETS, block_sizes
-from zerofit.models.mixture_presets import MIXTURE_PRESETS
-from zerofit.models.named_input_presets import NAMED_INPUT_PRESETS
-from zerofit.models.vision_language_presets import VISION_LANGUAGE_PRESETS
+from zerofit.spec.model_facts import Task
 
-
-def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Describe BERT: Devlin et al., 2019, section 3; config.json of google-bert/bert-*-uncased."""
-    return {
-        "model_type": "bert",
-        "architectures": ["BertForMaskedLM"],
-        "vocab_size": 30522,
-        **block_sizes(width, layers, heads, 4 * width),
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "pad_token_id": 0,
-    }
+DATA = Path(__file__).parent / "data"
+Library = Literal["zerofit", "torchvision", "transformers", "diffusers"]
 
 
-def _vit16(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Describe ViT: Dosovitskiy et al., 2021, table 1; config.json of google/vit-*-patch16-224."""
-    return {
-        "model_type": "vit",
-        "architectures": ["ViTForImageClassification"],
-        **block_sizes(width, layers, heads, 4 * width),
-        "image_size": 224,
-        "patch_size": 16,
-        "num_channels": 3,
-        "num_labels": 1000,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model that has a name. A test holds every entry against these types."""
+
+    name: str
+    family: str  # the file's name
+    library: Library
+    kind: Task
+    parameters: int  # as zerofit builds it
+    source: str  # of the config and the published figure
+    published: str = ""  # that figure, as it stands there: "8.03B"
+    differs: str = ""  # what it counts otherwise
+    note: str = ""  # what of the published model is left out
+    config: dict[str, Any] = field(default_factory=dict)  # the template's keys, too
+    hub: list[str] = field(default_factory=list)  # repositories of this shape, and other names
+
+    @property
+    def origin(self) -> str:
+        """The source that tables name."""
+        return "preset" if self.config else self.library
 
 
-def _dinov2(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Describe DINOv2: Oquab et al., 2023, table 16; config.json of facebook/dinov2-*. The head is of a classifier."""
-    return {
-        "model_type": "dinov2",
-        "architectures": ["Dinov2ForImageClassification"],
-        **block_sizes(width, layers, heads, 4 * width),
-        "mlp_ratio": 4,
-        "image_size": 518,
-        "patch_size": 14,
-        "num_channels": 3,
-        "num_labels": 1000,
-    }
+def read_presets() -> dict[str, Preset]:
+    """Read all files of data/, zerofit's own models first."""
+    files = sorted(DATA.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
+    return {preset.name: preset for path in files for preset in _of_family(path)}
 
 
-def _mamba(width: int, layers: int) -> dict[str, Any]:
-    """Describe Mamba: Gu and Dao, 2023, table 12; config.json of state-spaces/mamba-*-hf."""
-    return {
-        "model_type": "mamba",
-        "architectures": ["MambaForCausalLM"],
-        "vocab_size": 50280,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "state_size": 16,
-        "conv_kernel": 4,
-        "expand": 2,
-        "time_step_rank": width // 16,
-        "residual_in_fp32": True,
-    }
+def _of_family(path: Path) -> Iterator[Preset]:
+    """Yield the models of a file, each with what its template gives."""
+    content = json.loads(path.read_bytes())
+    for entry in content["models"]:
+        template = content["templates"][entry.pop("template")] if "template" in entry else {}
+        config = _merged(template.get("config", {}), entry.get("config", {}))
+        yield Preset(**{"library": content["library"], **template, **entry, "family": path.stem, "config": config})
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    **DECODER_PRESETS,
-    **MIXTURE_PRESETS,
-    "bert-base": _bert(768, 12, 12),
-    "bert-large": _bert(1024, 24, 16),
-    "vit-b-16-hf": _vit16(768, 12, 12),
-    "vit-l-16-hf": _vit16(1024, 24, 16),
-    "dinov2-small": _dinov2(384, 12, 6),
-    "dinov2-base": _dinov2(768, 12, 12),
-    "dinov2-large": _dinov2(1024, 24, 16),
-    "mamba-130m": _mamba(768, 24),
-    "mamba-370m": _mamba(1024, 48),
-    "mamba-790m": _mamba(1536, 48),
-    "mamba-1.4b": _mamba(2048, 48),
-    "mamba-2.8b": _mamba(2560, 64),
-    **NAMED_INPUT_PRESETS,
-    **VISION_LANGUAGE_PRESETS,
-}
+def _merged(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the shared keys with a model's own over them; so, too, within the configs of its parts."""
+    parts = {key for key, value in own.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
+    return {**shared, **own, **{key: {**shared[key], **own[key]} for key in parts}}
+
+
+NAMED = read_presets()
+PRESETS: dict[str, dict[str, Any]] = {name: preset.config for name, preset in NAMED.items() if preset.config}

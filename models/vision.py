@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from zerofit.models.catalog import SEGMENTATION, ModelError, ModelSource
+from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs, SegmentationInputs, TableInputs
 
 
@@ -261,7 +261,7 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str
 
     name, wanted = source.name, inputs or (VOC if source.task == "segmentation" else IMAGENET)
     assert isinstance(wanted, ImageInputs)  # `build` has refused text
-    keywords = {"num_classes": wanted.classes, **_size_keywords(name, wanted.size if inputs else None), **args}
+    keywords = {"num_classes": wanted.classes, **_size_keywords(source, wanted.size if inputs else None), **args}
     try:
         with _regnet_widths_on_cpu():
             model = torchvision.models.get_model(name, weights=None, **keywords)
@@ -276,9 +276,10 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str
     return model
 
 
-def _size_keywords(name: str, size: int | None) -> dict[str, Any]:
+def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
     """Return what some families must know beforehand: the image size, and that auxiliary heads are not used."""
-    if name in SEGMENTATION:
+    name = source.name
+    if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}
         return {"weights_backbone": None, **without}
     if name in ("googlenet", "inception_v3"):

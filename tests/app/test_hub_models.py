@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zerofit.app.hub_models import with_local_model
+from zerofit.app.hub_models import with_local_model, with_shape
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run, RunRequest
@@ -52,3 +52,20 @@ def test_what_is_not_in_the_cache_says_where_it_would_be(cache):
     problem = caught.value.problems[0]
     assert problem.kind == "hub-model" and str(cache) in problem.hint and "hf download some/other" in problem.hint
     assert asked("llama-tiny").run.model == "llama-tiny"
+
+
+def test_another_spelling_of_a_preset_is_taken_with_a_note():
+    notes = []
+    for shape_only, name, taken in (
+        (False, "llama3-8b", "llama-3-8b"),
+        (True, "unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b"),
+        (False, "my.package:model", "my.package:model"),
+        (False, "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),  # to train it, its weights are needed
+    ):
+        resolve = with_shape if shape_only else with_local_model
+        resolved = resolve(RunRequest.of(Run(model=name)), Reporter(lambda event: notes.append(event.text)))
+        assert resolved.run.model == taken
+    assert [note.partition(";")[0] for note in notes] == [
+        "llama3-8b is taken as llama-3-8b",
+        "unsloth/Qwen3-8B-bnb-4bit is taken as qwen3-8b",
+    ]

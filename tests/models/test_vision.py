@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+import torchvision
 
 from zerofit.models.build import build, check_forward
-from zerofit.models.catalog import ModelError, find, names, torchvision_names
+from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import ImageInputs
 
 OTHER_SIZES = {"inception_v3": 299}
 
 
-@pytest.mark.parametrize("name", torchvision_names())
+@pytest.mark.parametrize("name", torchvision.models.list_models(module=torchvision.models))
 def test_three_classes_and_one_channel(name):
     inputs = ImageInputs(channels=1, size=OTHER_SIZES.get(name, 224), classes=3)
     with torch.device("meta"):
@@ -119,7 +120,3 @@ def test_a_small_image_gets_a_smaller_patch():
     config = model.config
     assert (config.image_size, config.patch_size, config.num_channels, config.num_labels) == (8, 2, 1, 10)
     check_forward(model, find("vit-b-16-hf"), inputs)
-
-
-def test_names_are_unique():
-    assert len(set(names())) == len(names())

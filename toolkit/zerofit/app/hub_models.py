@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerofit.data.hf import hub_if_reachable
+from zerofit.models.catalog import shape_named
+from zerofit.models.names import Match, left_out, preset_of
 from zerofit.models.weight_index import NAMES, weight_names
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign import Unreadable
+from zerofit.spec.named_code import names_callable
 from zerofit.spec.run import RunRequest
 
 PREFIX = "hub:"
@@ -20,13 +23,36 @@ PICKLED = "pytorch_model*"  # where there are no others
 def with_local_model(asked: RunRequest, report: Reporter) -> RunRequest:
     """Return the request with hub:ORG/NAME[@REVISION] as the folder of its snapshot, which is downloaded if need be.
 
-    A download that was cut goes on where it stood. Raises UserError where the hub does not give it, or it is neither
+    Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. A download that was cut goes on
+    where it stood. Raises UserError where the hub does not give it, or it is neither
     reachable nor in the cache.
     """
-    if not asked.run.model.startswith(PREFIX):
+    name = asked.run.model
+    if name.startswith(PREFIX):
+        return _with_model(asked, str(_snapshot(name.removeprefix(PREFIX), asked.place("model"), report)))
+    if "/" in name or Path(name).exists() or names_callable(name):
         return asked
-    folder = _snapshot(asked.run.model.removeprefix(PREFIX), asked.place("model"), report)
-    return replace(asked, run=asked.run.model_copy(update={"model": str(folder)}))
+    asked = _with_preset(asked, preset_of(name), report)
+    if note := left_out(asked.run.model):
+        report.note(note)
+    return asked
+
+
+def with_shape(asked: RunRequest, report: Reporter) -> RunRequest:
+    """Return the request of a model on the hub as one of its shape, for questions about memory and time only."""
+    return _with_preset(asked, shape_named(asked.run.model), report) if asked.run.model else asked
+
+
+def _with_preset(asked: RunRequest, match: Match | None, report: Reporter) -> RunRequest:
+    if match is None:
+        return asked
+    if match.note:
+        report.note(match.note)
+    return _with_model(asked, match.name)
+
+
+def _with_model(asked: RunRequest, model: str) -> RunRequest:
+    return replace(asked, run=asked.run.model_copy(update={"model": model}))
 
 
 def _snapshot(name: str, place: str, report: Reporter) -> Path:

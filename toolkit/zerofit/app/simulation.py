@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zerofit.app.hub_models import with_shape
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
 from zerofit.app.simulated_trace import trace_of_simulation
-from zerofit.models.catalog import shape_named
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import assess, decided
@@ -139,7 +139,8 @@ def simulate(
     >>> [phase.name for phase in simulation.phases if phase.step == 1]
     ['forward', 'backward', 'step']
     """
-    start, report, asked = time.perf_counter(), Reporter(on_event), _of_shape(as_request(run))
+    start, report = time.perf_counter(), Reporter(on_event)
+    asked = with_shape(as_request(run), report)
     if cluster is None:
         cluster = Cluster.here() if asked.run.ranks is None else replace(Cluster.here(), gpus=asked.run.ranks)
     prepared = prepare_simulation(asked, cluster, image=image, alloc_conf=alloc_conf, report=report)
@@ -168,12 +169,6 @@ def simulate(
         trace=Path(trace) if trace is not None else None,
         simulate_knobs=prepared.knobs(worst.rank, heaviest=rank is None, exact=exact),
     )
-
-
-def _of_shape(asked: RunRequest) -> RunRequest:
-    """Return the run of a model on the hub as one of its shape."""
-    shape = shape_named(asked.run.model) if asked.run.model else None
-    return replace(asked, run=asked.run.model_copy(update={"model": shape})) if shape else asked
 
 
 def prepare_simulation(

@@ -11,11 +11,11 @@ import click
 from zerofit.app.requests import read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
-from zerofit.cli.console import EventConsole, answer_watched, make_table
+from zerofit.cli.console import EventConsole, make_table
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
+from zerofit.models.names import model_table
 from zerofit.spec.errors import Problem
-from zerofit.spec.events import Event
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -99,19 +99,14 @@ def _beside(name: str, pair: Mapping[str, float | None]) -> str:
 
 
 @click.command()
+@click.argument("words", metavar="[WORD...]", nargs=-1)
 @AS_JSON
-def models(as_json: bool) -> None:
-    """List the models known by name, with parameter counts."""
-    from zerofit.models.build import model_table
+def models(words: tuple[str, ...], as_json: bool) -> None:
+    """List the models known by name, with parameter counts.
 
-    def count(console: EventConsole) -> dict[str, Any]:
-        def tell(done: int, total: int) -> None:
-            text = "counting parameters on the meta device"
-            console(Event(kind="task", text=text, done=done, total=total, unit="models", ended=done == total))
-
-        return {"models": model_table(on_progress=tell)}
-
-    answer_watched(count, as_json, _show_models)
+    With WORDs: those that have all of them in their name, kind, family or repositories on the hub.
+    """
+    answer(lambda: {"models": model_table(words)}, as_json, _show_models)
 
 
 def _show_models(result: dict[str, Any]) -> None:

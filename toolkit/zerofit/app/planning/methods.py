@@ -90,6 +90,8 @@ def compare_methods(
         if given:
             problems.add("usage", f"--methods with {flag}", "ask one question", f"--methods, {flag}")
     problems.raise_if_any()
+    for note in request.notes:
+        report.note(note)
     return MethodComparison(cluster=cluster, rows=tuple(_row(method, request, cluster, report) for method in methods))
 
 

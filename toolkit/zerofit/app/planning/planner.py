@@ -113,17 +113,19 @@ def plan(
 
 def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_event: OnEvent | None = None) -> Plan:
     """Return the plan for the best of the clusters, with those for all of them where there are several."""
-    start, problems = time.perf_counter(), Problems()
+    start, problems, report = time.perf_counter(), Problems(), Reporter(on_event)
+    for note in request.notes:
+        report.note(note)
     if corrections := request.corrections:
         for cluster in clusters:
             problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))
     if request.measured and len(clusters) > 1:
         problems.add("usage", "--measured is of one kind of machine", "name one with --gpu", "--measured, --gpu")
     problems.raise_if_any()
-    plans = [plan_for(cluster, request, Reporter(on_event)) for cluster in clusters]
+    plans = [plan_for(cluster, request, report) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
-    best = _confirmed(plans[0], Reporter(on_event))
+    best = _confirmed(plans[0], report)
     return replace(best, boxes=boxes, total_s=round(time.perf_counter() - start, 3))
 
 

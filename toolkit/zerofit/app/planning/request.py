@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_
 from zerofit.app.requests import PACKED, parse_input
 from zerofit.config.part import check_part
 from zerofit.models.catalog import shape_named
+from zerofit.models.names import left_out
 from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PLANNED, PlannedLayout
 from zerofit.plan.outlook import Work
@@ -118,6 +119,7 @@ class PlanningRequest:
     work: Work | None = None  # of the whole training
     confirm: int = 0  # layouts that are simulated as well
     trust_model_code: bool = False  # import what a stored profile, or the run folder of `from_trace`, names
+    notes: tuple[str, ...] = field(init=False, default=())  # on what the model's name is taken for
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 
     def __post_init__(self) -> None:
@@ -140,7 +142,9 @@ class PlanningRequest:
         if (self.model is None) == (self.profile is None):
             problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
         if isinstance(self.model, str):
-            object.__setattr__(self, "model", shape_named(self.model))
+            shape = shape_named(self.model)
+            object.__setattr__(self, "model", shape.name)
+            object.__setattr__(self, "notes", tuple(filter(None, (shape.note, left_out(shape.name)))))
             self._check_model(self.model, problems)
         batch = self.pins.get("global_batch") or 0
         for name in ("micro_batch", "gradient_accumulation_steps") if batch > 0 else ():
