@@ -21,7 +21,7 @@ from tests.plan.stub import make_profile
 from tests.report.test_traces import event
 from zerofit.app.fitting.fit import read_choice
 from zerofit.app.planning.from_trace import calibrated
-from zerofit.app.requests import read_request
+from zerofit.app.requests import as_request, read_request
 from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.cli.main import main
 from zerofit.models.build import build
@@ -30,6 +30,7 @@ from zerofit.models.inputs import ImageInputs
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.named_code import unrelated_modules
 from zerofit.spec.profiling import STEP_MARK
 from zerofit.spec.run import Run, load_run
 from zerofit.spec.run_folder import FittedLayout, RunFolder
@@ -38,7 +39,6 @@ IMAGES = ImageInputs(channels=1, size=8, classes=10)
 MODULE = "foreign_module"
 CODE = "import pathlib\npathlib.Path(__file__).with_name('RAN').touch()\ndef make(**arguments): ...\n"
 ALONE = "--no-ssh --nodes 1 --slots 1 --node-rank 0 --master-addr 127.0.0.1"
-SMALL = ("--data", "digits", "--steps", "1", "--ranks", "1")
 
 # command -> its ways to be given what somebody else has made: {run}, {step} (its checkpoint), {model}, {profile}
 WAYS: dict[str, list[str]] = {
@@ -60,7 +60,7 @@ WAYS: dict[str, list[str]] = {
     "plan": ["{run}/run.json", "{model} --gpu cpu", "--profile {profile} --gpu h100-80gb --confirm 1 --write out"],
     "plot": ["{run}"],
     "simulate": ["{run}", "{run}/run.json", "{model}", "{copy} --ranks 1"],
-    "train": ["{run}", "{run}/run.json", "{model}", "{copy}", "mlp --output new --resume {step}"],
+    "train": ["{run}", "{run}/run.json", "{model}", "{copy}"],
     "tune": ["{run}", "{run}/run.json", "{model}"],
 }
 NOTHING_READ = {"calibrate", "doctor", "models", "schema"}  # they take no name of a run, a model or a folder
@@ -121,11 +121,11 @@ def places(made: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in WAYS.items() for way in ways])
 def test_no_command_runs_it(made, marker, name, way):
-    words = [*name.split(), *way.format(**places(made)).split(), *(SMALL if "mlp" in way else ()), "--json"]
+    words = [*name.split(), *way.format(**places(made)).split(), "--json"]
     done = CliRunner().invoke(main, words)
     assert not marker.exists()
     assert done.exit_code != 70, done.output
-    if name in RUNS and "mlp" not in way:
+    if name in RUNS:
         assert done.exit_code == 2, done.output
         answer = json.loads(done.stdout.splitlines()[-1])
         errors = answer.get("errors", [answer["error"]])
@@ -156,10 +156,41 @@ def test_files_of_run_folders_however_they_are_reached(made, tmp_path):
     link.symlink_to(made / "copy" / "run.json")
     folder.symlink_to(run)
     for file in (run / "run.json", beside, link, folder / "run.json", made / "copy" / "deep" / ".." / "run.json"):
-        for load in (lambda file=file: load_run(file, {}), lambda file=file: Run.load(file)):
+        for load in (
+            lambda file=file: load_run(file, {}),
+            lambda file=file: Run.load(file),
+            lambda file=file: as_request(file),
+        ):
             with pytest.raises(UserError) as error:
                 load()
             assert {one.kind for one in error.value.problems} <= {"untrusted-model", "untrusted-callback"}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "refused"),
+    [
+        ("mlp", "torch.nn.Linear", False),
+        ("mlp", f"{MODULE}.Linear", True),
+        ("mlp", "torchish.nn.Linear", True),
+        ("mlp", MODULE, True),
+        ("mlp", 5, True),
+        (f"{MODULE}:make", f"{MODULE}.layers.Linear", False),
+        (f"{MODULE}:make", "os.Linear", True),
+    ],
+)
+def test_modules_that_a_deepspeed_json_names(model, name, refused):
+    """DeepSpeed would import them."""
+    found = unrelated_modules({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": [name]}}, model)
+    assert [one.kind for one in found] == ["unrelated-module"] * refused
+
+
+def test_a_module_in_a_run_files_json_is_not_imported(marker):
+    autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": [f"{MODULE}.Linear"]}
+    run = {"model": "mlp", "data": "digits", "ds_config": {"torch_autocast": autocast}, "ranks": 1, "steps": 1}
+    Path("own.json").write_text(json.dumps(run))
+    done = CliRunner().invoke(main, ["simulate", "own.json", "--json"])
+    assert done.exit_code == 2 and "unrelated-module" in done.stdout, done.output
+    assert not marker.exists()
 
 
 def test_what_the_user_names_is_trusted(made, tmp_path):

@@ -165,7 +165,7 @@ def reached(*errors, interface="eth0"):
 def routed(side, first, *others, port=29500, callback=None, master=None):
     address = {"interface": "eth0", "prefix": 24, "mtu": 9000, "speed_mbit": 100_000, "loopback": False}
     rows = [{**address, "address": f"10.0.{n}.1", "link_local": False} for n in range(2)]
-    told = put(put(side, "addresses", rows), "asked_from", {"there": "10.0.1.9", "here": "10.0.1.1"})
+    told = put(put(side, "addresses", rows), "asked_from", {"here": "10.0.1.1"})
     there = {"a": Answers("a", *first), **{f"b{n}": Answers(f"b{n}", one) for n, one in enumerate(others)}}
     return asyncio.run(find_routes(list(there), there, dict.fromkeys(there, told), master, port, callback))
 

@@ -167,6 +167,14 @@ def test_headers_that_lie(tmp_path, lie):
         safe_open(tmp_path / "model.safetensors", framework="pt")
 
 
+def test_a_name_that_a_header_gives_twice(tmp_path):
+    """The library's loader takes the last one, others the first."""
+    one, other = (json.dumps({"a": GOOD | {"shape": shape}})[1:-1] for shape in ([2], [1, 2]))
+    text = f"{{{one}, {other}}}".encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    assert kinds(lambda: read_weights(tmp_path)) == ["weights-damaged"]
+
+
 def test_a_tensor_in_two_shards(tmp_path):
     for name in ("one", "two"):
         save_file({"a": torch.ones(2), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")

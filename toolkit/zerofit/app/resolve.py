@@ -32,6 +32,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
+from zerofit.spec.named_code import unrelated_modules
 from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import Run, RunRequest
@@ -153,6 +154,7 @@ def _decide(
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
     if document is not None:
+        problems.extend(unrelated_modules(documented_config(document.config), run.model))
         decision = decide(asked, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
         if decision.run.optimizer in EIGHT_BIT:

@@ -186,9 +186,9 @@ def _prefix(netmask: str | None) -> int | None:
 
 
 def asked_from() -> dict[str, str | None]:
-    """Return both ends of the ssh connection that this process was started over, as SSH_CONNECTION has them."""
+    """Return this host's end of the ssh connection that this process was started over, as SSH_CONNECTION has it."""
     words = os.environ.get("SSH_CONNECTION", "").split()
-    return {"there": words[0], "here": words[2]} if len(words) == 4 else {"there": None, "here": None}
+    return {"here": words[2] if len(words) == 4 else None}
 
 
 def port_taken(port: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -193,14 +194,23 @@ def read_weights(folder: Path) -> StoredWeights:
 def _header(file: Path) -> dict[str, StoredTensor]:
     """Return a safetensors file's tensors; its library checks types, shapes and offsets against the file's length."""
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(file, framework="pt") as opened, file.open("rb") as raw:
+            header = raw.read(int.from_bytes(raw.read(8), "little"))
+            json.loads(header, object_pairs_hook=_named_once)  # the library takes the last of two
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             return {
                 name: StoredTensor(file=file, shape=tuple(one.get_shape()), dtype=DTYPES.get(one.get_dtype()))
                 for name, one in slices.items()
             }
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(file, str(error)) from None
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header gives a name twice")
+    return found
 
 
 def _pickle(file: Path) -> dict[str, StoredTensor]:

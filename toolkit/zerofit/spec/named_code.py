@@ -16,6 +16,7 @@ from zerofit.spec.errors import Problem, UserError
 
 FLAG = "--trust-model-code"
 RUN_FILE = "run.json"  # as run folders have it
+LAYER_PACKAGES = {"torch", "torchvision", "transformers", "diffusers", "peft", "bitsandbytes", "deepspeed", "zerofit"}
 
 
 def names_callable(name: str) -> bool:
@@ -58,6 +59,26 @@ def refuse_foreign_code(
     problems += [_problem(file, "untrusted-callback", name, "") for name in callbacks]
     if problems:
         raise UserError(*problems)
+
+
+def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
+    """Return a problem for each class that a DeepSpeed JSON names in a package that the model cannot have it from.
+
+    DeepSpeed imports what stands in `lower_precision_safe_modules` (runtime/torch_autocast.py, init_autocast_params).
+    """
+    autocast = config.get("torch_autocast")
+    names = autocast.get("lower_precision_safe_modules") if isinstance(autocast, Mapping) else None
+    own = {model.partition(":")[0].partition(".")[0]} if names_callable(model) else set[str]()
+    return [
+        Problem(
+            kind="unrelated-module",
+            message=f"{name} would be imported, and {model} has no layers from there",
+            hint=f"name classes of {', '.join(sorted(LAYER_PACKAGES | own))}",
+            where="torch_autocast.lower_precision_safe_modules",
+        )
+        for name in (names if isinstance(names, list) else ())
+        if str(name).partition(".")[0] not in LAYER_PACKAGES | own
+    ]
 
 
 def _problem(file: Path, kind: str, name: str, arguments: str) -> Problem:
