@@ -18,8 +18,8 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('{"a": 1,\n "b" 2}', "expecting ':' delimiter (line 2, column 6)"),
         ("[" * 100_000, "nested more than 100 deep"),
         ("[" * 500 + "]" * 500, "nested more than 100 deep"),
-        ('{"a": ' + "9" * 5000 + "}", "more than 300 digits"),
-        ('{"a": ' + "9" * 400 + "}", "more than 300 digits"),
+        ('{"a": ' + "9" * 5000 + "}", "more than 40 digits"),
+        ('{"a": ' + "9" * 400 + "}", "more than 40 digits"),
         (r'{"name": "\ud800"}', "half of a surrogate pair"),
         (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
     ],
@@ -35,7 +35,7 @@ def test_json_that_is_readable():
     assert parse_json(r'["\ud83d\ude00"]') == ["😀"]
     deep = "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH
     assert str(parse_json(deep)).replace(" ", "") == deep
-    digits = "7" * 300
+    digits = "7" * 40
     assert parse_json(f'[{digits}, "{digits}9"]') == [int(digits), digits + "9"]
 
 
@@ -50,7 +50,7 @@ def test_json_that_is_readable():
         ("[" * 5000, "nested more than 100 deep"),
         ("&a [*a]", "nested more than 100 deep"),
         (LAUGHS, "more than 1,000,000 values"),
-        ("a: " + "9" * 5000, "more than 300 digits"),
+        ("a: " + "9" * 5000, "more than 40 digits"),
         ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
         ("a: [1", "expected ',' or ']'"),
         ("a: \x00", "special characters are not allowed"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter  # whoever gives one has imported it
 
 MAX_DEPTH = 100  # levels of nesting: real files have at most a dozen, and code that walks a value recurses
-MAX_DIGITS = 300  # digits of an integer: more do not fit a float either
+MAX_DIGITS = 40  # digits of an integer: no size or seed has more, and products of these fit a float
 MAX_BYTES = 256 << 20  # the index of a checkpoint with a million tensors has 100 MB
 MAX_YAML_BYTES = 8 << 20  # PyYAML reads about 0.1 MB a second
 MAX_NODES = 1_000_000  # values of a YAML document, counted as often as aliases repeat them

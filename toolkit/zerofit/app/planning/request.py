@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
@@ -62,13 +62,16 @@ class TunedLayouts:
         return {"path": str(self.path), "model": self.model, "trials": len(self.measured), "errors": shares}
 
 
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _TunedTrial:
     choice: PlannedLayout
     compiled: bool
-    forecast_step_s: float
+    forecast_step_s: _Seconds
     peak_bytes: int
-    measured_step_s: float
+    measured_step_s: _Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
