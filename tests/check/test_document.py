@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
-from zerofit.check.document import of_data, parse
-from zerofit.check.edit import Assignment, Deletion, Removal, Renaming, apply
+from zerofit.check.document import of_data, parse, parse_yaml
+from zerofit.check.edit import Assignment, Deletion, Move, Removal, Renaming, apply
 from zerofit.check.scan import SyntaxFault
 
 COMMENTED = """{
@@ -67,6 +68,7 @@ def test_a_key_that_stands_twice_counts_last():
         ("{'a': 1}", 1, 2, "double quotes"),
         ('{"a": NaN}', 1, 7, "NaN"),
         ('{"a": 01}', 1, 8, "1"),
+        ('{"a":\n "\\ud800"}', 2, 2, "surrogate"),
         ("[" * 20000, 1, 1, ""),
     ],
 )
@@ -135,3 +137,49 @@ def test_duplicates_are_cut_out_whatever_stands_around_them():
     mended = parse(mend(parse(text), TargetHardware()))
     assert mended.config["bf16"] == {"enabled": True}
     assert not list(mended.duplicates())
+
+
+YAML = """# a comment
+{
+  "a": {b: 1, "c": [1, 2], },  # of a
+  'd': True,
+  e: 1.0e-8, f: 1e-8, g: 2026-01-02, h: .inf, i: null
+}
+"""
+
+
+def test_yaml_reads_as_pyyaml_does_and_knows_its_places():
+    document = parse_yaml(YAML)
+    theirs = yaml.safe_load(YAML)
+    assert document.config == theirs | {"g": "2026-01-02", "h": ".inf"}  # of which JSON has no values
+    assert [(document.place(p).line, document.place(p).column) for p in ("a.b", "a.c", "d", "f")] == [
+        *((3, 9), (3, 15), (4, 3), (5, 14)),
+    ]
+    for path, text in (("a.b", "b"), ("a.c", '"c"'), ("d", "'d'")):
+        place = document.place(path)
+        assert YAML[place.start : place.end] == text
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (Assignment("d", False), {"d": False}),
+        (Assignment("a.z", {"y": 1}), {"a": {"b": 1, "c": [1, 2], "z": {"y": 1}}}),
+        (Removal("a.c"), {"a": {"b": 1}}),
+        (Renaming("a.b", "bb"), {"a": {"bb": 1, "c": [1, 2]}}),
+        (Move("a.b", "b"), {"a": {"c": [1, 2]}, "b": 1}),
+    ],
+)
+def test_yaml_in_braces_is_mended_in_place(edit, expected):
+    text = apply(parse_yaml(YAML), [edit])
+    assert yaml.safe_load(text) == yaml.safe_load(YAML) | expected
+    assert "# of a" in text and "# a comment" in text
+
+
+def test_yaml_by_indentation_is_not_edited_and_merges_are_followed():
+    document = parse_yaml("base: &b\n  x: 1\nmine:\n  <<: *b\n  y: 2\n")
+    assert not document.editable and parse_yaml(YAML).editable
+    assert document.config["mine"] == {"x": 1, "y": 2}
+    with pytest.raises(SyntaxFault) as fault:
+        parse_yaml("a: 1\nb: [1\nc: 2\n")
+    assert (fault.value.notation, fault.value.line) == ("YAML", 3)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from zerofit.cli.answer import fail_internally
 from zerofit.cli.main import main
 
 
@@ -145,3 +147,36 @@ def test_the_default_job_is_the_readmes():
 
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert f"zerofit train {DEFAULT_JOB['model']} --data {DEFAULT_JOB['data']} --steps {DEFAULT_JOB['steps']}" in readme
+
+
+@pytest.mark.parametrize("path", ["a" * 256, "loop", "file/x", "b/" * 2100])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "lenet", "--data", "digits", "--ranks", "1", "--steps", "1", "--output"),
+        ("check",),
+        ("check", "zero2", "--training-args"),
+        ("plan", "--gpu", "h100-80gb", "--profile"),
+        ("ckpt", "verify"),
+        ("eval",),
+        ("plot",),
+        ("compare", "strategies", "lenet", "--data", "digits", "--output"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_bad_input(tmp_path, monkeypatch, words, path):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("loop").symlink_to("loop")
+    done = CliRunner().invoke(main, [*words, path])
+    assert done.exit_code == 2, done.output
+    assert path.split("/")[0] in done.output or "--" in words[-1]
+
+
+def test_an_error_of_zerofit_itself_is_told_from_one_of_a_path(capsys):
+    with pytest.raises(SystemExit) as ended:
+        fail_internally(PermissionError(errno.EACCES, "Permission denied", "/root/run"), as_json=False)
+    assert ended.value.code == 2 and "/root/run: Permission denied" in capsys.readouterr().err
+    for error in (FileNotFoundError(errno.ENOENT, "No such file", "x"), OSError("without a path"), ValueError("x")):
+        with pytest.raises(SystemExit) as ended:
+            fail_internally(error, as_json=False)
+        assert ended.value.code == 70

@@ -5,13 +5,14 @@ Comments and a comma after the last member do no harm.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
+
+from zerofit.spec.foreign import Unreadable, parse_json
 
 BLANK = re.compile(r"[ \t\r\n\ufeff]*")
 COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/")
@@ -172,7 +173,13 @@ class Scanner:
         if found is None:
             self._fail("a string in double quotes")
         self._at = found.end()
-        return json.loads(found.group()) if "\\" in found.group() else found.group()[1:-1]
+        if "\\" not in found.group():
+            return found.group()[1:-1]
+        try:
+            return parse_json(found.group())
+        except Unreadable as error:
+            place = self.place(found.start(), found.end())
+            raise SyntaxFault(error.reason, place.line, place.column, final=True) from None
 
     def _number(self, word: str) -> float | int:
         """Return a number. Raises SyntaxFault for one that no double holds."""

@@ -17,6 +17,7 @@ from zerofit.check.neox import is_for_neox
 from zerofit.check.programs import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.foreign import parse_json
 
 LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
 LARGEST_YAML = 2**18  # characters that are tried as YAML, of which PyYAML reads 100,000 a second
@@ -123,7 +124,7 @@ def _as_yaml(text: str, yaml: bool) -> Document | None:
 def _read_hjson(text: str) -> Any:
     """Return what DeepSpeed's own reader makes of a text, None where it stops."""
     try:
-        return json.loads(json.dumps(hjson.loads(text), allow_nan=False))
+        return parse_json(json.dumps(hjson.loads(text), allow_nan=False))
     except (ValueError, OverflowError, RecursionError):
         return None
 
