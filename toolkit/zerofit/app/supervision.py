@@ -16,7 +16,7 @@ from zerofit.launch.local import LaunchSite, started
 from zerofit.launch.outcome import outcome
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import JsonlTail
-from zerofit.spec.foreign import read_json
+from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
 from zerofit.watch.supervise import Watch, supervise
@@ -83,7 +83,8 @@ def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
     """Return the result of a run that has nothing left to do: its last step is saved, and the model is."""
     if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
         return None
-    return TrainingResult.of(folder, read_json(folder.result))
+    with refused(folder.result):
+        return TrainingResult.of(folder, read_json(folder.result))
 
 
 class RunEvents:

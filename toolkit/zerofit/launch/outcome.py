@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from zerofit.spec.errors import Problem, RunFailed, Stopped
+from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
 
 
@@ -27,7 +28,10 @@ def outcome(
 
     Raises RunFailed with the one cause that a user should see, and Stopped where the ranks were asked to stop.
     """
-    written = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
+    written = []
+    for path in folder.logs.glob("rank-*.error.json"):
+        with suppress(Unreadable):  # cut where the disk was full
+            written.append(read_json(path))
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
     failures.sort(key=lambda failure: failure.get("time_s", 0.0))
     # a rank that lost its peers is a consequence; the cause is the first of the others, or what was seen from outside
@@ -39,12 +43,12 @@ def outcome(
     if failures:
         raise RunFailed(_reported(folder, failures[0]))
     if folder.stopped.exists():
-        done = json.loads(folder.stopped.read_text())
+        done = read_json(folder.stopped)
         message = f"stopped on request after step {done['step']} of {done['steps']}; a checkpoint of it is saved"
         hint = f"`{again} {shlex.quote(str(folder.path))}` goes on from there"
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path)))
     if folder.result.exists():
-        return json.loads(folder.result.read_text())
+        return read_json(folder.result)
     raise RunFailed(_silent_end(folder, code))
 
 
