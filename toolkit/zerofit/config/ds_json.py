@@ -69,7 +69,7 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
         raise UserError(Problem(kind="json-syntax", message=f"{path} holds no JSON object", where=str(path)))
     if theirs := program_of(document.config):
         program, keys = theirs
-        message = f"{path} is no DeepSpeed JSON, but {program.name} ({', '.join(keys)})"
+        message = f"{path} is not a DeepSpeed JSON: it has the keys of {program.name} ({', '.join(keys)})"
         hint = where_to_look(program, document.config, str(path))
         raise UserError(Problem(kind="not-deepspeed", message=message, hint=hint, where=where))
     return document
