@@ -92,6 +92,7 @@ WRONG = {
     "seed": [True, -1, 2**32, "99999999999"],
     "lr": [True, float("nan"), float("inf"), "nan", "inf", "0x10", "fast", 0],
     "epochs": [float("inf"), False, "-1"],
+    "micro_batch_by_rank": ["4,0", "4,99999999999", "4," + "9" * 5000, "4;2", True, 1.5],
     "lora_dropout": [float("nan"), True],
     "heartbeat_timeout": [float("inf"), 1e300, True],
     "compile": [0, 1, 1.0, "1", "nope", "", None],

@@ -35,7 +35,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task,
 from zerofit.spec.named_code import unrelated_modules
 from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.spec.profiling import Numbers
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import LARGEST, Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.train.optimizer import missing_kernels
 from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
@@ -303,7 +303,12 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     if run.stream:
         problems.add("steps", f"{data.name} has no end as a stream", "give --steps", "--steps")
         return 1
-    return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))
+    wanted = samples * (run.epochs or DEFAULT_EPOCHS)
+    if wanted / decision.batch.total > LARGEST:
+        message = f"--epochs {run.epochs} of {samples:,} samples are more than {LARGEST:,} steps"
+        problems.add("steps", message, "take fewer, or give --steps", "--epochs")
+        return 1
+    return max(1, -(-int(wanted) // decision.batch.total))
 
 
 def _check_profiled(asked: RunRequest, ranks: int, steps: int, problems: Problems) -> None:

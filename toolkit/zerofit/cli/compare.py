@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from zerofit.cli.console import EventConsole, answer_watched, make_table, out
-from zerofit.cli.options import ANYWAY, AS_JSON, PATH, add_options, given, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import RunRequest, load_run
 
@@ -33,7 +33,7 @@ def usual(field: str, words: str) -> dict[str, Any]:
 
 
 common_options = add_options(
-    click.option("--lr", type=click.FloatRange(0, min_open=True), **usual("lr", LR_HELP)),
+    click.option("--lr", type=Number(0, min_open=True), **usual("lr", LR_HELP)),
     click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
     click.option("--hostfile", type=PATH, help="lines `node1 slots=2`: ranks on these hosts, over ssh [this machine]"),
     ANYWAY,
@@ -94,7 +94,7 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
     "--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="its steps take so many times as long"
 )
 @click.option("--straggle", type=float, default=0.0, metavar="P", help="chance of each step to take 5 times as long")
-@click.option("--target", type=click.FloatRange(0, 1, min_open=True), help="accuracy whose time parameter servers tell")
+@click.option("--target", type=Number(0, 1, min_open=True), help="accuracy whose time parameter servers tell")
 @click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
 @run_options((*FIELDS, "ranks"))
 @step_options
@@ -128,7 +128,7 @@ def strategies(
 @compare.command(name="batch-size")
 @click.argument("model")
 @click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
-@click.option("--target", type=click.FloatRange(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
+@click.option("--target", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
 @click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
 @click.option("--per-rank", type=POSITIVE, help="a rank for every so many samples of a step, by DDP [one device]")
 @click.option(
@@ -185,7 +185,7 @@ def scaling(model: str, as_json: bool, anyway: bool, hostfile: Path | None, stra
 
 @compare.command(name="all")
 @click.argument("model", default="lenet")
-@click.option("--target", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="accuracy")
+@click.option("--target", type=Number(0, 1, min_open=True), default=0.9, show_default=True, help="accuracy")
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each batch size")
 @click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="of every run of a batch size")
 @run_options((*FIELDS, "ranks"))

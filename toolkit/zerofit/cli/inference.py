@@ -10,7 +10,7 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, add_options, run_options
+from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_options, run_options
 from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
 from zerofit.spec.model_facts import PRECISIONS
@@ -81,8 +81,8 @@ def _show_scores(result: Evaluation) -> None:
 @click.argument("ckpt", type=PATH)
 @click.option("--prompt", required=True, help="what the text begins with")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
+@click.option("--temperature", type=Number(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
+@click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
 @click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="of the draws")
 @run_options(("tokenizer",))
 @placement_options

@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, err, make_table, out, show_checks
-from zerofit.cli.options import AS_JSON, PATH
+from zerofit.cli.options import AS_JSON, PATH, Number
 from zerofit.doctor.check import Check
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.spec.events import Reporter
@@ -66,7 +66,7 @@ def _show_findings(result: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("--seconds", type=click.FloatRange(min=0), default=0.8, show_default=True, help="of each measurement")
+@click.option("--seconds", type=Number(min=0), default=0.8, show_default=True, help="of each measurement")
 @AS_JSON
 def calibrate(seconds: float, as_json: bool) -> None:
     """Measure this machine's kernels by shape, collectives by size, host copies and the disk (under a minute).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,17 @@ class JsonObject(click.ParamType):
         if not isinstance(parsed, dict):
             self.fail(f"{value[:80]!r} is not a JSON object", param, ctx)
         return parsed
+
+
+class Number(click.FloatRange):
+    """A number within bounds; nan lies within any for click, and an infinity has no use."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse; anything but a finite number within the bounds is a usage error (exit code 2)."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 def add_options(*options: Decorator) -> Decorator:

@@ -16,6 +16,7 @@ from zerofit.cli.options import (
     HOST_FIELDS,
     PATH,
     TRUST_MODEL_CODE,
+    Number,
     given,
     host_arguments,
     host_options,
@@ -37,7 +38,7 @@ REASON = 60  # characters
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
 @click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most so many in all")
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="at most so long")
+@click.option("--minutes", type=Number(min=0.1), default=10.0, show_default=True, help="at most so long")
 @click.option("--space", type=PATH, help="YAML: values that are allowed, by knob")
 @run_options(Run.model_fields.keys() - {"model", "fit"})
 @host_options

@@ -75,7 +75,7 @@ def micro_batches_of(text: str) -> tuple[int, ...]:
     if text == "auto":
         return ()
     words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) for word in words):
+    if not all(word.strip().isdecimal() and 0 < int(word) <= LARGEST for word in words):
         raise ValueError("not auto, and not a whole number above 0 for each rank, like 4,2")
     return tuple(map(int, words))
 
