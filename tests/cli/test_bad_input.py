@@ -47,6 +47,7 @@ def problems_of(*args: str) -> list[dict]:
         (("gpt2", "--data", "synthetic", "--model-args", '{"n_layerz": 1}'), "model-args", "n_layer"),
         (("vit-b-16-hf", "--data", "digits", "--model-args", '{"patch_size": 0}'), "model-args", "patch_size"),
         (("lenet", "--data", "digits", "--seed", "99999999999999"), "bad-value", "--seed"),
+        (("lenet", "--data", "digits", "--global-batch", "4294967294", "--micro-batch", "4"), "batch-size", "divides"),
         (("lenet", "--data", "digits", "--epochs", "1e308"), "steps", "4,294,967,295 steps"),
         (("lenet", "--data", "digits", "--steps", "4294967296"), "bad-value", "4,294,967,295"),
     ],

@@ -45,6 +45,7 @@ def asked(*words: str) -> tuple[int, set[str]]:
         (("mlp", "--fit", "--data", "digit"), {"--data"}),
         (("mlp", "--job-name", "a\nb", "--env", "1x=2", "--data", "digit"), {"--job-name", "--env", "--data"}),
         (("mlp", "--hostfile", "hosts", "--dry-run"), {"--hostfile", "--dry-run"}),
+        (("mlp", "--nodes", "1000000000", "--job-name", "a\nb"), {"--nodes and --slots", "--job-name"}),
     ],
 )
 def test_what_can_never_start_is_refused_with_all_that_is_wrong(kind, words, places):

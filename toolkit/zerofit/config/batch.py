@@ -8,6 +8,7 @@ from typing import Any
 from zerofit.spec.errors import Problems
 from zerofit.spec.run_folder import Batch
 
+MOST_NAMED = 4096  # micro batch that a hint names
 DEFAULT_MICRO = 8  # samples; a size that small models fill a device with and that large ones lower
 
 
@@ -45,7 +46,7 @@ def _hint(batch: Batch, total: int) -> str:
     if total % each:
         totals = " or ".join(str(each * n) for n in sorted({max(1, round(total / each)), max(1, total // each)}))
         share = total // dp
-        micros = [m for m in range(1, share + 1) if share % m == 0][:8]
+        micros = [m for m in range(1, min(share, MOST_NAMED) + 1) if share % m == 0][:8]
         return f"take --global-batch {totals}, or a --micro-batch that divides {share}: {', '.join(map(str, micros))}"
     return f"take --gradient-accumulation-steps {total // each}, or --global-batch {batch.total}"
 

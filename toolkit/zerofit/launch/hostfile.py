@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.units import MOST_RANKS
 
 # what a host may be called: no character that a shell, pdsh (commas, %, brackets) or ssh (a leading dash) would read
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -130,6 +131,13 @@ def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems)
             problems.add("hostfile", message, "raise its slots in the hostfile, or take others", flag)
         picked[name] = picked.get(name, set()) | wanted
     return picked
+
+
+def check_size(nodes: int, slots: int, problems: Problems) -> None:
+    """Note nodes with more ranks in all than there can be."""
+    if nodes * slots > MOST_RANKS:
+        message = f"--nodes {nodes} with --slots {slots}, and {MOST_RANKS:,} ranks in all are the most"
+        problems.add("bad-value", message, "take fewer", "--nodes and --slots")
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:

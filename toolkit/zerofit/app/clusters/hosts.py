@@ -19,7 +19,7 @@ from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.doctor.remote import FACTS, INSIDE, PATIENCE_S, Conversation, Unreachable, ask_all, conversations
 from zerofit.doctor.software import model_code
 from zerofit.launch.host import RUN_ID, address_to, interface_of, this_machine
-from zerofit.launch.hostfile import Host, read_hostfile, select
+from zerofit.launch.hostfile import Host, check_size, read_hostfile, select
 from zerofit.launch.local import LaunchSite
 from zerofit.launch.runner import DEFAULT_PORT, allocated, check, forwarded, runner, runner_environment
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
@@ -113,6 +113,7 @@ def _check_conflicts(asked: HostRequest, problems: Problems) -> None:
         problems.add("hostfile", message, "give --hostfile FILE; for this machine take `zerofit train`", "--hostfile")
     if asked.hostfile and asked.nodes:
         problems.add("conflict", "--hostfile and --nodes are both given", "give one of them", "--nodes")
+    check_size(asked.nodes or 1, asked.slots or 1, problems)
     if bool(asked.nodes) != bool(asked.slots):
         problems.add("conflict", "--nodes and --slots belong together", "give both", "--nodes and --slots")
     if asked.nodes and not asked.no_ssh:

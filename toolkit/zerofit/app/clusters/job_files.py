@@ -13,6 +13,7 @@ from zerofit.app.fitting.options import CHOSEN
 from zerofit.app.hub_models import PREFIX
 from zerofit.app.requests import is_run_file, read_request
 from zerofit.app.resolve import resolve_job
+from zerofit.launch.hostfile import check_size
 from zerofit.launch.job_file import write_once
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
 from zerofit.launch.runner import forwarded
@@ -21,6 +22,7 @@ from zerofit.models.catalog import names_callable
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
+from zerofit.spec.units import MOST_RANKS
 
 NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", "image", "claim")}
 
@@ -81,6 +83,7 @@ def write_job_file(asked: JobFileRequest) -> JobFile:
     for name in NEEDED[kind]:
         if getattr(asked, name) is None:
             problems.add("missing", f"--{kind} needs --{name}", "see `zerofit launch --help`", f"--{name}")
+    check_size(asked.nodes or 1, asked.slots or 1, problems)
     whole = not problems
     env = problems.attempt(lambda: forwarded(asked.env, only_asked=True)) or {}
     # a value that was not typed here but stands in the environment may be a secret: it is not written into the job
@@ -162,6 +165,8 @@ def _check_run(asked: JobFileRequest, problems: Problems) -> None:
         return
     if run.model.startswith(PREFIX) or (asked.kubernetes and any(map(_elsewhere, _files(run)))):
         return
+    if ranks > MOST_RANKS:
+        return  # which is said already
     if run.fit:  # settles these on the cluster
         free = {name: Run.model_fields[name].default for name in CHOSEN}
         request = replace(request, run=run.model_copy(update={"fit": False, **free}))
