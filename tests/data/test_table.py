@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import numpy as np
 import pytest
 import torch
@@ -125,3 +127,22 @@ def test_a_table_in_fortran_order_is_the_table(tmp_path, opened):
     c, f = (everything(opened("table", data=f"npy:{tmp_path}/{name}.npy")) for name in "cf")
     for ours, theirs in zip(c, f, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_separators_and_compressed_tables_are_the_same(tmp_path, opened, separator, packed):
+    rows = rows_of(30)
+    wanted = everything(opened("table", data=written(tmp_path / "a.csv", rows)))
+    text = (tmp_path / "a.csv").read_text().replace(",", separator)
+    (tmp_path / "b.csv").write_bytes(gzip.compress(text.encode()) if packed else b"\xef\xbb\xbf" + text.encode())
+    for mine, theirs in zip(everything(opened("table", data=f"csv:{tmp_path}/b.csv")), wanted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_columns_of_words_are_named_at_once(tmp_path, refused):
+    rows = [(n, "Oslo", 1.5 * n, "north", n % 2) for n in range(30)]
+    name = written(tmp_path / "t.csv", rows, "a,city,b,side,kind\n")
+    (problem,) = refused("table", data=name)
+    assert problem.kind == "data-columns" and "'city' ('Oslo', ...), 'side' ('north', ...)" in problem.message
+    assert "--skip-bad" not in problem.hint

@@ -10,12 +10,11 @@ from typing import Any, TypedDict, Unpack
 
 from zerofit.data import Data, open_data, split_name
 from zerofit.data.chats import ChatRows
+from zerofit.data.opening import kind_of_file
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX
 from zerofit.spec.run import Run
-
-JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 class DataViewOptions(TypedDict, total=False):
@@ -99,7 +98,8 @@ def _named(path: str) -> str:
     """Return the name of the data that a path means. Raises UserError for a word that is neither."""
     file = Path(path).expanduser()
     if file.is_file():
-        return f"{'jsonl' if file.suffix in JSON_LINES else 'text'}:{path}"
+        kind = kind_of_file(file)
+        return f"{kind if kind in ('jsonl', 'hf') else 'text'}:{path}"
     split_name(path)
     return path
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.data.chat_messages import NotAConversation, read_messages, read_tools, tool_call
-from zerofit.spec.errors import Problem
+from zerofit.spec.errors import Problem, nearest
 from zerofit.spec.foreign import Unreadable, parse_json
 
 _SPEAKERS = {  # ShareGPT's words
@@ -114,6 +115,20 @@ _JUDGED = (
         keep='select(.labels | all) | {prompt, completion: (.completions | join("\\n"))}',
     ),
 )
+
+
+def field_hint(row: Mapping[str, Any], field: str) -> str:
+    """Return what to do where records have no `field`: one of several texts alone is seldom what is meant."""
+    close = nearest(field, map(str, row))
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if len(row) == 1 and lists:
+        return f"jq -c '.[{json.dumps(lists[0])}][]' FILE > records.jsonl takes the records out"
+    if close.startswith("did you mean") or len(texts) < 2:
+        return f"--text-field: {close}"
+    first, second = (json.dumps(name) for name in texts[:2])
+    how = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
+    return f"--text-field NAME trains on that field alone; if one answers another: {how}"
 
 
 def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | str:

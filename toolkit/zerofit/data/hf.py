@@ -17,16 +17,17 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of, judged_answers
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
 from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, TextSource, held_out_hash, split_text
-from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # read at a time
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}  # of files, by their names
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -59,7 +60,7 @@ def _reachable(endpoint: str) -> bool:
 def open_hf(run: Run, argument: str) -> Source:
     """Open NAME or NAME:CONFIG, one document per row: the column `run.text_field`, or a conversation.
 
-    NAME may be a local folder.
+    NAME may be a local folder or file.
 
     The split `train` is trained on; `validation` (or test) is held out where there is one, else 5 % of the rows by
     hash of the row number (with fewer than 20 rows: the last 5 % of each). Raises UserError "hf" or "text-field".
@@ -78,13 +79,13 @@ def open_hf(run: Run, argument: str) -> Source:
         return HfChats(**found, what=form.title, form=form)
     if run.text_field not in train.column_names:
         message = f"--data hf:{argument} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
-        hint = f"--text-field: {nearest(run.text_field, train.column_names)}"
+        hint = field_hint(first, run.text_field)
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
     return HfSource(**found, what=run.text_field)
 
 
 def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
-    """Open the splits of NAME or NAME:CONFIG, or as streams of rows. Raises UserError "hf"."""
+    """Open the splits of NAME or NAME:CONFIG, or of a file, or as streams of rows. Raises UserError "hf"."""
     import datasets.config
 
     name, _, named = argument.partition(":")
@@ -101,6 +102,9 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
             return {"train": alone.to_iterable_dataset() if streaming else alone}
         if path.is_dir():
             return datasets.load_dataset(str(path), config, streaming=streaming)
+        if path.is_file():
+            builder = _BUILDERS.get(path.suffix, "json")
+            return datasets.load_dataset(builder, data_files={"train": str(path)}, streaming=streaming)
         with hub_if_reachable(datasets.config):
             return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types

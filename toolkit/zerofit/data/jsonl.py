@@ -1,16 +1,17 @@
-"""Lines of JSON: a text in a field of each, or a conversation."""
+"""Records of JSON, one a line or in an array: a text in a field of each, or a conversation."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of, judged_answers
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
 from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash
+from zerofit.data.json_elements import elements, is_spread
+from zerofit.data.plain_files import MARK, open_plain
 from zerofit.data.text_sources import (
     NAMED,
     FileSet,
@@ -20,51 +21,56 @@ from zerofit.data.text_sources import (
     TextSource,
     held_out_hash,
     matching_files,
+    not_utf8_hint,
     split_text,
 )
-from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import Run
 
 
 class JsonLine(NamedTuple):
-    """A line that is not blank."""
+    """A record: a line that is not blank, or an element of an array."""
 
     name: str  # of its file, as it orders and splits
     path: Path
-    number: int  # from 1
+    number: int  # from 1, of the line or the element
     raw: bytes
+    line: int  # that it begins in
+    start: int = 1  # the column that it begins in
 
     @property
     def key(self) -> str:
         """The name of the document, by which it is held out or not."""
         return f"{self.name}:{self.number}"
 
-    def problem(self, kind: str, column: int, message: str, hint: str) -> Problem:
-        """Return what is wrong with the line, at its place."""
-        where = f"{self.path}:{self.number}:{column}"
+    def problem(self, kind: str, message: str, hint: str, line: int = 1, column: int = 1) -> Problem:
+        """Return what is wrong with the record, at a line and a column of it."""
+        where = f"{self.path}:{self.line + line - 1}:{column + (self.start - 1 if line == 1 else 0)}"
         return Problem(kind=kind, message=f"{where}: {message}", hint=hint, where=where)
 
     def read(self) -> dict | Problem:
         """Return the line's object, or what is wrong with it."""
         try:
-            row = json.loads(self.raw.decode())
+            row = parse_json(self.raw.decode())
         except UnicodeDecodeError as error:
-            message = f"byte 0x{self.raw[error.start]:02x} is not UTF-8"
-            return self.problem("bad-jsonl", error.start + 1, message, "iconv -t utf-8 converts it")
-        except json.JSONDecodeError as error:
-            return self.problem("bad-jsonl", error.colno, f"not JSON: {error.msg}", "each line is one JSON object")
-        except (RecursionError, ValueError) as error:  # thousands of brackets or digits
-            return self.problem("bad-jsonl", 1, f"too much for a reader of JSON: {error}", "mend or remove the line")
+            before, byte = self.raw[: error.start], self.raw[error.start]
+            line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+            message = f"byte 0x{byte:02x} is not UTF-8"
+            return self.problem("bad-jsonl", message, not_utf8_hint(self.path), line, column)
+        except Unreadable as error:
+            hint = "each line is one JSON object, or the file one array of objects"
+            return self.problem("bad-jsonl", f"not JSON: {error.reason}", hint, error.line or 1, error.column or 1)
         if not isinstance(row, dict):
             message = f"got a JSON {type(row).__name__}, need an object"
-            return self.problem("bad-jsonl", 1, message, '{"text": "..."}, or {"messages": [...]}')
+            return self.problem("bad-jsonl", message, '{"text": "..."}, or {"messages": [...]}')
         return row
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSet(FileSet):
-    """Files with one document a line, of which `what` is read."""
+    """Files of records, each a document, of which `what` is read."""
 
     what: str  # a field, or a form of conversations
 
@@ -73,16 +79,23 @@ class JsonlSet(FileSet):
         return super().fingerprint() + self.what
 
     def survey(self, progress: Reporter) -> Survey:
-        """Count the lines that are not blank: they are the documents."""
+        """Count the records: they are the documents."""
         return Survey(super().survey(progress).digest + self.what, sum(1 for _ in self.lines()))
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield the lines that are not blank."""
+        """Yield the lines that are not blank; of a file that is an array, or has objects over lines, the elements."""
         for name, path in self.files:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
+                first = next(filter(bytes.strip, _bounded_lines(file)), b"")
+            with open_plain(path) as file:
+                if is_spread(first):
+                    for number, (raw, line, column) in enumerate(elements(file), 1):
+                        yield JsonLine(name, path, number, raw, line, column)
+                    continue
                 for number, raw in enumerate(file, 1):
+                    raw = raw.removeprefix(MARK) if number == 1 else raw
                     if raw.strip():
-                        yield JsonLine(name, path, number, raw)
+                        yield JsonLine(name, path, number, raw, number)
 
     def held_out_up_to(self, documents: int, whole: bool = False) -> int:
         """Return the name hash up to which lines are validation data (see `held_out_hash`)."""
@@ -109,6 +122,11 @@ class JsonlSource(JsonlSet, TextSource):
             raise UserError(*problems)
 
 
+def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the beginnings of lines, which tell whether JSON has a record on each; a file can be one line."""
+    return iter(lambda: file.readline(1 << 16), b"")
+
+
 def _text_of(line: JsonLine, field: str) -> str | Problem:
     """Return the text of one line, or what is wrong with it."""
     row = line.read()
@@ -116,12 +134,11 @@ def _text_of(line: JsonLine, field: str) -> str | Problem:
         return row
     if field not in row:
         message = f"no field {field!r}; there is {', '.join(row) or 'none'}"
-        return line.problem("bad-jsonl", 1, message, f"--text-field: {nearest(field, row)}")
+        return line.problem("bad-jsonl", message, field_hint(row, field))
     if not isinstance(row[field], str):
         message = f"field {field!r} is {type(row[field]).__name__}, need a string"
-        return line.problem("bad-jsonl", 1, message, "--text-field names another")
-    # JSON can spell half of a surrogate pair, which is not a character and has no bytes.
-    return row[field].encode("utf-8", "replace").decode()
+        return line.problem("bad-jsonl", message, "--text-field names another")
+    return row[field]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,17 +157,17 @@ class JsonlChats(JsonlSet, ChatSource):
                 continue
             found = conversation_of(row, self.form)
             if isinstance(found, ChatMessages):
-                yield ChatPiece(found, f"{line.path}:{line.number}", name_hash(line.key) <= limit)
+                yield ChatPiece(found, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
             else:
-                yield line.problem("bad-chat", 1, found, f"the first line is in the {self.form.title} form")
+                yield line.problem("bad-chat", found, f"the first line is in the {self.form.title} form")
 
 
 def open_jsonl(run: Run, argument: str) -> Source:
-    """Open lines as documents: the field `run.text_field` of a JSON object, or conversations; blank lines do not count.
+    """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
 
-    Conversations are recognised by the first line, unless it has the field. With 20 documents or more, 5 % of them (by
-    hash of file and line number) are held out; with fewer, the last 5 % of each text, and one conversation. Raises
-    UserError "empty-data" when nothing matches.
+    Each is a line that is not blank, or an element of an array. Conversations are recognised by the first record,
+    unless it has the field. With 20 documents or more, 5 % of them (by hash of file and number) are held out; with
+    fewer, the last 5 % of each text, and one conversation. Raises UserError "empty-data" when nothing matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from zerofit.data.hashing import name_hash
 from zerofit.data.hf import VALID_SPLITS, HfSet, load_splits
 from zerofit.data.jsonl import JsonlSet
-from zerofit.data.text_sources import FileSet, Source, Survey, held_out_hash, matching_files
+from zerofit.data.plain_files import open_cells
+from zerofit.data.text_sources import FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Task
@@ -59,7 +60,7 @@ class JsonlRows(JsonlSet, RowSource):
             if isinstance(row, Problem):
                 yield row
             else:
-                yield LabelledRow(row, f"{line.path}:{line.number}", name_hash(line.key) <= limit)
+                yield LabelledRow(row, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +85,14 @@ class CsvRows(FileSet, RowSource):
         """Yield each line's name, place and cells. Raises UserError for what is no UTF-8 or no CSV."""
         for name, path in self.files:
             try:
-                with path.open(newline="", encoding="utf-8-sig") as file:
-                    for number, row in enumerate(reader := csv.DictReader(file), 1):
+                file, delimiter = open_cells(path)
+                with file:
+                    for number, row in enumerate(reader := csv.DictReader(file, delimiter=delimiter), 1):
                         yield f"{name}:{number}", f"{path}:{reader.line_num}", row
             except (ValueError, csv.Error) as error:
                 message = f"{path} cannot be read as CSV: {error}"
-                raise UserError(
-                    Problem(kind="bad-rows", message=message, hint="is it UTF-8?", where="--data")
-                ) from None
+                hint = not_utf8_hint(path) if isinstance(error, UnicodeDecodeError) else "mend the file"
+                raise UserError(Problem(kind="bad-rows", message=message, hint=hint, where="--data")) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from zerofit.data.jsonl import open_jsonl
 from zerofit.data.labelled import open_labelled
 from zerofit.data.labelled_rows import KINDS as LABELLED_KINDS
 from zerofit.data.mixing import ErasedImages
+from zerofit.data.plain_files import COMPRESSED
 from zerofit.data.published_images import as_published, published_images
 from zerofit.data.segmentation import open_segmentation
 from zerofit.data.stream import open_stream
@@ -128,10 +129,14 @@ def _path_hint(data: str) -> str:
     path = Path(data).expanduser()
     if path.is_dir():
         return f"did you mean imagefolder:{data} or text:{data}/*.txt?"
-    if path.is_file():
-        kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".npy": "npy"}
-        return f"did you mean {kinds.get(path.suffix, 'text')}:{data}?"
-    return ""
+    return f"did you mean {kind_of_file(path)}:{data}?" if path.is_file() else ""
+
+
+def kind_of_file(path: Path) -> str:
+    """Return the kind of data that a file's name speaks of."""
+    kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".npy": "npy"}
+    kinds |= {".parquet": "hf", ".arrow": "hf"}
+    return kinds.get(Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix, "text")
 
 
 def check_data(data: str, task: Task | None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.hashing import stratified_fifth
+from zerofit.data.plain_files import open_cells
 from zerofit.models.inputs import TableInputs
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
@@ -95,8 +96,9 @@ def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
 
 def _read_csv(path: Path, column: str) -> _Table:
     """Read a table; its first line names the columns where no cell of it is a number, or it has the named one."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
+    file, delimiter = open_cells(path)
+    with file:
+        reader = csv.reader(file, delimiter=delimiter)
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
     if not lines:
         raise ValueError("it is empty")
@@ -104,6 +106,7 @@ def _read_csv(path: Path, column: str) -> _Table:
     named = all(_number(cell) is None for cell in first) or (column in first and _number(column) is None)
     names = first if named else [str(n) for n in range(1, len(first) + 1)]
     label = _label_place(path, names, column)
+    _refuse_words(path, names, label, [row for _, row in lines[named:] if len(row) == len(names)])
     rows, places, broken = [], [], []
     for line, row in lines[named:]:
         why = _fault(row, names, label)
@@ -151,6 +154,16 @@ def _label_place(path: Path, names: Sequence[str], column: str) -> int:
         message = f"{path} has no column {column!r} ({', '.join(names[:20])}{', ...' if len(names) > 20 else ''})"
         raise _unusable("data-argument", message, nearest(column, names) or "name one of them, or none for the last")
     return names.index(column) if column else len(names) - 1
+
+
+def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[Sequence[str]]) -> None:
+    """Raise UserError for columns without a single number, which no row's repair would make features."""
+    words = [n for n in range(len(names)) if n != label and rows and all(_number(row[n]) is None for row in rows)]
+    if words:
+        shown = ", ".join(f"{names[n]!r} ({rows[0][n][:20]!r}, ...)" for n in words[:SHOWN])
+        message = f"{path}: {len(words)} of {len(names)} columns hold no number: {shown}; features are numbers"
+        hint = "number their words or leave the columns out; FILE:COLUMN names the column of the classes"
+        raise _unusable("data-columns", message, hint)
 
 
 def _fault(row: Sequence[str], names: Sequence[str], label: int) -> str:

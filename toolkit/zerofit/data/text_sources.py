@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
+from zerofit.data.plain_files import is_compressed, open_plain, plain_size, refuse_others, skip
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
@@ -119,8 +120,10 @@ class FileSet(Source):
                         task.advance(len(chunk))
         return Survey(state.hexdigest(), len(self.files))
 
-    def size_bytes(self) -> int:
-        """Sum the files' sizes."""
+    def size_bytes(self) -> int | None:
+        """Sum the files' sizes; None where some are compressed."""
+        if any(is_compressed(path) for _, path in self.files):
+            return None
         return sum(path.stat().st_size for _, path in self.files)
 
 
@@ -145,7 +148,7 @@ class FileSource(FileSet, TextSource):
             raise UserError(*problems)
 
     def _file_pieces(self, name: str, path: Path, limit: int) -> Iterator[TextPiece]:
-        size = path.stat().st_size
+        size = plain_size(path)
         if limit >= 0:
             yield from _segment(path, 0, size, self.errors, held_out=name_hash(name) <= limit)
             return
@@ -156,8 +159,8 @@ class FileSource(FileSet, TextSource):
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
     """Return where the first line at or after `wanted` begins; without one, the first character."""
-    with path.open("rb") as file:
-        file.seek(wanted)
+    with open_plain(path) as file:
+        skip(file, wanted)
         tail = file.read(CHUNK_BYTES)
     line = tail.find(b"\n") + 1
     if line and wanted + line < size:
@@ -168,9 +171,9 @@ def _cut_at_line(path: Path, wanted: int, size: int) -> int:
 
 def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[TextPiece]:
     """Yield bytes start..stop of a file, in pieces that end with a line where lines are not absurdly long."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    with path.open("rb") as file:
-        file.seek(start)
+    decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors)
+    with open_plain(path) as file:
+        skip(file, start)
         while start < stop:
             raw = file.read(min(CHUNK_BYTES, stop - start))
             raw += file.readline(min(CHUNK_BYTES, stop - start - len(raw)))
@@ -180,15 +183,20 @@ def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) 
 
 def _not_utf8(path: Path) -> Problem:
     """Name the first place of a file that is not UTF-8 as file:line:column (columns count bytes, from 1)."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
                 where = f"{path}:{number}:{error.start + 1}"
                 message = f"{where}: byte 0x{line[error.start]:02x} is not UTF-8"
-                return Problem(kind="not-utf8", message=message, hint="iconv -t utf-8 converts it", where=where)
+                return Problem(kind="not-utf8", message=message, hint=not_utf8_hint(path), where=where)
     raise AssertionError(f"{path} was not UTF-8 a moment ago")
+
+
+def not_utf8_hint(path: Path) -> str:
+    """Return what to do with a file that is text in another encoding."""
+    return f"iconv -f ENCODING -t utf-8 {path} > NEW converts it (latin1, cp1252, gb18030, ...)"
 
 
 def open_pysource(run: Run, argument: str) -> Source:
@@ -229,6 +237,7 @@ def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
         folder = Path(full).is_dir()
         hint = f"a folder needs a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
         raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
+    refuse_others(found, NAMED)
     root = Path(glob.escape(full) if Path(full).is_file() else full).absolute()
     while glob.has_magic(str(root)) or root.is_file():
         root = root.parent

@@ -17,7 +17,7 @@ from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 
-FORMAT = "tokens-1"  # raise it when files or split rules change: old caches are then left alone
+FORMAT = "tokens-2"  # raise it when files or split rules change: old caches are then left alone
 SPLITS = ("train", "valid")
 BATCH_CHARACTERS, BATCH_PIECES = 1 << 20, 1024
 

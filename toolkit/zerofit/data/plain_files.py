@@ -1,0 +1,147 @@
+"""Files of text and data as people keep them: compressed, with a byte order mark, or in a format for other programs."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from zerofit.spec.errors import Problem, UserError
+
+SKIPPED_BYTES = 1 << 20  # at a time
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
+# first bytes of a file: what it is, and what reads or converts it
+_OTHERS: tuple[tuple[bytes, str, str], ...] = (
+    (b"PAR1", "a Parquet file", "--data hf:{path} reads it"),
+    (b"ARROW1", "an Arrow file", "--data hf:{path} reads it"),
+    (b"\xff\xfe", "UTF-16", "iconv -f utf-16 -t utf-8 {path} > NEW converts it"),
+    (b"\xfe\xff", "UTF-16", "iconv -f utf-16 -t utf-8 {path} > NEW converts it"),
+    (b"PK\x03\x04", "a zip archive (documents of office programs are, too)", "unzip {path}"),
+    (b"7z\xbc\xaf", "a 7z archive", "7z x {path}"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4", "lz4 -d {path}"),
+    (b"%PDF", "a PDF file", "pdftotext {path}"),
+    (b"\x89PNG", "an image", "--data imagefolder:PATH reads folders of images"),
+    (b"\xff\xd8\xff", "an image", "--data imagefolder:PATH reads folders of images"),
+    (b"\x93NUMPY", "a NumPy array", "--data npy:{path} reads a table of numbers"),
+)
+_TAR = 257  # where an archive of tar has its name
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file's content; gzip, bzip2, xz and zstd are decompressed. Raises UserError, reading does too.
+
+    The content of a compressed file cannot be sought in, only skipped (`skip`).
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(6)
+        opener = next((opener for start, opener in _DECOMPRESSED.items() if head.startswith(start)), None)
+        if opener is None:
+            return path.open("rb")
+        return io.BufferedReader(_Decompressed(path, opener(path)), SKIPPED_BYTES)
+    except OSError as error:
+        raise UserError(_unreadable(path, error)) from None
+
+
+def _zstd(path: Path) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+
+
+_DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _zstd,
+}
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, whose faults name it."""
+
+    def __init__(self, path: Path, content: Any):
+        self._path, self._content = path, content
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            read = self._content.read(len(buffer))
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise UserError(_unreadable(self._path, error)) from None
+        buffer[: len(read)] = read
+        return len(read)
+
+    def close(self) -> None:
+        self._content.close()
+        super().close()
+
+
+def open_cells(path: Path) -> tuple[IO[str], str]:
+    """Open a file for `csv`: its text, and what separates cells (commas, else semicolons, tabs or bars).
+
+    It is UTF-8 with or without a mark, and decompressed. Raises UserError, and UnicodeDecodeError.
+    """
+    with io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as file:
+        first = file.readline(SKIPPED_BYTES)
+    opened = io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="")
+    return opened, "," if "," in first else max(",;\t|", key=first.count)
+
+
+def is_compressed(path: Path) -> bool:
+    """Return whether `open_plain` decompresses a file."""
+    with open_plain(path) as file:
+        return not file.seekable()
+
+
+def plain_size(path: Path) -> int:
+    """Return the bytes of a file's content."""
+    with open_plain(path) as file:
+        if file.seekable():
+            return path.stat().st_size
+        return sum(len(read) for read in iter(lambda: file.read(SKIPPED_BYTES), b""))
+
+
+def skip(file: IO[bytes], count: int) -> None:
+    """Read on past so many bytes of an opened file."""
+    if file.seekable():
+        file.seek(count, io.SEEK_CUR)
+        return
+    while count > 0 and (read := file.read(min(count, SKIPPED_BYTES))):
+        count -= len(read)
+
+
+def refuse_others(files: Iterable[Path], most: int) -> None:
+    """Raise UserError with up to `most` files that are no text, whatever they are called, and what reads them."""
+    problems: list[Problem] = []
+    for path in files:
+        if len(problems) < most and (problem := _other(path)):
+            problems.append(problem)
+    if problems:
+        raise UserError(*problems)
+
+
+def _other(path: Path) -> Problem | None:
+    with open_plain(path) as file:
+        head = file.read(_TAR + 5)
+    found = next(((title, hint) for start, title, hint in _OTHERS if head.startswith(start)), None)
+    if head[_TAR:] == b"ustar":
+        found = "a tar archive", "tar -xf {path}"
+    if found is None:
+        return None
+    title, hint = found
+    message = f"{path} is {title}, not text in UTF-8"
+    return Problem(kind="not-text", message=message, hint=hint.format(path=path), where=str(path))
+
+
+def _unreadable(path: Path, error: Exception) -> Problem:
+    message = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    return Problem(kind="unreadable", message=message, hint="is it whole, and may it be read?", where=str(path))
