@@ -221,7 +221,6 @@ def test_nulls_that_arrow_adds_are_no_arguments(tmp_path, opened, monkeypatch):
 
 
 def test_templates_past_limits_are_refused(tmp_path, refused, monkeypatch):
-    monkeypatch.setattr("zerofit.data.limited.SECONDS", 0.2)
     monkeypatch.setattr("zerofit.data.limited.MORE_BYTES", 1 << 28)
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
     doubled = "{% set x = namespace(s='aaaaaaaa') %}{% for a in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}x"
@@ -234,6 +233,7 @@ def test_templates_past_limits_are_refused(tmp_path, refused, monkeypatch):
         ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "nested"),
         ("{{" + "[" * 5000 + "]" * 5000 + "}}", "recursion"),
     ):
+        monkeypatch.setattr("zerofit.data.limited.SECONDS", 0.2 if text == loops else 60)
         (tmp_path / "t.jinja").write_text(text)
         problem = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=64, chat_template=tmp_path / "t.jinja")[0]
         assert problem.kind == "chat-template" and words in problem.message, (text[:40], problem)

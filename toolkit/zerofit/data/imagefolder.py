@@ -15,6 +15,7 @@ import numpy as np
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
+from zerofit.data.image_files import SUFFIXES, as_rgb, image_paths, is_own
 from zerofit.data.image_sources import Scaling
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError
@@ -23,10 +24,10 @@ from zerofit.spec.files import atomic_write, cache_root, write_text
 from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 VALID_NAMES = ("val", "valid", "validation", "test")
 VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
+FORMAT = "images-2"  # raise it when other files can be read
 NAMED = 20  # files that an error lists
 
 
@@ -116,7 +117,7 @@ class FolderImages(LabelledDataset):
         torch.default_generator.manual_seed(int(key))
         try:
             with Image.open(path) as image:
-                return transform(image.convert("RGB"))
+                return transform(as_rgb(image, upright=True))
         except Exception as error:
             raise OSError(f"{path} could be read when the run began and no longer can: {error}") from error
 
@@ -146,7 +147,7 @@ def _split_folders(root: Path) -> list[Path]:
 
 
 def _class_names(folder: Path) -> list[str]:
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name))
     if not names:
         message = f"{folder} holds no folders; each class is a folder of image files"
         hint = f"move the images into {folder}/CLASS/, one folder per class (one is enough for a GAN)"
@@ -165,18 +166,20 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
         ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
-        for path, stat in _walk(folder / name)
+        for path, stat in image_paths(folder / name)
     ]
+    present = {file.label for file in found}
+    _refuse_other_folders(folder, [name for label, name in enumerate(classes) if label not in present])
     return sorted(found, key=lambda file: (file.label, file.name))
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                yield from _walk(Path(entry.path))
-            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.name.startswith("."):
-                yield entry.path, entry.stat()
+def _refuse_other_folders(folder: Path, without: list[str]) -> None:
+    """Raise UserError for folders that have files, and no image among them: annotations (COCO) or labels (YOLO)."""
+    others = [name for name in without if any(files for _, _, files in os.walk(folder / name))]
+    if others:
+        message = f"{folder} has folders of other files than images: {', '.join(others[:NAMED])}; each would be a class"
+        hint = "PATH/CLASS/*.jpg: one folder for each class; annotations and labels are not read, move them away"
+        raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
 
 
 def _held_out(files: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]:
@@ -196,6 +199,8 @@ def _refuse_empty(root: Path, train: list[ImageFile], valid: list[ImageFile]) ->
 
 
 def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> Iterator[str]:
+    shown = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+    yield f"{len(classes)} {'classes' if len(classes) > 1 else 'class'}: {shown}"
     present = {file.label for file in train}
     empty = [name for label, name in enumerate(classes) if label not in present]
     if empty:
@@ -206,7 +211,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
 
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
     """Return the reasons, by name, of files that cannot be decoded. Decodes only what was not seen before."""
-    store = cache_root() / "images" / f"{text_digest(str(root))}.json"
+    store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"
     text = f"another process checks the images in {root}"
     with cache_errors(str(root)):
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +267,7 @@ def _why_unreadable(path: Path) -> str:
 
     try:
         with Image.open(path) as image:
-            image.convert("RGB")
+            as_rgb(image, upright=True)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         return " ".join(str(error).replace(str(path), "the file").split())[:120] or type(error).__name__
     return ""

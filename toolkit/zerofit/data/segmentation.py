@@ -14,8 +14,9 @@ import numpy as np
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
+from zerofit.data.image_files import SUFFIXES, as_rgb, is_own
 from zerofit.data.image_sources import Scaling
-from zerofit.data.imagefolder import IMAGENET, NAMED, SUFFIXES, VALID_NAMES, VALID_SHARE
+from zerofit.data.imagefolder import FORMAT, IMAGENET, NAMED, VALID_NAMES, VALID_SHARE
 from zerofit.models.inputs import SegmentationInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -74,7 +75,7 @@ class SegmentedImages(LabelledDataset):
 
         torch.default_generator.manual_seed(key)  # not the accelerator's
         with Image.open(self.root / pair.image) as image, Image.open(self.root / pair.mask) as mask:
-            pixels = tv_tensors.Image(pil_to_tensor(image.convert("RGB")))
+            pixels = tv_tensors.Image(pil_to_tensor(as_rgb(image)))
             classes = tv_tensors.Mask(torch.from_numpy(np.array(mask, dtype=np.uint8)))
         image, mask = transform(pixels, classes)
         return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
@@ -138,7 +139,7 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
         if not one.is_dir():
             message = f"--data segmentation: {one} is not a folder"
             raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
-    files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and not f.name.startswith("."))
+    files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and is_own(f.name))
     missing = [file.name for file in files if not (masks / f"{file.stem}.png").is_file()]
     if missing:
         message = f"{len(missing)} images in {images} have no mask: {', '.join(missing[:NAMED])}"
@@ -160,7 +161,7 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
     """Return the number of classes, and reasons by image of what cannot be used; remembered by names, sizes, times."""
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
-    digest = text_digest(str(root), *(pair.image for pair in pairs), *stamps)
+    digest = text_digest(str(root), FORMAT, *(pair.image for pair in pairs), *stamps)
     store = cache_root() / "masks" / f"{digest}.json"
     with cache_errors(str(root)):
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +193,7 @@ def _looked_at(root: Path, pair: MaskedImage) -> tuple[int, str]:
 
     try:
         with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
-            image.convert("RGB")
+            as_rgb(image)
             if mask.mode not in ("1", "L", "P"):
                 return -1, f"its mask is of mode {mask.mode}; a mask has one number below 256 a pixel"
             if mask.size != image.size:

@@ -1,0 +1,58 @@
+"""Image files: which are one, and their pixels as people see them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
+# folders that systems and programs put beside a user's own; those with a dot in front are left out too
+_SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
+_LARGEST = 65535  # of 16 bits
+
+
+def is_own(name: str) -> bool:
+    """Return whether a file or folder is the user's, and not one that a system has put there."""
+    return not name.startswith(".") and name.lower() not in _SYSTEM
+
+
+def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the paths of all image files under a folder, and what the system knows of them."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not is_own(entry.name):
+                continue
+            if entry.is_dir():
+                within = Path(entry.path)
+                if not (entry.is_symlink() and folder.resolve().is_relative_to(within.resolve())):  # a loop
+                    yield from image_paths(within)
+            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                yield entry.path, entry.stat()
+
+
+def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
+    """Return an opened file's image with 8 bits a colour; of 16 bits the upper 8, as Pillow does with colours of 16.
+
+    `upright`: turned as its EXIF tag says, as programs show it.
+    Raises ValueError for numbers of which nothing says which is white. (Pillow itself cuts all of them off at 255.)
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    seen = image
+    if upright:
+        with suppress(Exception):  # a tag that is broken turns nothing
+            seen = ImageOps.exif_transpose(image)
+    if not image.mode.startswith(("I", "F")):
+        return seen.convert("RGB")
+    values = np.asarray(seen)
+    wide = image.mode == "I" and image.format != "PNG"  # PNG has 16 bits at most
+    if image.mode == "F" or wide or (values.size and not 0 <= values.min() <= values.max() <= _LARGEST):
+        raise ValueError(f"its pixels are numbers of mode {image.mode}, without a white; save it with 8 or 16 bits")
+    return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
