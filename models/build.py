@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributions import Distribution
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -282,6 +283,19 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
 
 
 @contextmanager
+def no_value_checks() -> Iterator[None]:
+    """Keep libraries from checking values that are not there: transformers ids for padding, torch distributions.
+
+    (warn_if_padding_and_no_attention_mask in transformers/modeling_utils.py; torch/distributions/distribution.py)
+    """
+    loaded: Any = sys.modules.get("transformers.modeling_utils")
+    name = "warn_if_padding_and_no_attention_mask"
+    padding = patch.object(loaded.PreTrainedModel, name, lambda *_: None) if loaded else nullcontext()
+    with padding, patch.object(Distribution, "_validate_args", False):
+        yield
+
+
+@contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make tensors fake: nothing is computed, and transformers sees that masks have no values to ask for.
 
@@ -294,6 +308,7 @@ def fake_tensors() -> Iterator[None]:
         with (
             patch.dict(os.environ, UNCHECKED),
             patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten.bincount.default: bincount}),
+            no_value_checks(),
             mamba_kernels(),
             EveryLayer(),
             FakeTensorMode(allow_non_fake_inputs=True),

@@ -168,9 +168,9 @@ def is_cnn(source: ModelSource) -> bool:
 def config_task(config: dict[str, Any], where: str) -> Task:
     """Return the task of a transformers config: by its architecture's name, else by what its model_type can be."""
     named = (config.get("architectures") or [None])[0]
-    for ending, task in ARCHITECTURE_ENDINGS.items():
-        if named is not None and named.endswith(ending):
-            return task
+    task = named and _task_of_architecture(named, config.get("model_type"))
+    if task:
+        return task
     task = _named_task(config, named) or _task_of_model_type(config.get("model_type"), bool(config.get("is_decoder")))
     _refuse_half(config, where, task)
     if task is None:
@@ -183,6 +183,17 @@ def config_task(config: dict[str, Any], where: str) -> Task:
             "the script that trains it (zerofit simulate -- COMMAND)",
         )
     return task
+
+
+def _task_of_architecture(name: str, model_type: str | None) -> Task | None:
+    """Return the task whose table names this class for the model type, else the one that its name ends in."""
+    from transformers.models.auto import modeling_auto as auto
+
+    for task, table in CLASS_TABLES.items():
+        known = getattr(auto, table).get(model_type, ())
+        if name in ([known] if isinstance(known, str) else known):
+            return task
+    return next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
 
 
 def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
@@ -306,6 +317,11 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "`zerofit models` 
     return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
+CLASS_TABLES: dict[Task, str] = {  # transformers' tables of classes, by model type (models/auto/modeling_auto.py)
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
 ARCHITECTURE_ENDINGS: dict[str, Task] = {
     "ForCausalLM": "causal-lm",
     "LMHeadModel": "causal-lm",

@@ -55,8 +55,11 @@ PATCHES = {
         [Reason(FAKE_IMPLS, "local_scalar_dense", "fake_mode func arg", "raise DataDependentOutputException(func)")],
     ),
     "small_values": (
-        [f"{FAKE_TENSOR}:CONSTANT_NUMEL_LIMIT", "torch:linspace"],
-        [Reason(FAKE_TENSOR, "FakeTensorMode.may_turn_const", "self t", "t.numel() <= CONSTANT_NUMEL_LIMIT")],
+        [f"{FAKE_TENSOR}:CONSTANT_NUMEL_LIMIT", "torch:linspace", "torch.distributions:Distribution._validate_args"],
+        [
+            Reason(FAKE_TENSOR, "FakeTensorMode.may_turn_const", "self t", "t.numel() <= CONSTANT_NUMEL_LIMIT"),
+            Reason("torch.distributions.distribution", "Distribution.__init__", "self", "if not valid.all():"),
+        ],
     ),
     "tracing": (
         [f"{MASKING}:is_tracing"],
@@ -67,8 +70,11 @@ PATCHES = {
         [Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()")],
     ),
     "no_padding": (
-        [f"{MASKING}:fast_all"],
-        [Reason(MASKING, "fast_all", "tensor", "return tensor.sum() == tensor.numel()")],
+        [f"{MASKING}:fast_all", f"{MASKING}:_ignore_bidirectional_mask_sdpa"],
+        [
+            Reason(MASKING, "fast_all", "tensor", "return tensor.sum() == tensor.numel()"),
+            Reason(MASKING, "_ignore_bidirectional_mask_sdpa", "padding_mask kv_length", "padding_mask.all()"),
+        ],
     ),
     "state_space": (
         [f"{MAMBA}:mamba_inner_fn", f"{MAMBA}:mamba_selective_scan"],

@@ -18,12 +18,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerofit.models.build import UNCHECKED
+from zerofit.models.build import UNCHECKED, no_value_checks
 from zerofit.models.state_space import mamba_kernels
+
+
+def _sees_all(padding_mask: Tensor | None, kv_length: int, local_attention_size: int | None = None) -> bool:
+    return local_attention_size is None or kv_length < local_attention_size
+
 
 # transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
 # to be traced; without padding (BART makes a mask of ones by itself) it passes none, and attention gets is_causal
 MASKING = {
+    "_ignore_bidirectional_mask_sdpa": _sees_all,
     "find_packed_sequence_indices": lambda position_ids: None,
     "is_tracing": lambda *_, **__: False,
     "fast_all": lambda tensor: True,
@@ -44,8 +50,8 @@ PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
 PADDED_MASKING = {
     **MASKING,
     "fast_all": lambda tensor: False,
-    "_ignore_bidirectional_mask_sdpa": lambda padding_mask, kv_length, local_attention_size=None: (
-        padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
+    "_ignore_bidirectional_mask_sdpa": lambda padding_mask, *lengths, **more: (
+        padding_mask is None and _sees_all(padding_mask, *lengths, **more)
     ),
 }
 FLASH_WIDTH = 256  # of a head at most (check_head_dim_size_flash)
@@ -63,6 +69,7 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
         attention = _ulysses(attention, sp)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, UNCHECKED))
+        stack.enter_context(no_value_checks())
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
         if device == "cuda":
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))

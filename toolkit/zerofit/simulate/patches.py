@@ -116,7 +116,8 @@ def no_padding(padded: bool = False) -> None:
     """
     from transformers import masking_utils
 
-    replace_in(masking_utils, "fast_all", (PADDED_MASKING if padded else MASKING)["fast_all"])
+    for name in ("fast_all", "_ignore_bidirectional_mask_sdpa"):
+        replace_in(masking_utils, name, (PADDED_MASKING if padded else MASKING)[name])
 
 
 def state_space() -> None:

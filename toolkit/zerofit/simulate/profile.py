@@ -50,6 +50,7 @@ class TraceSetting(NamedTuple):
     ep: int = 1
     savings: Savings = NOTHING_SAVED
     zero3: bool = False  # as the model is partitioned while it is built
+    whole: bool = False  # every layer is traced, equal to others or not
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,7 +68,8 @@ def profile_model(
 ) -> Profile:
     """Return layers and costs of a model on these inputs; `device` is "cpu" or "cuda".
 
-    Bytes are those of a rank with the whole model. Raises ModelError where a model has no tensor or sequence parallel
+    Bytes are those of a rank with the whole model. A few of many equal layers are traced, where all parameters are
+    found so; else every layer. Raises ModelError where a model has no tensor or sequence parallel
     form, or cannot be run on the meta device (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
@@ -81,7 +83,7 @@ def profile_model(
     config = subject.config
     heads = of_all_layers(config, "num_attention_heads")
     tensors = tensors_of(inputs)
-    return Profile(
+    profile = Profile(
         model=source.name,
         task=task,
         seq_len=getattr(inputs, "seq_len", None),
@@ -98,6 +100,9 @@ def profile_model(
         pipelines=source.family != "custom" and not are_packed(inputs) and _is_list_of_layers(subject.model),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )
+    if profile.parameters != subject.parameters and not wanted[0].whole:  # MPNet's blocks share a table of positions
+        return profile_model(source, task, inputs, args, [one._replace(whole=True) for one in wanted], device)
+    return profile
 
 
 def _key(one: TraceSetting) -> str:
@@ -108,7 +113,7 @@ def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
-    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep)
+    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep, one.whole)
     if one.zero3:
         for module, name in cast_by_zero3(subject.model):
             module._buffers[name] = module.get_buffer(name).to(one.dtype)

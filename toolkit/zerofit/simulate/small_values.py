@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributions import Distribution
 
 MOST = 1024  # elements: as many layers as a model has
 
@@ -15,7 +16,7 @@ def small_values() -> None:
     """Let fakes on the CPU keep the values of small tensors: torch keeps those of single numbers that were given.
 
     Hiera adds up the depths of its stages, and many models space rates evenly: with other values they would be other
-    models. (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace)
+    models. (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
     """
     original = torch.linspace
 
@@ -26,5 +27,6 @@ def small_values() -> None:
                 made.constant = original(*args, **kwargs)
         return made
 
+    Distribution._validate_args = False  # Gemma 3n makes a normal one in each forward; its checks ask for values
     fake_tensor.CONSTANT_NUMEL_LIMIT = MOST
     torch.linspace = linspace

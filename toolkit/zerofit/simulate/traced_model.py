@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.models.batch_norm import BatchNorm
-from zerofit.models.build import build
+from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.denoisers import is_denoiser
@@ -37,6 +37,7 @@ class TracedModel:
 
     model: nn.Module
     units: list[ModelSection]
+    parameters: int  # of the whole model; a shard's, where it is one rank's
     config: Any = None  # transformers' config of the whole model
 
 
@@ -49,13 +50,14 @@ def make_subject(
     tp: int,
     savings: Savings = NOTHING_SAVED,
     ep: int = 1,
+    whole: bool = False,
 ) -> TracedModel:
     """Return the model as a rank has it, its parameters of this dtype and its buffers as built.
 
-    Raises ModelError where it has no tensor or expert parallel form.
+    `whole`: with all of its layers, equal or not. Raises ModelError where it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
-    equal = equal_layers(source, inputs, args)
+    equal = {} if whole else equal_layers(source, inputs, args)
     small = with_depths(args, {path: few_layers(config, path) for path in equal})
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
@@ -78,7 +80,11 @@ def make_subject(
         batch_norm_in_fp32(model)
     equal_lists = [(blocks, equal.get(path)) for blocks, path in found]
     units = block_sections(equal_lists) if found else stage_sections(model)
-    return TracedModel(model=model.train(), units=units, config=config)
+    stood_for = sum(
+        (equal[path] - len(blocks)) * parameter_count(blocks[-1]) for blocks, path in found if path in equal
+    )
+    parameters = parameter_count(model) + stood_for
+    return TracedModel(model=model.train(), units=units, parameters=parameters, config=config)
 
 
 def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
