@@ -97,7 +97,7 @@ def _left_out(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
             method = value.get("quant_method", "") if isinstance(value, dict) else value
             yield key, f"({method}) is left out: training has whole weights, or --quantize beside adapters (--lora)"
         elif _names_kernel(key, value):
-            yield key, f"{value!r} is left out: attention is sdpa, which has flash attention on GPUs"
+            yield key, f"{value!r} is left out: kernels are torch's (sdpa, which has flash attention on GPUs)"
         elif isinstance(value, dict):
             yield from ((f"{key}.{inner}", text) for inner, text in _left_out(value))
 
