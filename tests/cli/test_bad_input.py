@@ -221,3 +221,31 @@ def test_no_number_of_any_command_may_be_nan_or_infinite():
                     with pytest.raises(UserError, match="finite"):
                         Run(**{option.name: number})
     assert looked > 100
+
+
+LAZY = "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.LazyLinear(10))\n"
+
+
+@pytest.mark.parametrize("command", [("plan", "--gpus", "2"), ("simulate", "--gpus", "2"), ("train", "--seq-len", "8")])
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"num_hidden_layers": 10_000_000}, "at most 2,000"),
+        ({"vocab_size": "a"}, "expected int, got str"),
+        ({"architectures": 5}, "architectures is 5"),
+        ({"num_attention_heads": 0}, "by zero"),
+    ],
+)
+def test_a_config_of_no_use_ends_no_command_otherwise(tmp_path, command, values, word):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2} | values))
+    done = CliRunner().invoke(main, [command[0], str(config), *command[1:]])
+    assert (done.exit_code, word in done.stderr) == (2, True), done.output
+
+
+def test_a_layer_without_a_size_is_named(tmp_path, monkeypatch):
+    (tmp_path / "lazy_model.py").write_text(LAZY)
+    monkeypatch.chdir(tmp_path)
+    for command in ("plan", "simulate"):
+        done = CliRunner().invoke(main, [command, "lazy_model:make", "--gpus", "2"])
+        assert (done.exit_code, "1.weight" in done.stderr) == (2, True), done.output
