@@ -58,7 +58,7 @@ PATCHES = {
         [f"{FAKE_TENSOR}:CONSTANT_NUMEL_LIMIT", "torch:linspace", "torch.distributions:Distribution._validate_args"],
         [
             Reason(FAKE_TENSOR, "FakeTensorMode.may_turn_const", "self t", "t.numel() <= CONSTANT_NUMEL_LIMIT"),
-            Reason("torch.distributions.distribution", "Distribution.__init__", "self", "if not valid.all():"),
+            Reason("torch.distributions.distribution", "Distribution.__init__", "self", "if self._validate_args:"),
         ],
     ),
     "tracing": (
