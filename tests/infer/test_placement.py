@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,24 +95,26 @@ def test_the_least_that_is_needed(llama, spare):
     assert placement.fits == (spare == 0)
     if spare:
         with pytest.raises(DoesNotFit, match="cpu needs") as found:
-            refuse_misfit(placement, "a smaller --micro-batch")
+            refuse_misfit(placement, limits, "a smaller --micro-batch")
         assert "--max-memory cpu=" in found.value.problems[0].hint
         assert "--micro-batch" in found.value.problems[0].hint
-        with pytest.raises(DoesNotFit, match=r"and may take .*, 95% of what is free") as found:
-            refuse_misfit(placement, "a smaller --micro-batch", named=False)
+        free = replace(limits, named=False, reserved={"cpu": 3 << 30})
+        text = r"and may take .*, 95% of what is free \(3.00 GiB are reserved by other runs\)"
+        with pytest.raises(DoesNotFit, match=text) as found:
+            refuse_misfit(placement, free, "a smaller --micro-batch")
         assert "MiB starts it all the same" in found.value.problems[0].hint
 
 
 def test_a_gpu_that_holds_no_layer_is_the_one_that_lacks_memory(llama):
     with pytest.raises(DoesNotFit, match=r"^0 needs") as found:
-        refuse_misfit(place(llama, MemoryLimits(memory={0: GPU_ROOM}), WORKING), "")
+        refuse_misfit(place(llama, MemoryLimits(memory={0: GPU_ROOM}), WORKING), MemoryLimits(memory={}), "")
     assert "--max-memory 0=" in found.value.problems[0].hint
 
 
 def test_no_disk_means_no_disk(llama):
     placement = place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}, disk=0), WORKING)
     with pytest.raises(DoesNotFit, match="the disk may hold 0 B"):
-        refuse_misfit(placement, "")
+        refuse_misfit(placement, MemoryLimits(memory={}), "")
 
 
 def test_table(llama):
@@ -131,7 +134,8 @@ def test_limits():
 def test_what_runs_have_reserved_is_not_free(tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     reserve(tmp_path / "run", 2**50, {})
-    assert read_limits(None).memory["cpu"] == 0
+    limits = read_limits(None)
+    assert limits.memory["cpu"] == 0 and limits.reserved["cpu"] == 2**50
 
 
 def test_everything_wrong_with_limits_at_once():

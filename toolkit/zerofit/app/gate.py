@@ -12,18 +12,19 @@ from typing import Any
 from zerofit.app.forecasts import RankForecasts, forecast, least_bytes
 from zerofit.app.resolve import ResolvedJob
 from zerofit.app.room import Facts, HostRoom, room_here, rooms_of
-from zerofit.app.simulation import PreparedSimulation
+from zerofit.app.simulation import KnobSimulations, PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
 from zerofit.simulate.alloc_conf import alloc_conf_of
 from zerofit.simulate.assess import assess
+from zerofit.simulate.endings import optional
 from zerofit.simulate.processes import end_server
 from zerofit.simulate.result import Simulation
 from zerofit.simulate.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import by_name
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, UserError
-from zerofit.spec.events import Reporter
+from zerofit.spec.events import Event, Reporter
 from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.reservations import needed_by, one_at_a_time, release, reserve
@@ -34,6 +35,7 @@ from zerofit.spec.units import shown_bytes
 ANYWAY = "--anyway starts it all the same"
 OFFLOADS = ("offload_optimizer", "offload_param")
 CHANGES = 3  # that a refusal names
+NO_CHANGE = "no single change of this run would fit: see `zerofit plan`"
 ANY = 1 << 62  # bytes: of what is looked at by itself
 UNKNOWN = "the memory of this run is not forecast"
 
@@ -132,7 +134,7 @@ class MemoryGate:
         message = (
             f"{job.run.model} needs at least {shown_bytes(needed)} for the parameters and optimizer state of {ranks} "
             f"{'rank' if ranks == 1 else 'ranks'}; {shown_bytes(there)} are free "
-            f"{rooms[0].place if len(rooms) == 1 else f'on {len(rooms)} hosts'}."
+            f"{rooms[0].place + rooms[0].beside_reserved() if len(rooms) == 1 else f'on {len(rooms)} hosts'}."
         )
         return RoomVerdict(room=rooms[0], word=NOT, message=message, rank=0)
 
@@ -197,13 +199,29 @@ class MemoryGate:
             return least_bytes(job) <= _room_for(job, [room] * nodes, on_cpu=cluster.on_cpu)
 
         look = replace(simulated(asked, resolved, free).knobs(worst.rank), is_worth=is_worth)
-        rows = look(lambda event: self._report.status(event.text))
+        return Problem(
+            kind=DOES_NOT_FIT, message=worst.message, hint=f"{self._changes(look)}; {ANYWAY}", where=room.name
+        )
+
+    def _changes(self, look: KnobSimulations) -> str:
+        """Return the changes that would fit; what had to be left out is said, and no refusal is lost with it."""
+        left_out: list[str] = []
+
+        def hear(event: Event) -> None:
+            if event.kind == "note":
+                left_out.append(event.text)
+            else:
+                self._report.status(event.text)
+
+        rows = optional(lambda: look(hear), (), "knobs", Reporter(hear))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
-        hint = "no single change of this run would fit: see `zerofit plan`"
-        if fitting:
-            changes = [f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting]
-            hint = f"these would fit: {'; '.join(changes)}"
-        return Problem(kind=DOES_NOT_FIT, message=worst.message, hint=f"{hint}; {ANYWAY}", where=room.name)
+        changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)
+        nothing = (
+            "see `zerofit plan` for what would fit"
+            if left_out
+            else "no single change of this run would fit: see `zerofit plan`"
+        )
+        return "; ".join([f"these would fit: {changes}" if fitting else nothing, *left_out])
 
     def _refuse(self, problems: Sequence[Problem | None]) -> None:
         found = [problem for problem in problems if problem]
@@ -269,6 +287,7 @@ def _device_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
     assessed = [assess(rank, replace(cluster, device_memory=shares.get(id(rank)))) for rank in representing]
     worst = max(assessed, key=lambda one: (ORDER.index(one.verdict), one.reserved_bytes))
     here = room.place if len(room.ranks) == 1 else f"for each of {len(room.ranks)} ranks {room.place}"
+    here += room.beside_reserved(on_gpus=not found.cluster.on_cpu)
     there = f"{shown_bytes(worst.device_total_bytes)} are free {here}"
     message = f"{_needs(worst)}; {there}. {worst.because}"
     return RoomVerdict(room=room, word=worst.verdict, message=message, rank=worst.rank)
@@ -298,7 +317,8 @@ def _host_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
     message = (
         f"{model} needs {shown_bytes(needed)} of host memory for {count} {'rank' if count == 1 else 'ranks'} in "
         f"{phase}: {shown_bytes(tensors)} of tensors, with at most {shown_bytes(pinned)} pinned, and "
-        f"{shown_bytes(processes)} of processes; {shown_bytes(room.host_bytes)} are free {room.place}."
+        f"{shown_bytes(processes)} of processes; {shown_bytes(room.host_bytes)} are free {room.place}"
+        f"{room.beside_reserved()}."
     )
     return RoomVerdict(room=room, word=word, message=message, rank=found.of(room.ranks[0]).target.rank)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.launch.hostfile import Host
-from zerofit.spec.reservations import free_for, gpus_free_for
+from zerofit.spec.local_machine import gpu_memory
+from zerofit.spec.reservations import beside_reserved, free_for, gpu_claims, gpus_free_for, host_claims
 
 Facts = Mapping[str, Any]  # of one host: `zerofit.doctor.facts`
 
@@ -21,17 +22,26 @@ class HostRoom:
     ranks: range
     host_bytes: int
     gpu_bytes: int | None  # the least of the GPUs that these ranks use; None: not known
+    reserved_bytes: int = 0  # of the host's memory, by other runs
+    gpu_reserved_bytes: int = 0  # of one of those GPUs, at most
 
     @property
     def place(self) -> str:
         """`on this machine`, or the host's name."""
         return f"on {self.name or 'this machine'}"
 
+    def beside_reserved(self, *, on_gpus: bool = False) -> str:
+        """Return what follows on its free memory in a message where other runs have reserved some."""
+        return beside_reserved(self.gpu_reserved_bytes if on_gpus else self.reserved_bytes)
+
 
 def room_here(ranks: range, run: Path) -> HostRoom:
     """Return what this machine has for the ranks of a run."""
     gpus = gpus_free_for(run, len(ranks))
-    return HostRoom(name="", ranks=ranks, host_bytes=free_for(run), gpu_bytes=min(gpus, default=None))
+    claims = gpu_claims(but=run)
+    taken = max((claims[gpu.uuid] for gpu in gpu_memory(len(ranks))), default=0) if claims else 0
+    reserved = {"reserved_bytes": host_claims(but=run), "gpu_reserved_bytes": taken}
+    return HostRoom(name="", ranks=ranks, host_bytes=free_for(run), gpu_bytes=min(gpus, default=None), **reserved)
 
 
 def rooms_of(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[HostRoom]:
@@ -40,9 +50,12 @@ def rooms_of(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[HostRoom
     for host in hosts:
         found, ranks = facts[host.name], range(first, first + host.slots)
         memory, devices = found["memory"], host.devices or range(host.slots)
-        gpus = [_gpu_room(gpu) for gpu in found["gpus"] if gpu["index"] in devices and gpu["total_bytes"]]
+        used = [gpu for gpu in found["gpus"] if gpu["index"] in devices and gpu["total_bytes"]]
+        gpus, taken = list(map(_gpu_room, used)), max((gpu["reserved_bytes"] for gpu in used), default=0)
         free = max(0, memory["free_bytes"] - memory["reserved_bytes"])
-        rooms.append(HostRoom(name=host.name, ranks=ranks, host_bytes=free, gpu_bytes=min(gpus, default=None)))
+        reserved = {"reserved_bytes": memory["reserved_bytes"], "gpu_reserved_bytes": taken}
+        least = min(gpus, default=None)
+        rooms.append(HostRoom(name=host.name, ranks=ranks, host_bytes=free, gpu_bytes=least, **reserved))
         first += host.slots
     return rooms
 

@@ -12,6 +12,7 @@ from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.script_trace import trace_of_script
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess
+from zerofit.simulate.endings import note_failed
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak
@@ -166,6 +167,7 @@ class ScriptKnobSimulations:
             knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
             targets = [replace(self.target, command=knob.command, received=None, traced=False) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
+        note_failed(records, "knobs", report)
         for knob, target, record in zip(knobs, targets, records, strict=True):
             if not isinstance(record, Problem):
                 found = _answer(target, record, self.cluster)

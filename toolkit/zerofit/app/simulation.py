@@ -17,6 +17,7 @@ from zerofit.app.simulated_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import assess, decided
+from zerofit.simulate.endings import note_failed
 from zerofit.simulate.knobs import Knob, knobs
 from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.result import KnobResult, Simulation, StagePeak
@@ -96,6 +97,7 @@ class KnobSimulations:
         simulated = decided(look([one.target(self.rank) for _, one in turned], exact=self.exact), cluster, look)
         if self.heaviest:
             simulated = heaviest_of(simulated, look)
+        note_failed(simulated, "knobs", report)
         rows = []
         for (knob, _), rank in zip(turned, simulated, strict=True):
             if isinstance(rank, SimulatedRank):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.overhead import blas_workspace_bytes
-from zerofit.spec.reservations import free_for, gpu_claims
+from zerofit.spec.reservations import free_for, gpu_claims, host_claims
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
@@ -26,6 +26,7 @@ class MemoryLimits:
     memory: dict[Device, int]  # of GPUs, by number, and of the CPU; one that is not named is not used
     disk: int | None = None  # of weights that stay on the disk; None: as many as there are
     named: bool = True  # by --max-memory; else they are what is free
+    reserved: Mapping[Device, int] = field(default_factory=dict)  # by other runs, and so not free
 
 
 def room(device: Device) -> int:
@@ -48,7 +49,9 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
         free: dict[Device, int] = {
             n: int(SHARE * max(0, min(torch.cuda.mem_get_info(n)[0], most[n]))) for n in range(gpus)
         }
-        return MemoryLimits(memory={**free, "cpu": int(SHARE * free_for())}, named=False)
+        taken: dict[Device, int] = {n: reserved[gpu.uuid] for n, gpu in enumerate(seen)}
+        memory = {**free, "cpu": int(SHARE * free_for())}
+        return MemoryLimits(memory=memory, named=False, reserved={**taken, "cpu": host_claims()})
     found: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())

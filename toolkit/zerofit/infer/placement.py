@@ -19,6 +19,7 @@ from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError
 from zerofit.spec.errors import DoesNotFit, Problem, UserError
+from zerofit.spec.reservations import beside_reserved
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -242,11 +243,8 @@ def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
     return device_map[name]
 
 
-def refuse_misfit(placement: Placement, knobs: str, *, named: bool = True) -> None:
-    """Raise DoesNotFit where a device lacks memory; `knobs` are the flags that make the forward smaller.
-
-    `named`: the user has said what may be taken; else it is what is free.
-    """
+def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> None:
+    """Raise DoesNotFit where a device lacks memory; `knobs` are the flags that make the forward smaller."""
     for row in placement.rows:
         if row.fits:
             continue
@@ -261,8 +259,8 @@ def refuse_misfit(placement: Placement, knobs: str, *, named: bool = True) -> No
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
             asked = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
             hint = f"{asked} or more, {knobs} or --dtype bf16"
-            if not named:
-                message += f", {SHARE:.0%} of what is free"
+            if not limits.named:
+                message += f", {SHARE:.0%} of what is free{beside_reserved(limits.reserved.get(row.device, 0))}"
                 hint = f"{knobs} or --dtype bf16; {asked} starts it all the same"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 

@@ -84,7 +84,7 @@ class InferenceSession:
         """
         placement = place(self.empty, self.limits, working)
         self.report.note("\n".join(["where the model's weights go", *table_lines(placement)]))
-        refuse_misfit(placement, knobs, named=self.limits.named)
+        refuse_misfit(placement, self.limits, knobs)
         self._before = start_counting(placement.gpus)
         with failures("nothing else on that device"):
             model = load_model(self._readable(placement), self.empty, placement, self.dtype, self.scratch, self.report)

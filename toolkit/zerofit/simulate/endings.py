@@ -5,13 +5,19 @@ from __future__ import annotations
 import errno
 import re
 import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from zerofit.spec.errors import Problem
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
 
-OUT_OF_MEMORY, EXITED = "out-of-memory", "exit"  # kinds of problems
+T = TypeVar("T")
+
+OUT_OF_MEMORY, EXITED, KILLED, CRASHED = "out-of-memory", "exit", "killed", "crashed"  # kinds of problems
+_FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # of a process, whatever it simulated
 LINES = 6  # of output that are shown
 HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
@@ -52,6 +58,34 @@ def out_of_memory(peak_bytes: int = 0) -> Problem:
     )
 
 
+def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> T:
+    """Return what a search that only helps has found; where it fails, `instead`, and a note says why it is left out.
+
+    The answer that is known already must not be lost with it.
+    """
+    try:
+        return work()
+    except Exception as error:
+        report.note(f"{what}: left out, since {reason_of(error)}")
+        return instead
+
+
+def reason_of(error: Exception) -> str:
+    """Return in a line why something could not be computed."""
+    if lacks_memory(error):
+        return out_of_memory().message
+    if isinstance(error, UserError):
+        return error.problems[0].message
+    return f"zerofit failed ({type(error).__name__}: {next(iter(last_lines(str(error), 1)), '')})"
+
+
+def note_failed(outcomes: Sequence[Any], what: str, report: Reporter) -> None:
+    """Note how many simulations that only help have ended for want of memory or in a crash, and why the first did."""
+    failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
+    if failed:
+        report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, since {failed[0].message}")
+
+
 def why_ended(ending: Ending) -> Problem:
     """Return why a process left no answer."""
     number = -1 if ending.status is None else ending.status & 0x7F  # os.WTERMSIG
@@ -63,7 +97,7 @@ def why_ended(ending: Ending) -> Problem:
     if number in (-1, *_FROM_OUTSIDE):
         message = f"the simulated process was killed{f' with {signal.Signals(number).name}' if number > 0 else ''}"
         hint = "something outside of zerofit does that, such as a limit of the job: run the command again"
-        return Problem(kind="killed", message=message, hint=hint)
+        return Problem(kind=KILLED, message=message, hint=hint)
     return _crash(signal.Signals(number).name, ending.output)
 
 
@@ -78,7 +112,7 @@ def _crash(name: str, output: str) -> Problem:
     message = f"zerofit cannot simulate this: its process crashed with {name}{inner}" + (
         f" ({reason})" if reason else ""
     )
-    return Problem(kind="crashed", message=message, hint="this is an error of zerofit: please report it", where=own)
+    return Problem(kind=CRASHED, message=message, hint="this is an error of zerofit: please report it", where=own)
 
 
 def shown_path(file: str) -> str:

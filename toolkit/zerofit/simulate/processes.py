@@ -193,6 +193,7 @@ def _progress(folder: Path, count: int, seconds: float) -> str:
 
 def serve() -> None:
     """Serve requests until standard input is closed."""
+    end_first()  # before the command that waits for an answer
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one takes its place
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -270,7 +271,6 @@ def _simulate_side_by_side(waiting: list[tuple[int, Any]], folder: Path) -> None
 
 def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> NoReturn:
     """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
-    end_first()
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -11,10 +11,11 @@ from typing import Any
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
 from zerofit.simulate.baseline import BaselineComparison
+from zerofit.simulate.endings import optional
 from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
 from zerofit.simulate.verdict import Overhead
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.events import OnEvent
+from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import field_data, plain_data
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
@@ -152,9 +153,14 @@ class Simulation:
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
     def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Simulate what could be changed, each change by itself, when first asked; the least memory first."""
-        if self.simulate_knobs and not self.tried:
-            object.__setattr__(self, "tried", self.simulate_knobs(on_event))
+        """Simulate what could be changed, each change by itself, when first asked; the least memory first.
+
+        A note says what had to be left out.
+        """
+        look = self.simulate_knobs
+        if look and not self.tried:
+            found = optional(lambda: look(on_event), (), "knobs", Reporter(on_event))
+            object.__setattr__(self, "tried", found)
         return self.tried
 
     def to_dict(self) -> dict[str, Any]:

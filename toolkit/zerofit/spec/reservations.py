@@ -21,6 +21,7 @@ import psutil
 from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.local_machine import gpu_memory, host_memory
+from zerofit.spec.units import shown_bytes
 
 RANK = "zerofit.worker"  # in the command line of each rank, which ends with its run folder
 CLOCK_S = 2.0  # by which two looks at a start can differ where the clock is set
@@ -83,6 +84,11 @@ def host_claims(but: Path | None = None) -> int:
     kept = [one for one in _living() if one.run != str(but)]
     taken = _taken() if kept else Counter[str]()
     return sum(max(0, one.host_bytes - taken[one.run]) for one in kept)
+
+
+def beside_reserved(size: int) -> str:
+    """Return what a message about free memory adds where other runs have reserved some of it."""
+    return f" ({shown_bytes(size)} are reserved by other runs)" if size else ""
 
 
 def free_for(run: Path | None = None) -> int:

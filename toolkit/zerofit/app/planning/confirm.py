@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zerofit.app.planning.answers import Confirmation, LargestFit, Plan, PlannedRun
-from zerofit.spec.errors import UserError
+from zerofit.simulate.endings import reason_of
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
     report.status(f"simulating layout {number + 1} ...")
     try:
         found = _simulate(planned, plan)
-    except UserError as error:
-        return Confirmation(layout=number, fits=False, problem=error.problems[0].message)
+    except Exception as error:  # what the plan says stands without it
+        return Confirmation(layout=number, fits=False, problem=reason_of(error))
     beside = sum(one.high_bytes for one in found.overheads)
     return Confirmation(
         layout=number,
