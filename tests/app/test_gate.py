@@ -25,6 +25,7 @@ from zerofit.config.ds_json import find_config
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.simulate import processes
+from zerofit.simulate.endings import Ending, why_ended
 from zerofit.spec import reservations
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter
@@ -157,6 +158,26 @@ def test_what_is_far_too_large_is_refused_without_a_simulation(tmp_path, monkeyp
         "on this machine."
     )
     assert "no single change of this run would fit" in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("the server has ended (-9)"), None])
+def test_a_search_for_changes_that_fails_leaves_the_refusal(tmp_path, monkeypatch, failure):
+    """Of a run that is refused without a simulation; the kernel ends its changes, or all that looks for them."""
+    monkeypatch.setattr(reservations, "host_memory", lambda: (2 * GIB, 2 * GIB))
+    monkeypatch.setattr(gate, "least_bytes", lambda job: 3 * GIB if job.run.micro_batch == 64 else GIB)
+
+    def simulate(targets, show, *, exact=False):
+        if failure and targets:
+            raise failure
+        return [why_ended(Ending(status=9, ran_short=True)) for _ in targets]
+
+    monkeypatch.setattr(simulation, "simulate_ranks", simulate)
+    with pytest.raises(zf.DoesNotFit) as caught:
+        held_against(zf.Run(**LLAMA), tmp_path / "run")
+    problem = caught.value.problems[0]
+    assert "llama-tiny needs at least 3.00 GiB" in problem.message and "these would fit" not in problem.hint
+    why = "the server has ended" if isinstance(failure, RuntimeError) else "this machine has too little memory"
+    assert "left out, since" in problem.hint and why in problem.hint and problem.hint.endswith(gate.ANYWAY)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -304,10 +325,10 @@ def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
     run = zf.Run(**{**LLAMA, "precision": "bf16"})
     there = host(32 * GIB, gpus=1)
     assert held_on({"n1": there}, run, slots=1)
-    for name in ("used_bytes", "reserved_bytes"):
+    for name, said in (("used_bytes", ""), ("reserved_bytes", r" \(79.9 GiB are reserved by other runs\)")):
         (gpu,) = there["gpus"]
         taken = {**there, "gpus": [{**gpu, name: 80 * GIB - 2**26}]}
-        with pytest.raises(zf.DoesNotFit, match=r"64.0 MiB are free on n1\. Of the device's"):
+        with pytest.raises(zf.DoesNotFit, match=rf"64.0 MiB are free on n1{said}\. Of the device's"):
             held_on({"n1": taken}, run, slots=1)
     with pytest.raises(zf.DoesNotFit, match=r"needs at least .* of 1 rank; 0 B are free on n1\."):
         held_on({"n1": {**there, "gpus": [{**gpu, "used_bytes": 80 * GIB}]}}, run, slots=1)

@@ -1,0 +1,66 @@
+"""Why a simulation's process left no answer, and searches that may fail."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from zerofit.simulate.endings import Ending, last_lines, optional, out_of_memory, why_ended
+from zerofit.spec import local_machine
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Event, Reporter
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind"),
+    [
+        (Ending(status=signal.SIGKILL, ran_short=True, peak_bytes=3 << 30), "out-of-memory"),
+        (Ending(status=signal.SIGKILL), "killed"),  # nothing says that memory was short
+        (Ending(status=None, ran_short=True), "out-of-memory"),
+        (Ending(status=None), "killed"),
+        (Ending(status=signal.SIGSEGV, ran_short=True), "crashed"),
+        (Ending(status=signal.SIGABRT, output="terminate called\n  what():  std::bad_alloc\n"), "out-of-memory"),
+        (Ending(status=signal.SIGABRT, output="torch.OutOfMemoryError: as a script prints it\n"), "crashed"),
+        (Ending(status=3 << 8, output="bye\n"), "exit"),
+    ],
+)
+def test_memory_is_named_where_it_was_short(ending, kind):
+    problem = why_ended(ending)
+    assert problem.kind == kind
+    assert ("too little memory" in problem.message) == (kind == "out-of-memory")
+
+
+def test_kills_are_counted_in_both_versions_of_control_groups(tmp_path: Path, monkeypatch):
+    """As cgroup-v2.rst and cgroup-v1/memory.rst have it; zeros where a kernel counts nothing."""
+    for name, text in (("memory.events", "oom 4\noom_kill 2\n"), ("memory.oom_control", "under_oom 0\noom_kill 1\n")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(local_machine, "memory_groups", list)
+    elsewhere = local_machine.oom_kills()  # on the host
+    monkeypatch.setattr(local_machine, "memory_groups", lambda: [tmp_path, tmp_path / "none"])
+    assert local_machine.oom_kills() - elsewhere == 3
+
+
+def test_output_is_shown_as_it_stood_on_the_terminal():
+    assert last_lines("a\n\n 10%\r 20%\r 30%\nb  \n", 2) == [" 30%", "b"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), out_of_memory().message),
+        (OSError(12, "Cannot allocate memory"), out_of_memory().message),
+        (UserError(Problem(kind="x", message="no such model")), "no such model"),
+        (KeyError("b"), "zerofit failed (KeyError: 'b')"),
+    ],
+)
+def test_a_search_that_fails_is_a_note(error, said):
+    heard: list[Event] = []
+
+    def fails() -> int:
+        raise error
+
+    assert optional(fails, 3, "knobs", Reporter(heard.append)) == 3
+    assert [(event.kind, event.text) for event in heard] == [("note", f"knobs: left out, since {said}")]
+    assert optional(lambda: 4, 3, "knobs", Reporter(heard.append)) == 4 and len(heard) == 1
