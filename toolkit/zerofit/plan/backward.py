@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.persistent import MASTER_BYTES, overlap_in_partition, partitions, reduction_bytes, sharers
+from zerofit.plan.persistent import MASTER_BYTES, heaviest_reached, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward, left_by_backward
 from zerofit.spec.partitions import buckets
@@ -124,11 +124,12 @@ class _Bucketed:
         self.line, self.element, self.limit = line, layout.element_bytes, layout.bucket
         self.bucket_bytes = self.element * layout.bucket * (2 if layout.overlap else 1)  # :3266, :3275
         offloaded = layout.offload_optimizer != "none"
-        kept = overlap_in_partition(line, layout.zero_ranks)
-        self.partition_bytes = 0 if offloaded else self.element * kept  # :2187
+        # of the heaviest rank that a parameter reaches: with its first gradient the rank has room for all (:2187)
+        self.kept_of = {} if offloaded else heaviest_reached(line, layout.zero_ranks)
         # offloaded gradients pass through a float32 copy, and a float64 one for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
-        self.before = self.partition_bytes if layout.accumulation > 1 and layout.zero_stage == 2 else 0
+        accumulates = layout.accumulation > 1 and layout.zero_stage == 2
+        self.before = self.element * max(self.kept_of.values(), default=0) if accumulates else 0
         # lifted where the ranks reduce in another dtype (:2375)
         self.lifted = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
         groups = [group[0].group for group in line.members if group]
@@ -144,6 +145,8 @@ class _Bucketed:
         """Replay the backward."""
         waiting = began = self.waiting_bytes > 0  # an earlier micro batch has made the bucket
         for event in self.line.backward:
+            for layer in self.line.layers[event.layer + 1 : max(self.layer, 0)]:  # of many equal ones, not looked at
+                self._keep(layer)
             self.layer = event.layer
             for point in event.live:
                 yield self._live(point, bucket=began)
@@ -174,10 +177,15 @@ class _Bucketed:
         slices = [*parts[0], *parts[1]]
         flat = max(map(self._flattened, parts))
         yield self._live(activations, temporaries=self.element * flat + self.lifted * self.filled)
-        self.kept_bytes = self.partition_bytes
+        self._keep(self.bucket)
         yield self._live(activations, temporaries=self.passing * max(numel for _, numel in slices))
         self.filled = self.oversized = 0
         self.bucket = []
+
+    def _keep(self, parameters: Iterable[Parameter]) -> None:
+        """Let ranks that parameters reach keep all of theirs from now on."""
+        reached = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
+        self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
         """Yield each rank whose partition has elements of a parameter, and how many."""
@@ -200,7 +208,8 @@ class _Bucketed:
         return largest
 
     def _live(self, activations: Point, bucket: bool = True, temporaries: int = 0) -> LiveMemory:
-        gradients = self.before + self.kept_bytes + self.oversized + self.waiting_bytes
+        kept = max(self.before, self.kept_bytes * (2 if self.before else 1))
+        gradients = kept + self.oversized + self.waiting_bytes
         bucket_bytes = self.bucket_bytes if bucket else 0
         return LiveMemory(activations, gradients, bucket_bytes, 0, temporaries, self.after, self.layer)
 

@@ -127,6 +127,15 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 
 @lru_cache(maxsize=1024)
+def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
+    """Return for each parameter what `overlap_in_partition` counts, on the rank with most of those that it reaches."""
+    totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
+    for rank, parameter, _ in _reaching(line, ranks):
+        found[parameter] = max(found.get(parameter, 0), totals[rank])
+    return found
+
+
+@lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
     """Count the bytes of page-locked copies of their gradients, each by itself."""
     locked = _locking(device)

@@ -73,7 +73,8 @@ class GradientLog:
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             begin, calls = len(self._ledger.events), self._calls.setdefault(optimizer, [])
             held, before = _in_buckets(optimizer), len(calls)
-            is_last = optimizer.is_gradient_accumulation_boundary()
+            is_last: Any = optimizer.is_gradient_accumulation_boundary
+            is_last = is_last() if callable(is_last) else is_last  # an attribute up to DeepSpeed 0.18
             accumulates = optimizer.micro_step_id > 0 or not is_last
             result = original(optimizer, *args, **kwargs)
             end, left = len(self._ledger.events), set(_in_buckets(optimizer))
@@ -86,6 +87,9 @@ class GradientLog:
 
 
 def _in_buckets(optimizer: Any) -> list[int]:
+    """Return the numbers of parameters whose gradients wait; up to DeepSpeed 0.16 there is one bucket."""
+    if not hasattr(optimizer, "ipg_buckets"):
+        return [entry[-1] for entry in optimizer.params_in_ipg_bucket]
     return [entry[-1] for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]
 
 
@@ -106,7 +110,8 @@ class _Group:
             if not getattr(members[place], "ds_pipe_replicated", False):  # whose norm another stage takes
                 self.largest[rank] = max(self.largest[rank], piece + self.pieces[rank])  # with the norms so far
         self.pieces += inside < self.size  # zeros at the end
-        self.is_compact = optimizer._use_compact_grad_partition_buffer(number)
+        compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)  # not in DeepSpeed 0.19.5
+        self.is_compact = compact is not None and compact(number)
         self.accumulated = self.size * optimizer.gradient_accumulation_dtype.itemsize
         self.zeros = self.accumulated // self.size * (self.size - inside) * (not self.is_compact)
         self.made = np.zeros(ranks, dtype=bool)  # whether a compact partition is there
