@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerofit.simulate.record import SimulationTarget
+from zerofit.spec.mesh import first_of_stages
 
 from .pool import Ranks
 
@@ -35,6 +36,7 @@ class Comparison:
     name: str
     peaks: tuple[Peak, ...]
     planned_bytes: int  # what `zerofit plan` reckons for the whole run of the rank that needs most
+    answered_rank: int  # with which `zerofit simulate` answers, without --rank
 
     @property
     def highest(self) -> Peak:
@@ -42,9 +44,12 @@ class Comparison:
         return max(self.peaks, key=lambda peak: peak.real_bytes)
 
     def errors(self, forecast: str) -> list[float]:
-        """Of a simulation in every training step of every rank; of a plan one, in the highest peak."""
+        """Of a simulation in every training step of every rank; of a plan and of an answer one, in the highest peak."""
         if forecast == "planned":
             return [self.planned_bytes / self.highest.real_bytes - 1]
+        if forecast == "answered":
+            answer = max(peak.with_kernels_bytes for peak in self.peaks if peak.rank == self.answered_rank)
+            return [answer / self.highest.real_bytes - 1]
         return [peak.error(forecast) for peak in self.peaks if peak.step >= 0]
 
     def worst(self, forecast: str) -> float:
@@ -53,13 +58,14 @@ class Comparison:
 
     def line(self) -> str:
         """For the progress output."""
-        cells = [f"{what} {percent(self.worst(what))}" for what in ("simulated", "with_kernels", "planned")]
+        cells = [f"{what} {percent(self.worst(what))}" for what in ("simulated", "with_kernels", "planned", "answered")]
         return f"{self.name:44}" + "  ".join(cells)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
         peaks = [asdict(peak) for peak in self.peaks]
-        return {"name": self.name, "planned_bytes": self.planned_bytes, "peaks": peaks}
+        answers = {"planned_bytes": self.planned_bytes, "answered_rank": self.answered_rank}
+        return {"name": self.name, **answers, "peaks": peaks}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,7 @@ class Goal:
 TARGETS = (
     Goal(forecast="with_kernels", median=0.001, most=0.01),
     Goal(forecast="planned", median=0.02, most=0.05),
+    Goal(forecast="answered", median=0.001, most=0.01),
 )
 
 
@@ -93,13 +100,21 @@ def percent(error: float) -> str:
 
 def compare(name: str, target: SimulationTarget, ranks: Ranks) -> Comparison:
     """Train it for real, simulate and forecast it. Raises RuntimeError where a rank fails."""
-    peaks = real_and_simulated(target, ranks)
-    return Comparison(name=name, peaks=peaks, planned_bytes=ranks.planned(target)["peak_bytes"])
-
-
-def real_and_simulated(target: SimulationTarget, ranks: Ranks) -> tuple[Peak, ...]:
-    """Train it for real and simulate it. Raises RuntimeError where a rank fails."""
     real, simulated = ranks.real(target), ranks.simulated(target)
+    planned_bytes, answered_rank = ranks.planned(target)["peak_bytes"], _answered_rank(target, simulated)
+    return Comparison(
+        name=name, peaks=_peaks(target, real, simulated), planned_bytes=planned_bytes, answered_rank=answered_rank
+    )
+
+
+def _answered_rank(target: SimulationTarget, simulated: list[dict[str, Any]]) -> int:
+    """The rank that needs most, of those that the first ranks of the pipeline's stages name."""
+    named = [(simulated[first]["heavier_rank"], first) for first in first_of_stages(target.job.layout)]
+    ranks = [first if heavier is None else heavier for heavier, first in named]
+    return max(ranks, key=lambda rank: simulated[rank]["peaks"][0]["bytes"])
+
+
+def _peaks(target: SimulationTarget, real: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> tuple[Peak, ...]:
     without_kernels = [dict(answer["without_kernels"]) for answer in simulated]
     return tuple(
         Peak(

@@ -228,6 +228,12 @@ MODELS |= {
     "llama-qlora-int8": {**MODELS["llama"], "lora": 8, "quantize": "int8"},
     "vit-frozen": {**MODELS["vit"], "train": ["classifier", "*.3.*"]},
 }
+# so deep, and with so few words, that ranks differ in what they keep of gradients
+_DEEPER = {"vocab_size": 512, "hidden_size": 192, "num_hidden_layers": 6}
+MODELS |= {
+    "llama-deep": {**MODELS["llama"], "model_args": _DEEPER},
+    "llama-tied": {**MODELS["llama"], "model_args": {**_DEEPER, "tie_word_embeddings": True}},
+}
 OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
 WORDS: dict[str, dict[str, Any]] = {
     "ga2": {"gradient_accumulation_steps": 2},
@@ -238,11 +244,13 @@ WORDS: dict[str, dict[str, Any]] = {
     "dualpipev": {"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 4},
     **{name: {"optimizer": name} for name in ("adamw8bit", "adafactor")},
 }
+ZERO: dict[str, dict[str, Any]] = {"overlap": {"overlap_comm": True}, "buckets": {"reduce_bucket_size": 50_000}}
 DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel", "ep2": "expert_parallel"}
 
 # model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), loss in chunks
-# (chunk), MLPs in tiles (tiles), checkpoints on the host (hosted), another optimizer than AdamW, offload of the
-# optimizer or of parameters too, pipeline, tensor, sequence or expert parallel degree, ranks
+# (chunk), collectives beside backward (overlap), small buckets of gradients (buckets), MLPs in tiles (tiles),
+# checkpoints on the host (hosted), another optimizer than AdamW, offload of the optimizer or of parameters too,
+# pipeline, tensor, sequence or expert parallel degree, ranks
 NAMES = """
 llama zero0 fp32 mb2 ckpt x2
 llama zero1 fp32 mb2 offload x1
@@ -439,6 +447,18 @@ mixtral zero1 bf16 mb2 pp2 ep2 x8
 mixtral zero1 bf16 mb2 ckpt dualpipev pp2 ep2 x4
 mixtral zero1 bf16 mb2 sp2 pp2 ep2 x4
 mixtral zero2 bf16 mb2 ckpt sp2 ep2 x8
+llama-deep zero1 bf16 mb2 buckets x2
+llama-deep zero1 fp32 mb2 overlap buckets x3
+llama-deep zero1 bf16 mb2 ga2 buckets x4
+llama-deep zero1 fp32 mb2 ga2 overlap buckets x8
+llama-deep zero2 bf16 mb2 buckets x4
+llama-deep zero2 fp32 mb2 overlap buckets x2
+llama-deep zero2 bf16 mb2 ga2 overlap buckets x3
+llama-deep zero2 fp32 mb2 ga2 buckets x8
+llama-tied zero1 bf16 mb2 overlap buckets x4
+llama-tied zero1 fp32 mb2 ga2 buckets x3
+llama-tied zero2 bf16 mb2 ga2 buckets x8
+llama-tied zero2 fp32 mb2 overlap buckets x4
 """.strip().splitlines()
 
 
@@ -467,6 +487,8 @@ def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, 
     for word in more:
         if word in DEGREES:
             asked[DEGREES[word]] = 2
+        elif word in ZERO:
+            asked["ds_config"]["zero_optimization"] |= ZERO[word]
         elif word in OFFLOADS:
             devices = {part: {"device": "cpu", "pin_memory": True} for part in OFFLOADS[word]}
             asked["ds_config"]["zero_optimization"] |= devices

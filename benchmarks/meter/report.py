@@ -18,7 +18,12 @@ from zerofit.launch.host import this_machine
 from .comparison import TARGETS, Comparison, percent
 
 PACKAGES = ("zerofit", "torch", "deepspeed", "transformers", "torchvision")
-COLUMNS = {"simulated": "simulate", "with_kernels": "simulate, kernels measured", "planned": "plan"}
+COLUMNS = {
+    "simulated": "simulate",
+    "with_kernels": "simulate, kernels measured",
+    "planned": "plan",
+    "answered": "simulate without --rank",
+}
 MEBI = 2**20
 
 

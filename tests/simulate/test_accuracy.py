@@ -63,6 +63,16 @@ def test_simulated_peaks_are_the_real_ones(name, ranks):
     assert max(errors) <= 0.01
 
 
+def test_the_answer_is_the_largest_real_rank(ranks):
+    """Of two, the second has the head and the last layers, whose gradients come first."""
+    name = "llama-deep zero2 fp32 mb2 overlap buckets x2"
+    found = compare(name, target(name), ranks)
+    real = [max(peak.real_bytes for peak in found.peaks if peak.rank == rank) for rank in range(2)]
+    assert found.answered_rank == found.highest.rank == real.index(max(real))
+    assert max(real) > 1.01 * min(real)
+    assert max(abs(error) for error in found.errors("answered")) <= 0.001
+
+
 @pytest.mark.parametrize("name", ["mixtral zero2 fp32 mb2 ep2 x2", "mixtral zero3 bf16 mb2 ckpt sp2 ep2 x2"])
 def test_simulated_peaks_of_spread_experts_are_the_real_ones(name, ranks):
     """Where each expert gets as many tokens as any other; and plan's."""
