@@ -165,7 +165,14 @@ class Adapters:
 
     def _options(self, part: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
         how = {"model": str(self._folder / "base"), "data": f"text:{self._corpus}", "seq_len": SEQ_LEN, "steps": STEPS}
-        how |= {"global_batch": GLOBAL_BATCH, "lr": 0.01, "schedule": "constant", "warmup_steps": 0, "eval_samples": 8}
+        how |= {
+            "tokenizer": "bytes",
+            "global_batch": GLOBAL_BATCH,
+            "lr": 0.01,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "eval_samples": 8,
+        }
         if layout.get("ds_config") == "zero3_nvme":
             text = resources.files("zerofit.ds_configs").joinpath("zero3_nvme.json").read_text()
             layout = {**layout, "ds_config": json.loads(text.replace("/local_nvme", str(self._folder)))}

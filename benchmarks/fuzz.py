@@ -34,6 +34,7 @@ VALID, REFUSED, EITHER = (0, 1), (2,), (0, 1, 2)
 LIMIT_S = 60.0
 MEMORY_BYTES = 8 << 30  # of address space beyond what the parent has mapped
 JOB = ["--slurm", "job.sh", "--time", "1:00:00", "--output", "out", "--nodes", "1", "--slots", "1", "--device", "cpu"]
+RESOLVE = "(resolve)"  # in place of a command: what `zerofit train` does up to the first rank
 STARTS = {"train", "tune", "compare", "launch", "eval", "generate", "calibrate", "doctor", "simulate"}
 FOR_OTHERS = {"pairs.jsonl", "preferences.jsonl"}  # records of other programs' trainers
 WORDS = ["nan", "inf", "-inf", "1e999", "abc", "", "-", "0x10", "١٢", "1,5", "NaN%", "--", "\x1b[31m", "1;2", "[]"]
@@ -322,7 +323,7 @@ def _data() -> list[tuple[str, bytes, list[str], dict[str, bytes]]]:
         return "".join(f"{json.dumps(record)}\n" for record in records).encode()
 
     def job(data_name: str, *flags: str) -> list[str]:
-        return ["launch", "mlp", *JOB, "--data", data_name, *flags]
+        return [RESOLVE, "mlp", "--data", data_name, *flags, "--ranks", "1"]
 
     for name, records in {
         "texts.jsonl": texts,
@@ -415,7 +416,11 @@ def _be_the_command(arguments: list[str], folder: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     code: Any = 71
     try:
-        main(arguments, prog_name="zerofit")
+        if arguments[0] == RESOLVE:
+            _resolve(arguments[1:])
+            code = 0
+        else:
+            main(arguments, prog_name="zerofit")
     except SystemExit as end:
         code = end.code
     finally:
@@ -423,6 +428,28 @@ def _be_the_command(arguments: list[str], folder: Path) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _resolve(arguments: list[str]) -> None:
+    """Resolve a run, with `train`'s options and answers to errors."""
+    from zerofit.app.requests import read_request
+    from zerofit.app.resolve import resolve_job
+    from zerofit.cli.answer import answer, fail_internally
+    from zerofit.cli.options import given
+    from zerofit.cli.train import train
+    from zerofit.spec.run import Run
+
+    options = train.make_context("train", arguments).params
+    flags = given({name: options[name] for name in Run.model_fields if name != "model"})
+
+    def work() -> dict[str, Any]:
+        resolve_job(read_request(options["target"], flags))
+        return {}
+
+    try:
+        answer(work, False, lambda _: None)
+    except Exception as error:
+        fail_internally(error, False)
 
 
 KINDS: dict[str, Callable[[random.Random], Case]] = {

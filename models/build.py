@@ -18,7 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.catalog import ModelError, ModelSource
@@ -149,14 +150,20 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
         out = out["out"] if isinstance(out, dict) and "out" in out else out  # torchvision's segmentation models
         return cast(Tensor, getattr(out, "logits", out)), None
     if inner.main_input_name == "pixel_values":
-        return model(pixel_values=x, **extra).logits, None
-    if "use_cache" in _arguments(type(inner)):
+        return _logits_of(model(pixel_values=x, **extra)), None
+    if "use_cache" in _arguments(type(inner)) | _arguments(type(inner.base_model)):  # Granite's head hands it on
         extra["use_cache"] = False
     out = model(input_ids=x, **extra)
     aux = getattr(out, "aux_loss", None)
     if aux is None or not inner.training:
-        return out.logits, None
-    return out.logits, cast("PreTrainedModel", inner).config.router_aux_loss_coef * aux
+        return _logits_of(out), None
+    return _logits_of(out), cast("PreTrainedModel", inner).config.router_aux_loss_coef * aux
+
+
+def _logits_of(out: Any) -> Tensor:
+    if getattr(out, "logits", None) is None:
+        raise ModelError("model-shape", f"transformers gives {type(out).__name__} without logits for this model")
+    return out.logits
 
 
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
@@ -247,7 +254,11 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
                     logits, _ = forward_logits(trial, batch["inputs"], **extra_inputs(inputs, batch))
     except ModelError:
         raise
-    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        message = f"{source.name} asks for the values of tensors in its forward ({reason_of(error)})"
+        hint = "what it needs is not known before it runs: zerofit can neither plan nor train it"
+        raise ModelError("model-values", message, hint) from None
+    except Exception as error:  # what a model raises on a shape, or on a value of its config, is of any type
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason_of(error)}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
@@ -374,7 +385,17 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) ->
     if not isinstance(model, nn.Module):
         message = f"{source.name} gave a {type(model).__name__}, not a torch.nn.Module"
         raise ModelError("model-import", message, "name a Module's class, or a function that returns a model")
+    refuse_lazy(model, source.name)
     return model
+
+
+def refuse_lazy(model: nn.Module, name: str) -> None:
+    """Raise ModelError for parameters that have no shape before a first forward: nn.LazyLinear's and its like."""
+    lazy = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a first forward"
+        hint = "run one in the function that makes the model, model(torch.zeros(...)), or give the layer its size"
+        raise ModelError("model-lazy", message, hint)
 
 
 def _checkpoint(model: Any) -> None:

@@ -48,9 +48,17 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
     return made
 
 
+def of_all_layers(config: Any, name: str) -> Any:
+    """Return a config's value for all layers; None where it has none, or one for each layer (Gemma 4's heads)."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return None
+
+
 def leading(config: Any) -> int:
     """Return how many layers stand before those that are all alike: DeepSeek's first ones have no experts."""
-    return getattr(config, "first_k_dense_replace", None) or 0
+    return of_all_layers(config, "first_k_dense_replace") or 0
 
 
 def part(config: Any, path: Path) -> Any:

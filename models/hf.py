@@ -75,10 +75,18 @@ def transformers_model(
             return _rotary_in_fp32(_from_config(source, config))
     with torch.device("meta"):
         model = _rotary_in_fp32(_from_config(source, config))
+    _refuse_empty(model, source)
     if device.type == "meta":
         return model
     drawn = _initialise(model, keep, stored)
     return drawn if device.type == "cpu" else drawn.to(device)  # as `torch.device("cuda")` around this asks for
+
+
+def _refuse_empty(model: nn.Module, source: ModelSource) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            message = f"{source.name}: {name} has the shape {tuple(parameter.shape)}, so nothing is in it"
+            raise ModelError("model-args", message, "correct --model-args or the config")
 
 
 def _auto_class(task: str):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, nearest, source_config
-from zerofit.models.depth import DEPTH, depths
+from zerofit.models.depth import DEPTH, depths, of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
 from zerofit.spec.errors import reason_of
 
@@ -17,7 +17,7 @@ FRAMES_A_POSITION = 2  # Whisper's second convolution halves them
 _OF_LAYERS = ("layer_types", "stage_names", "out_features", "out_indices")
 
 # the most that a config may name, by its key: each of them is made by itself, and transformers counts labels in a list
-MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 10_000, r"^num_labels$": 1_000_000}
+MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 100_000, r"^num_labels$": 1_000_000}
 KERNELS = re.compile(r"^_?(attn|experts)_implementation")
 PLAIN_KERNELS = ("eager", "sdpa", None)  # which come with torch and transformers
 
@@ -122,7 +122,8 @@ def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: dict[str
     if isinstance(inputs, TextInputs | LabelledTextInputs | NamedInputs):
         _check_text(source.name, config, inputs)
     text = config.get_text_config()
-    if getattr(text, "head_dim", 0) is None:  # Mixtral: DeepSpeed's sequence parallel attention needs the number
+    # Mixtral: DeepSpeed's sequence parallel attention needs the number
+    if vars(text).get("head_dim", 0) is None and of_all_layers(text, "num_attention_heads") is not None:
         text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
         config.output_router_logits = True  # without it the experts' balance would go untrained

@@ -116,7 +116,8 @@ def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, 
         if path is not None:
             found.append((name, module, path))
     lists = [(module, path) for _, module, path in found]
-    return lists if len(lists) < 2 or inputs is None else _as_run(model, inputs, lists)
+    within = any(len(path) > 1 for _, path in lists)  # GIT's encoder of images, without images
+    return _as_run(model, inputs, lists) if inputs is not None and (within or len(lists) > 1) else lists
 
 
 def _is_of(name: str, path: Path) -> bool:

@@ -16,7 +16,13 @@ CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
 ALONE = ("autocast zero2", "pipeline zero1", "cnn zero2", "json zero3", "launched zero2", "liger zero2", "liger zero3")
-ALONE += ("torch plain", "torch ddp", "torch fsdp")
+ALONE += ("torch plain", "torch ddp", "torch unused", "torch static", "torch views", "torch fsdp", "trainer ddp")
+DDP = {
+    "ddp": (),
+    "unused": ("find_unused_parameters", "--unused"),
+    "static": ("static_graph", "--unused"),
+    "views": ("gradient_as_bucket_view",),
+}
 FLAT = {
     "full": (),
     "half": ("--strategy", "SHARD_GRAD_OP"),
@@ -25,6 +31,8 @@ FLAT = {
     "hybrid": ("--strategy", "HYBRID_SHARD", "--together", "2"),
     "copies": ("--strategy", "HYBRID_SHARD"),  # a node has one CPU: each rank holds the whole model
 }
+_TRAINING = ("--output_dir", "out", "--report_to", "none", "--logging_steps", "1", "--save_strategy", "no")
+_TRAINING += ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
 
@@ -103,6 +111,14 @@ def _of_llama(*script: str) -> Words:
     return words
 
 
+def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
+    """The Trainer under DeepSpeed, or with its default: DistributedDataParallel that looks for unused parameters."""
+    if stage != "ddp":
+        return _of_llama("trainer.py")(folder, stage)
+    options = ("--model", _llama(folder), "--from_config", "True", *_TRAINING, "--use_cpu")
+    return (str(SCRIPTS / "trainer.py"), *options)
+
+
 def _liger(folder: Path, stage: str) -> tuple[str, ...]:
     """In fp32: of bf16, Liger adds up gradients on a CPU in another way than on a GPU."""
     options = ("--use_liger_kernel", "True", "--from_config", "True")
@@ -115,10 +131,8 @@ def _on_cpu(script: str, *words: str) -> tuple[str, ...]:
 
 def _arguments(folder: Path, stage: str) -> tuple[str, ...]:
     """TrainingArguments, two of which are for CPUs only."""
-    ours = ("--deepspeed", _automatic(folder, stage), "--output_dir", "out", "--report_to", "none")
-    sizes = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
     on_cpu = ("--use_cpu", "--accelerator_config", '{"use_configured_state": true}')
-    return (*ours, *sizes, "--bf16", "True", "--logging_steps", "1", "--save_strategy", "no", *on_cpu)
+    return ("--deepspeed", _automatic(folder, stage), *_TRAINING, "--bf16", "True", *on_cpu)
 
 
 def _accelerate(folder: Path, stage: str) -> tuple[str, ...]:
@@ -149,7 +163,8 @@ def _gan(folder: Path, stage: str) -> tuple[str, ...]:
 
 
 def _torch(folder: Path, stage: str) -> tuple[str, ...]:
-    return (str(SCRIPTS / "plain_torch.py"), *(() if stage == "plain" else (f"--{stage}",)))
+    options = ("--ddp", *DDP[stage]) if stage in DDP else () if stage == "plain" else (f"--{stage}",)
+    return (str(SCRIPTS / "plain_torch.py"), *options)
 
 
 def _fsdp1(folder: Path, how: str) -> tuple[str, ...]:
@@ -190,7 +205,7 @@ _WORDS: dict[str, Words] = {
     "plain": _plain(),
     "autocast": _plain(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "pipeline": _pipeline,
-    "trainer": _of_llama("trainer.py"),
+    "trainer": _trainer,
     "peft": _of_llama("trainer.py", "--lora", "True"),
     "liger": _liger,
     "seq2seq": _seq2seq,

@@ -15,7 +15,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--ddp", nargs="*", metavar="OPTION", help="names of its options that are switched on")
+    parser.add_argument("--unused", action="store_true", help="have layers that no forward uses")
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -24,8 +25,10 @@ def main():
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     layers = [nn.Sequential(nn.Linear(args.width, args.width), nn.GELU()) for _ in range(8)]
     model = nn.Sequential(*layers, nn.Linear(args.width, 10)).to(device)
-    if args.ddp:
-        model = DistributedDataParallel(model, device_ids=[local] if gpu else None)
+    if args.unused:
+        model[0].spare = nn.Linear(args.width, args.width, device=device)
+    if args.ddp is not None:
+        model = DistributedDataParallel(model, [local] if gpu else None, **dict.fromkeys(args.ddp, True))
     if args.fsdp:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 
@@ -54,3 +56,42 @@ def test_data_and_tokenizer_are_both_told_of(tmp_path, refused):
     (tmp_path / "empty").mkdir()
     problems = refused(data=f"text:{tmp_path}/none*", tokenizer=str(tmp_path / "empty"))
     assert [p.kind for p in problems] == ["empty-data", "tokenizer"]
+
+
+def test_files_of_a_vocabulary_are_read_as_transformers_reads_them(folder, tmp_path, text, opened):
+    """GPT-2's vocab.json and merges.txt, as folders had them before there was a tokenizer.json."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (old / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
+    (old / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    both = [opened(data=text, tokenizer=str(place), seq_len=32).train.file.array() for place in (old, folder)]
+    assert (both[0] == both[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("files", "message", "hint"),
+    [
+        ({"config.json": '{"model_type": "gpt2"}'}, "no files of a tokenizer", "--tokenizer bytes"),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.model": "spm"}, "could not be opened", "sentencepiece"),
+        ({"config.json": '{"model_type": "bert"}', "tokenizer_config.json": "{}"}, "no vocabulary", "tokenizer.json"),
+        ({"config.json": '{"model_type": "gpt2"}', "tokenizer_config.json": "{}"}, "no vocabulary", "tokenizer.json"),
+        ({"tokenizer.json": "[1"}, "could not be opened", "tokenizer.json"),
+        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'}, "could not be opened", "bytes"),
+    ],
+)
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path, text, refused, files, message, hint):
+    place = tmp_path / "model"
+    place.mkdir()
+    for name, content in files.items():
+        (place / name).write_text(content)
+    (problem,) = refused(data=text, tokenizer=str(place), seq_len=32)
+    assert problem.kind == "tokenizer" and message in problem.message and hint in problem.hint
+
+
+def test_the_folder_of_a_run_on_bytes_names_them(tmp_path, text, opened):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "zerofit.json").write_text('{"tokenizer": "bytes"}')
+    mine = opened(data=text, tokenizer=str(tmp_path / "model"), seq_len=32)
+    assert mine.train.file.path == opened(data=text, seq_len=32).train.file.path

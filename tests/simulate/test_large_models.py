@@ -72,7 +72,7 @@ def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
         # the gradients of some more layers lie in one bucket of an all-reduce, those of all do not
         {"config": "zero0", "model": "gemma-2-2b", "micro_batch": 4, "seq_len": 1024, "activation_checkpointing": True},
         # the device holds the parameters and a flat copy of them for few layers, not for all: put together on the host
-        {"config": "zero1", "model": "llama-3.1-8b", "kind": "l4", "precision": "bf16", "seq_len": 128},
+        {"config": "zero1", "model": "llama-3.1-8b", "kind": "l4", "gpus": 1, "precision": "bf16", "seq_len": 128},
     ],
 )
 def test_what_changes_with_more_layers_is_not_extended(case):

@@ -54,6 +54,10 @@ PATCHES = {
         [f"{FAKE_IMPLS}:op_implementations_dict", "torch:equal"],
         [Reason(FAKE_IMPLS, "local_scalar_dense", "fake_mode func arg", "raise DataDependentOutputException(func)")],
     ),
+    "small_values": (
+        [f"{FAKE_TENSOR}:CONSTANT_NUMEL_LIMIT", "torch:linspace"],
+        [Reason(FAKE_TENSOR, "FakeTensorMode.may_turn_const", "self t", "t.numel() <= CONSTANT_NUMEL_LIMIT")],
+    ),
     "tracing": (
         [f"{MASKING}:is_tracing"],
         [Reason("transformers.utils.import_utils", "is_tracing", "tensor", "is_fake_tensor(tensor)")],
@@ -275,6 +279,14 @@ def test_fake_tensors_have_no_values():
         for ask in (lambda: torch.equal(one, one), lambda: torch.rand(1).item()):
             with pytest.raises(DataDependentOutputException):
                 ask()
+
+
+def test_small_tensors_that_a_constructor_makes_have_no_values():
+    """Depths of stages and rates of drop path; `small_values` gives them."""
+    with FakeTensorMode():
+        for made in (lambda: torch.linspace(0, 1, 3), lambda: torch.tensor([2, 3]).cumsum(0)):
+            with pytest.raises(DataDependentOutputException):
+                [one.item() for one in made()]
 
 
 def test_fake_tensors_have_no_data_setter_of_their_own():

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from zerofit.app.requests import assumed_inputs
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs
@@ -395,3 +397,53 @@ def test_layers_before_equal_ones_stand_for_themselves():
     with torch.device("meta"):
         model = build(find("deepseek-v2-lite"), inputs, args)
     assert profile.parameters == sum(p.numel() for p in model.parameters())
+
+
+STAGES = {"depths": [1, 1, 3, 1], "image_size": 64}
+BLOCK = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0}
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+# model type: its class, and a small config; hierarchies of images, hybrids, an encoder with a decoder, a masked model
+ARCHITECTURES = {
+    "swin": ("SwinForImageClassification", {"embed_dim": 12, "num_heads": [2, 2, 2, 2], "window_size": 2}),
+    "convnext": ("ConvNextForImageClassification", {"hidden_sizes": [8, 16, 24, 32]}),
+    "hiera": ("HieraForImageClassification", {"embed_dim": 8, "image_size": [64, 64]}),
+    "segformer": ("SegformerForImageClassification", {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16}),
+    "mamba2": ("Mamba2ForCausalLM", {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}),
+    "falcon_h1": ("FalconH1ForCausalLM", {**BLOCK, **STATES, "mamba_d_ssm": 64, "mamba_n_groups": 2}),
+    "gemma4_text": ("Gemma4ForCausalLM", {**BLOCK, "head_dim": 8, "global_head_dim": 16}),
+    "pegasus": ("PegasusForConditionalGeneration", {"d_model": 32, "encoder_layers": 4, "decoder_layers": 3}),
+    "albert": ("AlbertForMaskedLM", {"hidden_size": 32, "embedding_size": 16, "num_attention_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_profile_has_the_parameters_that_transformers_builds(tmp_path, model_type):
+    architecture, values = ARCHITECTURES[model_type]
+    images = architecture.endswith("ForImageClassification")
+    values = (STAGES if images else TOKENS | {"num_hidden_layers": 4}) | values
+    config = transformers.CONFIG_MAPPING[model_type](architectures=[architecture], **values)
+    config.num_labels = 10
+    config.save_pretrained(tmp_path)
+    source = find(str(tmp_path))
+    inputs = assumed_inputs(source, source.task, 32, "image:3x64x64" if images else None, {})
+    inputs = replace(inputs, classes=10) if images else inputs
+    with torch.device("meta"):
+        built = getattr(transformers, architecture)(config)
+    device = "cpu" if model_type == "swin" else "cuda"  # whose mask is learnt
+    profile = profile_model(source, source.task, inputs, {}, [TraceSetting("bf16")], device)
+    assert profile.parameters == sum(p.numel() for p in built.parameters())
+
+
+def test_a_model_that_bf16_does_not_suit_is_refused_with_what_does(tmp_path):
+    """SwinV2 multiplies a table in float32, a buffer, by weights in bf16; in DeepSpeed's engine, too."""
+    values = STAGES | {"embed_dim": 12, "num_heads": [2, 2, 2, 2], "window_size": 4}
+    config = transformers.Swinv2Config(architectures=["Swinv2ForImageClassification"], **values)
+    config.save_pretrained(tmp_path)
+    inputs = ImageInputs(channels=3, size=64, classes=2)
+    with pytest.raises(ModelError, match=r"--precision fp32"):
+        traced(str(tmp_path), inputs)
+    with torch.device("meta"):
+        built = transformers.Swinv2ForImageClassification(config)
+    profile = traced(str(tmp_path), inputs, TraceSetting("fp32"))
+    assert profile.parameters == sum(p.numel() for p in built.parameters())

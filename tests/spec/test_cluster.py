@@ -121,3 +121,22 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path):
     assert sum(p.where == "--gpus" for p in error.value.problems) == 1
     with pytest.raises(UserError, match="cannot read"):
         Cluster(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "8", 10**400])
+def test_numbers_of_devices_and_nodes_that_there_are_not(count):
+    with pytest.raises(UserError) as error:
+        Cluster("h100-80gb", gpus=count)
+    assert error.value.problems[0].kind == "bad-value"
+    with pytest.raises(UserError):
+        Cluster("h100-80gb", nodes=count)
+
+
+def test_a_cluster_is_no_larger_than_the_largest(tmp_path):
+    assert Cluster("h100-80gb", nodes=2**15).ranks == 2**18
+    for gpus, nodes in ((None, 2**15 + 1), (2**18 + 1, None), (100_000, 100_000)):
+        with pytest.raises(UserError, match="262,144 devices in all are the most"):
+            Cluster("h100-80gb", gpus=gpus, nodes=nodes)
+    (tmp_path / "mine.yaml").write_text(OWN.replace("gpus: 4", "gpus: 1000000"))
+    with pytest.raises(UserError, match="262,144 devices in all are the most"):
+        Cluster(str(tmp_path / "mine.yaml"))

@@ -135,3 +135,16 @@ def test_a_file_system_that_flushes_no_folders(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     sync_folder(tmp_path)
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    """`--trace /dev/null` and `--output /dev/stdout`, by root too, replace no device by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "all of it\n")
+        assert os.read(reader, 100) == b"all of it\n"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]

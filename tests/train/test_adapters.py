@@ -70,7 +70,7 @@ def freeze(model: nn.Module, patterns: str) -> None:
 
 
 def options(plan: Plan, **more) -> dict:
-    data = {"data": f"text:{Path(plan.model).parent}/text.txt", "seq_len": SEQ_LEN}
+    data = {"data": f"text:{Path(plan.model).parent}/text.txt", "seq_len": SEQ_LEN, "tokenizer": "bytes"}
     how = {"steps": STEPS, "lr": plan.lr, "schedule": "constant", "warmup_steps": 0, "eval_samples": 8}
     return {"model": plan.model, "model_args": plan.args, "global_batch": 8, **data, **how, "lora": RANK, **more}
 

@@ -172,7 +172,7 @@ def test_weights_out_of_a_pretrained_folder(pools, tmp_path, corpus, references,
     torch.manual_seed(plan.seed)
     weights: Any = build(find("llama-tiny"), plan.inputs, TINY_LLAMA)
     weights.save_pretrained(plan.model)
-    trained = pools(4 if how in FOUR else 2).train(tmp_path / "run", **options(plan, corpus, **how))
+    trained = pools(4 if how in FOUR else 2).train(tmp_path / "run", **options(plan, corpus, tokenizer="bytes", **how))
     agree(trained, get("llama"))
 
 

@@ -59,7 +59,7 @@ def base(tmp_path_factory) -> Path:
 def options(base: Path, task: str, **more) -> dict[str, Any]:
     model = base / ("t5" if task == "seq2seq" else "bert")
     how = {"steps": STEPS, "lr": 0.01, "schedule": "constant", "warmup_steps": 0, "global_batch": BATCH}
-    lengths = {"seq_len": LENGTH, "target_len": TARGET, "eval_samples": 11}
+    lengths = {"seq_len": LENGTH, "target_len": TARGET, "eval_samples": 11, "tokenizer": "bytes"}
     return {"model": str(model), "task": task, "data": f"jsonl:{base}/{task}.jsonl", **how, **lengths, **more}
 
 

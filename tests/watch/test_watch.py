@@ -12,6 +12,9 @@ from contextlib import closing, suppress
 
 import pytest
 
+from zerofit.app.clusters.hosts import HostRequest, listening_address
+from zerofit.launch.host import address_to
+from zerofit.launch.hostfile import Host
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
 from zerofit.watch.messages import Hello
@@ -275,3 +278,25 @@ def test_what_comes_right_behind_a_hello_is_heard(watch):
         wire.send(message)
     until(watch, lambda: watch.states[1].ended == 1)
     assert len(watch.states[1].failure["problems"][0]["message"]) == 90_000
+
+
+@pytest.mark.parametrize(
+    ("names", "master", "address"),
+    [
+        (["localhost"], None, "127.0.0.1"),  # over ssh
+        (["localhost"], "localhost", "127.0.0.1"),  # one pod
+        (["localhost", "other"], "localhost", ""),  # this node's own word for itself: others come by another address
+        (["a", "b"], "192.0.2.1", ""),  # of a service before this node (TEST-NET-1, RFC 5737)
+        (["a", "b"], "no such name", ""),
+        (["a", "b"], "ours", "ours"),
+    ],
+)
+def test_where_a_command_listens(names, master, address):
+    ours = next((one for one in map(address_to, ("192.0.2.1",)) if one), None)
+    if "ours" in (master, address):
+        if ours is None:
+            pytest.skip("this machine has no address but its loopback's")
+        master = address = ours
+    hosts = [Host(name, 1) for name in names]
+    options = HostRequest(nodes=2, slots=1, no_ssh=True, node_rank=0, master_addr=master) if master else HostRequest()
+    assert listening_address(hosts, options) == address

@@ -147,7 +147,6 @@ PATCHES = {
         [],
     ),
     "to_device": (["torch:Tensor.to", "torch:Tensor.cuda"], []),
-    "pinning": (["torch:Tensor.pin_memory", "torch:Tensor.is_pinned"], []),
     "constructors": (["torch:tensor", "torch:as_tensor", "torch:asarray"], []),
     "generators": (["torch:Generator"], []),
     "tokenizers": (

@@ -256,12 +256,46 @@ def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
     assert problem.message.endswith("IndexError: index 5 is out of range")
 
 
+ALONE = "start the command without zerofit"
+ARGUMENT = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--bf16")
+parser.parse_args(["--bf16"])
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
         ("import not_there\n", "No module named 'not_there'", "with the packages of"),
         ("print('done')\n", "ended by itself and made neither a DeepSpeed engine nor", "is DeepSpeed switched on?"),
-        ("import sys\nsys.exit(3)\n", "called exit(3)", "is DeepSpeed switched on?"),
+        (
+            "print('no rows')\nraise SystemExit(3)\n",
+            "called exit(3) before it trained; its last output:\n  no rows",
+            ALONE,
+        ),
+        ("raise SystemExit('no rows')\n", "called exit(no rows) before it trained", ALONE),
+        (ARGUMENT, "called exit(2) before it trained; its last output:\n  usage", ALONE),
+        (ARGUMENT, "train.py: error: argument --bf16: expected one argument", ALONE),
+        (
+            "import os\nprint('bye', flush=True)\nos._exit(7)\n",
+            "exit code 7 and left no answer; its last output:\n  bye",
+            "",
+        ),
+        ("raise KeyboardInterrupt('stop')\n", "this is the script's error", ALONE),
+        ("import torch\ntorch.tensor([1, 2])[5]\n", "this is the script's error:", ALONE),
+        ("import numpy\nnumpy.ones(1 << 45)\n", "too little memory", "a larger machine"),
+        (
+            "import ctypes\nctypes.string_at(0)\n",
+            "cannot simulate this: its process crashed with SIGSEGV in",
+            "report it",
+        ),
+        ("import os\nos.kill(os.getpid(), 9)\n", "was killed with SIGKILL", "outside of zerofit"),
+        ("import os\nos.kill(os.getppid(), 9)\nos._exit(0)\n", "was killed", "outside of zerofit"),
+        ("import torch\ntorch.cuda.get_device_properties(0).later\n", "zerofit cannot simulate this", "report it"),
+        ("import torch\ntorch.cuda.device_count(5)\n", "zerofit cannot simulate this", "report it"),
+        ("raise AssertionError('to be moved to cuda but got simgpu:0')\n", "zerofit cannot simulate this", "report it"),
         (ENGINE, "before its engine made an optimizer step", "at least one step"),
         (
             ENGINE
@@ -278,6 +312,7 @@ def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
 def test_refusals(folder, text, said, hint):
     problem = refused(text)
     assert said in problem.message and hint in problem.hint
+    assert "machine, too" not in problem.hint  # no real run was seen
 
 
 PIPELINE = (

@@ -24,6 +24,33 @@ for i in range(50):
     optimizer.step()
     optimizer.zero_grad()
 """
+TWO = "torchrun --nproc_per_node 2 train.py"
+PINNED = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+kept = torch.randn(1 << 20).pin_memory()
+assert kept.is_pinned() and kept.pin_memory() is kept and not torch.randn(3).is_pinned()
+assert torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
+for made in (
+    torch.empty(5, pin_memory=True),
+    torch.zeros(5, pin_memory=True),
+    torch.tensor([1, 2], pin_memory=True),
+    torch.empty_like(kept, pin_memory=True),
+    kept.new_empty(4, pin_memory=True),
+    torch.empty(1 << 23, pin_memory=True),
+):
+    assert made.is_pinned()
+on_device = kept.to("cuda", non_blocking=True)
+assert not on_device.is_pinned() and not on_device.cpu().is_pinned()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for (x,) in DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=8, pin_memory=True):
+    assert x.is_pinned()
+    model(x.cuda(non_blocking=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 CLOSURE = """\
 import os
 import torch
@@ -104,7 +131,7 @@ KNOWN = {"LazyConv2d(8": "Conv2d(3, 8", "LazyBatchNorm2d(": "BatchNorm2d(8", "La
 
 
 def test_plain_torch(folder):
-    result = simulated(TORCH, "torchrun --nproc_per_node 2 train.py")
+    result = simulated(TORCH, TWO)
     size = 4 * (256 * 256 + 256)
     assert facts(result).facts.engines == 0 and result.layout.zero_stage == 0
     assert result.breakdown["parameters"] == pytest.approx(2 * size, rel=0.01)  # and buckets of their gradients
@@ -112,8 +139,50 @@ def test_plain_torch(folder):
     assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
 
 
+OPTIONS = {
+    "unused": "find_unused_parameters=True",
+    "static": "static_graph=True",
+    "views": "gradient_as_bucket_view=True",
+}
+
+
+def test_options_of_distributed_data_parallel(folder):
+    """The reducer's map of used parameters goes to the device by way of pinned memory, in C++."""
+    plain = simulated(TORCH, TWO)
+    kept, size = {p.name: p.end_bytes for p in plain.phases if p.step == 1}, 4 * (256 * 256 + 256)
+    for name, option in OPTIONS.items():
+        text = TORCH.replace("[local])\n", f"[local], {option})\n")
+        found = simulated(text, TWO)
+        used = 0 if name == "views" else 4 * 2  # the map, of two parameters
+        views = size if name == "views" else 0  # gradients are then parts of the buckets
+        ends = {p.name: p.end_bytes - used for p in found.phases if p.step == 1}
+        assert ends == {**kept, "backward": kept["backward"] - views, "step": kept["step"] - views}, name
+        calls = [(row.op, row.phase, row.count, row.bytes) for row in found.comm if row.op == "allreduce"]
+        again = name == "unused"  # a static graph's map is sent in the first step alone
+        assert calls == [("allreduce", "backward", 1 + again, size + again * used)], name
+
+
+def test_an_optimizer_that_holds_another_one_makes_one_step(folder):
+    """What ZeroRedundancyOptimizer does after its own optimizer's step is part of the step."""
+    zero = "zero(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True)"
+    text = "from torch.distributed.optim import ZeroRedundancyOptimizer as zero\n" + TORCH.replace(".cuda(local)", "")
+    text = text.replace("torch.optim.AdamW(model.parameters(), foreach=None)", zero).replace(', device="cuda"', "")
+    (folder / "train.py").write_text(text.replace(", device_ids=[local]", ""))
+    result = simulate_script(TWO.split(), Cluster("cpu", gpus=2))
+    order = [(p.name, p.step) for p in result.phases]
+    assert order == [("build", -1), *((name, n) for n in range(2) for name in ("forward", "backward", "step"))]
+    assert sum(row.bytes for row in result.comm if (row.op, row.phase) == ("broadcast", "step")) == 4 * 257 * 256
+    # weights, a bucket, gradients; both moments of the rank's own parameter, the weight
+    assert result.phases[-1].end_bytes == pytest.approx(4 * (3 * 257 * 256 + 2 * 256 * 256), rel=0.001)
+
+
+def test_pinned_memory_however_it_is_asked_for(folder):
+    result = simulated(PINNED, gpus=1)
+    assert result.host_bytes["pinned"] >= 4 * (1 << 20) and not facts(result).facts.notes
+
+
 def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):
-    result = simulated(CLOSURE, "torchrun --nproc_per_node 2 train.py")
+    result = simulated(CLOSURE, TWO)
     seen = facts(result).facts
     assert seen.accumulation == 3 and seen.shapes == tuple((n, 64) for n in range(8, 14))
     order = [p.name for p in result.phases]

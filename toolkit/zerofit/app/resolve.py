@@ -20,6 +20,7 @@ from zerofit.config.recipes import Kind
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, check_data, default_data, open_data
+from zerofit.data.tokenizer import has_tokenizer
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import why_whole
@@ -180,8 +181,8 @@ def open_model(
     run, data, fed = asked.run, None, None
     name = run.data or (default_data(task) if inputs == "data" else None)
     seq_len, tokenizer = seq_len_of(run, source, task, usual_seq_len), run.tokenizer
-    if source.path and "tokenizer" not in asked.places and (Path(source.path) / "tokenizer.json").is_file():
-        tokenizer = source.path
+    if "tokenizer" not in asked.places and is_text(task):
+        tokenizer = _own_tokenizer(source) or tokenizer
     run = run.model_copy(update={"data": name, "tokenizer": tokenizer, "seq_len": seq_len})
     if name is not None and inputs in ("data", "assumed"):
         data = open_data(run, task, seq_len, report)
@@ -206,6 +207,18 @@ def open_model(
         for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
             report.note(note)
     return OpenedModel(run=run, data=data, inputs=fed, facts=facts)
+
+
+def _own_tokenizer(source: ModelSource) -> str | None:
+    """Return the folder of the model's own tokenizer; None where the model begins without weights and has none.
+
+    Weights know the ids of one tokenizer alone: a folder of theirs without one is refused when it is opened.
+    """
+    weights = source.pretrained or (source.path if source.origin == PRETRAINED else None)
+    if not (named := weights or source.path):
+        return None
+    folder = Path(named) if Path(named).is_dir() else Path(named).parent
+    return str(folder) if weights or has_tokenizer(folder) else None
 
 
 def find_model(asked: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:

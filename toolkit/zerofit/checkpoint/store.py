@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from zerofit.checkpoint.frozen import FrozenWeights
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import field_data, stays_inside, sync_folder, write_text
-from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.run_folder import Job
 
 FORMAT = 1
@@ -101,8 +101,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         job = content["job"]
         parsed = {"job": Job.from_dict(job), "inputs": inputs_from_dict(job["inputs"])}
-        manifest = TypeAdapter(Manifest).validate_python(content | parsed)
-    except (ValidationError, ValueError, TypeError, KeyError) as error:
+        manifest = shaped(content | parsed, TypeAdapter(Manifest))
+    except (ValueError, TypeError, KeyError) as error:  # an Unreadable is a ValueError
         first = " ".join(str(error).split())[:200]
         raise ManifestError(f"manifest.json does not describe a checkpoint: {type(error).__name__}: {first}") from None
     if outside := [name for name in manifest.files if not stays_inside(name)]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import click
 
+from zerofit.cli.terminal import style
 from zerofit.models.catalog import ModelError
 from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, Stopped, UserError
 from zerofit.spec.files import cache_root
@@ -116,23 +116,14 @@ def _write_traceback(error: Exception) -> Path:
     return Path("(above)")
 
 
-def visible(text: str) -> str:
-    r"""Write control characters as Python does, but for ends of lines and tabs: data must not command the terminal.
-
-    >>> print(visible("red: \x1b[31m"))
-    red: \x1b[31m
-    """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
-
-
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
     """Say what is wrong, on standard error for people and as the last line of standard output for scripts."""
     for problem in problems:
-        click.echo(f"{click.style('error', fg='red', bold=True)}: {visible(problem.message)}", err=True)
+        click.echo(f"{style('error', fg='red', bold=True)}: {problem.message}", err=True)
         if problem.where:
-            click.echo(f"   at: {visible(problem.where)}", err=True)
+            click.echo(f"   at: {problem.where}", err=True)
         if problem.hint:
-            click.echo(f"  try: {visible(problem.hint)}", err=True)
+            click.echo(f"  try: {problem.hint}", err=True)
     if as_json:
         shown: dict[str, Any] = {"error": problems[0].as_dict()}
         if len(problems) > 1:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from zerofit.check.reader import READERS
 from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
-from zerofit.cli.console import EventConsole, answer_watched
+from zerofit.cli.console import EventConsole, SafeConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
+from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run
@@ -196,7 +196,7 @@ def _report(result: CheckResult, *, fix: bool, migrate: bool, explain: bool, res
 
 def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     if isinstance(report, UnreadFile):
-        click.echo(f"{report.file}: {click.style('error', fg='red')}: {report.problem.message}")
+        click.echo(f"{report.file}: {style('error', fg='red')}: {report.problem.message}")
         return
     result = report.result
     if several and not (result.findings or report.new_text or report.explained):
@@ -208,9 +208,9 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     if report.explained is not None:
         _show_explained(report)
     for line in report.migrated.lost if report.migrated else ():
-        click.echo(f"{click.style('lost', fg='red')}: {line}", err=True)
+        click.echo(f"{style('lost', fg='red')}: {line}", err=True)
     for line in report.migrated.kept if report.migrated else ():
-        click.echo(f"{click.style('kept', fg='green')}: {line}", err=True)
+        click.echo(f"{style('kept', fg='green')}: {line}", err=True)
     if report.written:
         _show_difference(report)
         if not report.undecided:
@@ -218,7 +218,7 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     elif report.new_text is not None:
         click.echo("nothing to change" if result.errors or report.migrated else "nothing to fix", err=True)
     for line in report.undecided:
-        click.echo(f"{click.style('for you to decide', fg='yellow')}: {line}", err=True)
+        click.echo(f"{style('for you to decide', fg='yellow')}: {line}", err=True)
     errors, warnings = len(result.errors), len(result.warnings)
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     total = total if result.findings else "nothing wrong"
@@ -232,7 +232,7 @@ def _show_explained(report: CheckReport) -> None:
     from zerofit.check.explain import shown
 
     width = None if sys.stdout.isatty() else WIDTH
-    console = Console(stderr=report.resolved is not None, width=width, markup=False, highlight=False)
+    console = SafeConsole(stderr=report.resolved is not None, width=width, markup=False, highlight=False)
     if report.resolved:
         table = Table("filled in", "value", "because")
         for row in report.resolved.reasons:
@@ -249,5 +249,5 @@ def _show_difference(report: CheckReport) -> None:
     old, new = (text.splitlines(keepends=True) for text in (report.result.document.text, report.new_text or ""))
     for line in difflib.unified_diff(old, new, report.result.file, report.written or ""):
         colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[0])
-        click.secho(line.rstrip("\n"), fg=colour)
+        click.echo(style(line.rstrip("\n"), fg=colour))
     click.echo(f"written: {report.written}", err=True)

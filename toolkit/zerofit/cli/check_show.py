@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerofit.cli.terminal import style
 from zerofit.spec.errors import Problem
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
 def _show_group(file: str, group: Sequence[Finding], every: bool, err: bool) -> None:
     first = group[0]
     colour = "red" if first.severity == "error" else "yellow"
-    head = click.style(f"{file}:{first.line}:{first.column}", bold=True)
-    click.echo(f"{head}: {click.style(first.severity, fg=colour)}: {first.message} [{first.code}]", err=err)
+    head = style(f"{file}:{first.line}:{first.column}", bold=True)
+    click.echo(f"{head}: {style(first.severity, fg=colour)}: {first.message} [{first.code}]", err=err)
     for line in _others(group, len(group) if every else LINES):
         click.echo(f"    {line}", err=err)
     click.echo(f"    {first.why}", err=err)

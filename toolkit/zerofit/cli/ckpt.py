@@ -15,6 +15,7 @@ from rich.text import Text
 from zerofit.cli.answer import R
 from zerofit.cli.console import EventConsole, answer_watched, make_table, out
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
+from zerofit.cli.terminal import style
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
@@ -160,7 +161,7 @@ def show_description(result: CheckpointDescription) -> None:
 
 def show_verdict(result: VerifyResult) -> None:
     """Print that the checkpoint is whole, or every file that is not."""
-    verdict = click.style("whole", fg="green") if result.ok else click.style("damaged", fg="red")
+    verdict = style("whole", fg="green") if result.ok else style("damaged", fg="red")
     click.echo(f"{result.path}: step {result.step}, {verdict}")
     for problem in result.problems:
         more = f" ({problem.message})" if problem.message else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from math import inf
 from typing import Any
 
@@ -22,10 +23,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.answer import R, answer
+from zerofit.cli.terminal import Rendered, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
@@ -36,12 +39,20 @@ STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 NAMED = 4  # hosts in one line
 
 
+class SafeConsole(Console):
+    """A console whose text commands nothing; styles and the moves of live lines are its own."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        plain = (one if one.control else Segment(visible(one.text), one.style) for one in buffer)
+        return Rendered(super()._render_buffer(plain))
+
+
 def out(width: int | None = None) -> Console:
     """Return the console of answers; `width` is in columns, where standard output is not a terminal.
 
     What is printed is never read as markup: "[batch, seq]" is text.
     """
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
+    return SafeConsole(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
@@ -54,7 +65,7 @@ def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
 
 def err() -> Console:
     """Return the console of everything else."""
-    return Console(stderr=True, markup=False, highlight=False)
+    return SafeConsole(stderr=True, markup=False, highlight=False)
 
 
 class EventConsole:
@@ -68,6 +79,7 @@ class EventConsole:
         self._phase = self._ranks = ""
         self._tasks: dict[str, _PlainTask] = {}
         self._bars: dict[str, TaskID] = {}
+        self._output = ExitStack()
         self._main: TaskID | None = None  # the line of statuses, and of the run
         self._progress = Progress(
             SpinnerColumn(),
@@ -85,9 +97,12 @@ class EventConsole:
 
     def __enter__(self) -> EventConsole:
         self._progress.start()
+        if self.live:
+            self._output.enter_context(safe_output())  # rich's own streams would take the codes of others for styles
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._output.close()
         self._progress.stop()
 
     def __call__(self, event: Event) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerofit.cli.answer import visible
 from zerofit.cli.console import EventConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
+from zerofit.cli.terminal import style
 
 if TYPE_CHECKING:
     from zerofit.app.data_view import DataView, SeenText
@@ -39,20 +39,19 @@ def data(path: str, show: int, as_json: bool, **options: Any) -> None:
 
 def _show(view: DataView) -> None:
     for note in view.notes:
-        click.echo(visible(note))
+        click.echo(note)
     click.echo(f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate")
     for number, sample in enumerate(view.samples, 1):
-        click.echo(click.style(f"\nsample {number}", bold=True))
+        click.echo(style(f"\nsample {number}", bold=True))
         for place, document in enumerate(sample.documents):
             if place:
-                click.echo(click.style("\n── the next one does not see what is above ──", fg="cyan"))
+                click.echo(style("\n── the next one does not see what is above ──", fg="cyan"))
             click.echo("".join(map(_painted, document)), nl=not document[-1].text.endswith("\n"))
         if sample.padding:
-            click.echo(click.style(f"({sample.padding:,} places of padding)", fg="cyan"))
+            click.echo(style(f"({sample.padding:,} places of padding)", fg="cyan"))
 
 
 def _painted(seen: SeenText) -> str:
-    text = visible(seen.text)
     if sys.stdout.isatty():
-        return click.style(text, fg="green") if seen.learned else click.style(text, dim=True)
-    return f"⟦{text}⟧" if seen.learned else text
+        return style(seen.text, fg="green") if seen.learned else style(seen.text, dim=True)
+    return f"⟦{seen.text}⟧" if seen.learned else seen.text

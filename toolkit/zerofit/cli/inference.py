@@ -11,6 +11,7 @@ import click
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, add_options, run_options
+from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
@@ -103,7 +104,7 @@ def generate(ckpt: Path, as_json: bool, **options: Any) -> None:
                     console(event)
                     return
                 until_text.close()  # progress and text would disturb each other
-                click.echo(event.text, nl=False, err=as_json)
+                write_data(event.text, err=as_json)
 
             result = generate(ckpt, on_event=on_event, **options)
             click.echo(err=as_json)

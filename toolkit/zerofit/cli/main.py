@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from typing import Any
 
 import click
 
 from zerofit.cli.answer import fail_internally
+from zerofit.cli.terminal import safe_output
 from zerofit.spec.errors import Problem
 
 # name -> module of zerofit.cli (its command is called as the name is, "evaluate" for eval) and its line in --help
@@ -54,6 +56,11 @@ class Commands(click.Group):
         """Remember whether `--json` stands among the arguments."""
         ctx.meta["json"] = "--json" in args
         return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **more: Any) -> Any:
+        """Run the command line; whatever it prints cannot command the terminal."""
+        with safe_output():
+            return super().main(*args, **more)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; click prints its errors and exits with 2, an error of zerofit itself ends with 70."""

@@ -13,7 +13,7 @@ from zerofit.data.chat_records import ChatMessages
 from zerofit.data.chat_render import MARKED, NotRendered, Renderer, Span, compiled
 from zerofit.data.hashing import text_digest
 from zerofit.data.limited import Exceeded, begin_step, limited
-from zerofit.data.tokenizer import Tokenizer, load_transformers
+from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.spec.errors import Problem, UserError
 
 # for bytes, which have no template
@@ -154,7 +154,7 @@ def open_chat_template(file: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
     """Read a run's tokenizer and chat template; return what writes them into a model's folder. Raises UserError."""
-    loaded = load_transformers(tokenizer) if tokenizer != "bytes" else None
+    loaded = open_tokenizer(tokenizer).loaded
     text = _read(chat_template) if chat_template is not None else None
 
     def write(folder: Path) -> None:

@@ -13,10 +13,14 @@ import numpy as np
 
 from zerofit.data.hashing import text_digest
 from zerofit.data.hf import hub_if_reachable
+from zerofit.data.published_images import CARD
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, read_json
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _MASK_TOKENS = ("[MASK]", "<mask>")
+_KNOWN = "--tokenizer bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
+_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # transformers' and those it converts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,22 @@ def open_tokenizer(name: str) -> Tokenizer:
 
     Remote code is never run. Raises UserError "tokenizer".
     """
-    return _bytes_tokenizer() if name == "bytes" else _transformers_tokenizer(name)
+    if name == "bytes" or was_trained_on_bytes(Path(name).expanduser()):
+        return _bytes_tokenizer()
+    return _transformers_tokenizer(name)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder has files of a tokenizer, or is of a model that zerofit trained on bytes."""
+    return any(next(folder.glob(pattern), None) for pattern in _FILES) or was_trained_on_bytes(folder)
+
+
+def was_trained_on_bytes(folder: Path) -> bool:
+    """Return whether zerofit has trained the model in a folder on bytes, which have no files."""
+    try:
+        return read_json(folder / CARD).get("tokenizer") == "bytes"
+    except (OSError, Unreadable):
+        return False
 
 
 def _bytes_tokenizer() -> Tokenizer:
@@ -69,6 +88,9 @@ def _bytes_tokenizer() -> Tokenizer:
 def _transformers_tokenizer(name: str) -> Tokenizer:
     loaded = load_transformers(name)
     vocab = loaded.get_vocab()
+    if set(vocab.values()) <= {*loaded.all_special_ids, *loaded.added_tokens_decoder}:  # made of no file at all
+        message = f"--tokenizer {name} has no vocabulary: {len(vocab)} special tokens are all that it can write"
+        raise UserError(Problem(kind="tokenizer", message=message, hint=_KNOWN, where="--tokenizer"))
     end = _first_id(vocab, (loaded.eos_token, loaded.sep_token, *_END_TOKENS))
     if end is None:
         message = f"--tokenizer {name} has no token that ends a document (eos_token or sep_token)"
@@ -101,6 +123,10 @@ def load_transformers(name: str) -> Any:  # transformers types special tokens an
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name).expanduser()
+    if path.is_dir() and not has_tokenizer(path):
+        message = f"{name} has no files of a tokenizer: raw bytes would be ids that its weights have not learned"
+        hint = "--tokenizer FOLDER names the one of its training; --tokenizer bytes trains on raw bytes"
+        raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     try:
@@ -112,8 +138,10 @@ def load_transformers(name: str) -> Any:  # transformers types special tokens an
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub client raise a dozen unrelated types
         message = f"--tokenizer {name} could not be opened: {' '.join(str(error).split())[:200]}"
-        known = "--tokenizer bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
-        hint = "did you mean bytes?" if get_close_matches(name, ["bytes"]) else known
+        hint = "did you mean bytes?" if get_close_matches(name, ["bytes"]) else _KNOWN
+        if path.is_dir() and not (path / "tokenizer.json").is_file():
+            make = f"AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
+            hint = f"make a tokenizer.json where sentencepiece and tiktoken are installed: {make}; or --tokenizer bytes"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from error
 
 

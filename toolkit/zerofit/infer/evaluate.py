@@ -19,6 +19,7 @@ from torch.nn import functional
 from zerofit.data import Data, default_data, default_workers, eval_batches, eval_indices, open_data
 from zerofit.data.chat_template import CHAT_TEMPLATE
 from zerofit.data.labelled import refuse_unknown_classes
+from zerofit.data.tokenizer import has_tokenizer
 from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device
 from zerofit.infer.memory import activation_memory
@@ -55,7 +56,6 @@ from zerofit.spec.run import Run
 LONGEST_LOSS = 700.0  # exp() of more overflows
 CHUNK_BYTES = 32 << 20  # of float32 logits at a time, beside the logits themselves
 TOP = 5
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def too_many_ids(mine: TextInputs | LabelledTextInputs | NamedInputs, ids: int) 
 
 def default_tokenizer(saved: SavedModel) -> str:
     """Return the tokenizer beside the model, else the training's. Raises UserError where there is none."""
-    if any((saved.folder / name).is_file() for name in TOKENIZER_FILES):
+    if has_tokenizer(saved.folder):
         return str(saved.folder)
     if saved.info:
         return saved.info.tokenizer

@@ -30,7 +30,6 @@ class _Partitioned:
 
     before: int  # in what is no repeated layer
     layer: int
-    largest: int
     ranks: int
 
 
@@ -52,10 +51,7 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
         # (stage_1_and_2.py:453)
         before = sum(p.numel() for p in one.parameters()) - a_layer + sum(part.before for part in parts)
         room = target.device_bytes / ELEMENT_BYTES[target.job.precision] - before
-        found = [(max(0, room), a_layer + reduced[1])]
-        # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
-        found += [(max(0, p.largest + p.layer - p.before / p.ranks) * p.ranks, p.layer) for p in parts]
-        found.append(reduced)
+        found = [(max(0, room), a_layer + reduced[1]), reduced]
     if layout.zero_stage == 3:
         live = get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0)
         sub_group = get(zero, "sub_group_size", SUB_GROUP)
@@ -157,7 +153,7 @@ def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterato
         few, more = _trained(one, spread_ones), _trained(two, spread_ones)
         layer = sum(more) - sum(few)
         if more:
-            yield _Partitioned(before=sum(few) - layer, layer=layer, largest=max(more), ranks=dividing)
+            yield _Partitioned(before=sum(few) - layer, layer=layer, ranks=dividing)
 
 
 def _trained(model: nn.Module, spread_ones: bool) -> list[int]:

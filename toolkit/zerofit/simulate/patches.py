@@ -23,6 +23,7 @@ from zerofit.simulate.device import NAME, fake_op
 from zerofit.simulate.fake_experts import expert_counts, expert_rows, experts
 from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, PADDED_MASKING, cuda_attention
 from zerofit.simulate.quick_ops import sharing_pieces
+from zerofit.simulate.small_values import small_values
 from zerofit.simulate.tracker import AllocationTracker
 from zerofit.simulate.weight_files import WeightFile
 from zerofit.train.process_group import compile_no_collectives
@@ -257,7 +258,7 @@ ALWAYS = (
     cpu_vendor,
     weight_files,
 )
-EVERYWHERE = (*ALWAYS, packed_samples, no_padding, data_setter, experts)
+EVERYWHERE = (*ALWAYS, small_values, packed_samples, no_padding, data_setter, experts)
 
 
 def tensor_constructor() -> None:

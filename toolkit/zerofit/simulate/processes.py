@@ -6,6 +6,8 @@ modules to import for it; it ends with all that it has started.
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -23,9 +25,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zerofit.models.catalog import ModelError, find
+from zerofit.simulate.endings import (
+    EXITED,
+    Ending,
+    is_about_memory,
+    lacks_memory,
+    out_of_memory,
+    why_ended,
+    with_output,
+)
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.local_machine import host_memory, oom_kills
+from zerofit.spec.memory_limit import end_first
 from zerofit.spec.process import collector_off
 from zerofit.spec.server_process import ServerProcess
 
@@ -53,11 +66,7 @@ IMPORTED_FOR_SCRIPTS = (
     "zerofit.simulate.script.rank",
 )
 POLL_S = 0.2
-KILLED = Problem(
-    kind="killed",
-    message="a simulation's process was killed from outside, most often by the kernel for want of memory",
-    hint="simulate fewer layers (--model-args), or one rank (--rank)",
-)
+PRIVATE_BYTES = 768 << 20  # of a simulation, at most in most cases: what it does not share with the server
 
 
 def simulate_all(
@@ -65,10 +74,11 @@ def simulate_all(
 ) -> list[RankRecord | Problem]:
     """Return the record of each target's rank, or the reason why there is none.
 
-    As many run at a time as there are cores; `show` hears how far they are.
+    As many run at a time as there are cores and memory for; `show` hears how far they are.
     """
     if not targets:
         return []
+    kills, count = oom_kills(), len(targets)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder, start = Path(name), time.monotonic()
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -76,17 +86,40 @@ def simulate_all(
         server = _server()
         try:
             server.tell([str(folder), list(dict.fromkeys(one for target in targets for one in _needed(target)))])
-            while not all((folder / f"{n}.ended").exists() for n in range(len(targets))):
-                server.refuse_if_ended()
-                show(_progress(folder, len(targets), time.monotonic() - start))
+            while not all((folder / f"{n}.ended").exists() for n in range(count)) and not _is_over(server, folder):
+                show(_progress(folder, count, time.monotonic() - start))
                 time.sleep(POLL_S)
+            short = oom_kills() > kills or is_about_memory(server.said())
+            if server.process.poll() is not None:
+                _kill(folder)
+                if not short:
+                    server.refuse_if_ended()
         except BaseException:
-            with suppress(OSError, ValueError):  # not begun, or over
-                os.killpg(int((folder / GROUP).read_text()), signal.SIGKILL)
+            _kill(folder)
             raise
         finally:
             _release(server)
-        return [_result(folder / f"{n}.result") for n in range(len(targets))]
+        return [_result(folder, n, short) for n in range(count)]
+
+
+def _kill(folder: Path) -> None:
+    """Kill all processes that answer a request."""
+    with suppress(OSError, ValueError):  # not begun, or over
+        os.killpg(int((folder / GROUP).read_text()), signal.SIGKILL)
+
+
+def _is_over(server: ServerProcess, folder: Path) -> bool:
+    """Return whether nothing is left that could answer: the server has ended, or all that it has forked for this."""
+    if server.process.poll() is not None:
+        return True
+    if not (folder / GROUP).exists():
+        return False
+    with (folder / REQUEST).open("rb") as request:
+        try:
+            fcntl.flock(request, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
 
 
 def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
@@ -137,13 +170,16 @@ def end_server() -> None:
         _running = None
 
 
-def _result(file: Path) -> RankRecord | Problem:
+def _result(folder: Path, n: int, ran_short: bool) -> RankRecord | Problem:
+    log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
+    output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
-        return KILLED
+        status, peak_bytes = json.loads(seen.read_text()) if seen.exists() else (None, 0)
+        return why_ended(Ending(status=status, peak_bytes=peak_bytes, ran_short=ran_short, output=output))
     result = pickle.loads(file.read_bytes())
     if isinstance(result, Exception):
         raise result
-    return result
+    return with_output(result, output) if isinstance(result, Problem) and result.kind == EXITED else result
 
 
 def _progress(folder: Path, count: int, seconds: float) -> str:
@@ -166,13 +202,24 @@ def serve() -> None:
         folder, modules = json.loads(line)
         _import(modules)
         groups = [pid for pid in groups if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-        pid = os.fork()
-        if pid == 0:
-            _answer(Path(folder))
-        groups.append(pid)
+        with suppress(FileNotFoundError):  # nobody waits any more
+            groups.append(_forked(Path(folder)))
     for pid in groups:
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
             os.killpg(pid, signal.SIGKILL)
+
+
+def _forked(folder: Path) -> int:
+    """Return the process that answers a request; the request stays locked until all that it has forked have ended."""
+    with (folder / REQUEST).open("rb") as request:
+        fcntl.flock(request, fcntl.LOCK_EX)
+        pid = os.fork()
+        if pid == 0:
+            _answer(folder)
+        with suppress(OSError):  # it has done so itself
+            os.setpgid(pid, pid)
+        (folder / GROUP).write_text(str(pid))
+    return pid
 
 
 def _import(names: Sequence[str]) -> None:
@@ -185,33 +232,50 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _answer(folder: Path) -> NoReturn:
-    """Simulate all targets of a request, as many at a time as there are cores; `N.ended` says that one has ended."""
-    os.setpgid(0, 0)
+    """Simulate all targets of a request; `N.ended` says that one has ended, `N.exit` how."""
     try:
-        (folder / GROUP).write_text(str(os.getpid()))
+        os.setpgid(0, 0)
         path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
         sys.path[:] = path
         os.chdir(cwd)
-        waiting, running = list(enumerate(targets)), dict[int, int]()
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                n, target = waiting.pop(0)
-                pid = os.fork()
-                if pid == 0:
-                    _simulate(target, folder, n)
-                running[pid] = n
-            pid, _ = os.wait()
-            (folder / f"{running.pop(pid)}.ended").touch()
+        _simulate_side_by_side(list(enumerate(targets)), folder)
     except FileNotFoundError:  # nobody waits any more
         pass
-    os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _simulate_side_by_side(waiting: list[tuple[int, Any]], folder: Path) -> None:
+    """Simulate as many at a time as there are cores and memory for; one that memory ends beside others, once more."""
+    most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
+    running = dict[int, tuple[int, Any]]()
+    while waiting or running:
+        while waiting and len(running) < most:
+            n, target = waiting.pop(0)
+            pid = os.fork()
+            if pid == 0:
+                _simulate(target, folder, n)
+            running[pid] = n, target
+        pid, status, usage = os.wait4(-1, 0)
+        n, target = running.pop(pid)
+        if os.WIFSIGNALED(status) and oom_kills() > kills and most > 1:
+            most, kills = 1, oom_kills()
+            waiting.append((n, target))
+            continue
+        (folder / f"{n}.exit").write_text(json.dumps([status, usage.ru_maxrss << 10]))
+        (folder / f"{n}.ended").touch()
 
 
 def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> NoReturn:
     """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
-    log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    end_first()
+    log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(file=log)
+    sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115  # in order with errors
 
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
@@ -230,7 +294,11 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
         result = error.problems[0]
     except ModelError as error:
         result = Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
-    except Exception:
-        result = RuntimeError(traceback.format_exc())
-    (folder / f"{n}.result").write_bytes(pickle.dumps(result))
-    os._exit(0)
+    except BaseException as error:
+        result = out_of_memory() if lacks_memory(error) else RuntimeError(traceback.format_exc())
+    try:
+        (folder / f"{n}.part").write_bytes(pickle.dumps(result))
+        (folder / f"{n}.part").replace(folder / f"{n}.result")
+        sys.stdout.flush()
+    finally:
+        os._exit(0)

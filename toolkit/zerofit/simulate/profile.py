@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from zerofit.models import checkpointing as models_checkpointing
 from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
 from zerofit.models.catalog import ModelError, ModelSource, is_cnn
+from zerofit.models.depth import of_all_layers
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layer_drop import EveryLayer
@@ -78,7 +79,7 @@ def profile_model(
     others = [one._replace(zero3=True) for one in wanted if _differs_at_zero3(subject.model, one)]
     zero3 = {f"{_key(one)}{ZERO3}": _traced(source, task, inputs, args, one, device)[2] for one in others}
     config = subject.config
-    heads = getattr(config, "num_attention_heads", None)
+    heads = of_all_layers(config, "num_attention_heads")
     tensors = tensors_of(inputs)
     return Profile(
         model=source.name,
@@ -88,8 +89,8 @@ def profile_model(
         costs=costs,
         zero3=zero3,
         attention_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        hidden_size=getattr(config, "hidden_size", None),
+        kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
+        hidden_size=of_all_layers(config, "hidden_size"),
         sample_bytes=sum(math.prod(one.shape) * (4 if one.ids is None else 8) for one in tensors),  # float32, int64
         experts=expert_count(config),
         model_type=getattr(config, "model_type", None),
@@ -223,9 +224,13 @@ def _run(
             recorder.mark("backward", last)
             loss.backward()
             del kept
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a model raises
         where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
-        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {reason_of(error)}") from error
+        hint = "" if one.precision == "fp32" else f"where {one.precision} is what it does not take, --precision fp32"
+        message = f"cannot be traced without data, {where}: {reason_of(error)}"
+        raise ModelError("profile-trace", message, hint) from error
     finally:
         for handle in handles:
             handle.remove()

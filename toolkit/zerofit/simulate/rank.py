@@ -28,7 +28,7 @@ from zerofit.simulate.bits import eight_bits, four_bits, moments_of_eight_bits
 from zerofit.simulate.categories import STATE, tag_owned_storages, watch_gradient
 from zerofit.simulate.drivers import empty_batches, start, train_steps
 from zerofit.simulate.op_costs import Scratch, scratch_on
-from zerofit.simulate.partitions import heavier_than_this
+from zerofit.simulate.partitions import GradientLog
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank_record import record_of
@@ -56,6 +56,7 @@ def simulate(
     meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
     device.install(gpu, meter, target.device_bytes)
     apply_all(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
+    gradients = GradientLog(meter)
     if target.job.run.quantize:
         four_bits() if target.job.run.quantize == "nf4" else eight_bits()
     if target.job.run.optimizer in EIGHT_BIT:
@@ -67,7 +68,7 @@ def simulate(
             dist.init_process_group("fake", store=FakeStore(), rank=target.rank, world_size=world)
             deepspeed.init_distributed("fake")
             log, engine = _live(_without_files(target, folder), meter, say)
-            heavier = heavier_than_this([engine])
+            heavier = gradients.heavier_rank([engine], _alike(target))
     except (UserError, ModelError):
         raise
     except RunFailed as error:  # what real ranks would say
@@ -75,7 +76,13 @@ def simulate(
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return record_of(meter, log, target.alloc_conf, heavier=heavier)
+    return record_of(meter, log, target.alloc_conf, heavier_rank=heavier)
+
+
+def _alike(target: SimulationTarget) -> list[int]:
+    """Return the ranks that take as many samples as this one; [] where all do."""
+    samples = target.job.batch.by_rank
+    return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:

@@ -8,7 +8,7 @@ from zerofit.simulate.categories import SAVED, classify
 from zerofit.simulate.host_memory import highest, host_moments
 from zerofit.simulate.ledger import device_events, kind_peaks, timeline
 from zerofit.simulate.phases import PhaseLog
-from zerofit.simulate.record import CollectiveCalls, GroupUse, HeavierRank, PhaseFlops, RankRecord, ScriptFacts
+from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts
 from zerofit.simulate.tracker import AllocationTracker
 
 
@@ -18,7 +18,7 @@ def record_of(
     alloc_conf: str,
     *,
     script: ScriptFacts | None = None,
-    heavier: HeavierRank | None = None,
+    heavier_rank: int | None = None,
 ) -> RankRecord:
     """Return all that was noted; `alloc_conf` has the caching allocator's options."""
     ledger = meter.ledger
@@ -46,5 +46,5 @@ def record_of(
         events=events,
         convolution_bytes=meter.convolution_bytes,
         script=script,
-        heavier=heavier,
+        heavier_rank=heavier_rank,
     )

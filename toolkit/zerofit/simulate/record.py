@@ -171,15 +171,6 @@ class ScriptFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeavierRank:
-    """A rank that keeps more gradients whole than this one, where ZeRO 1 or 2 divides them (`simulate.partitions`)."""
-
-    rank: int
-    more_bytes: int
-    phases: tuple[str, ...]  # in which it does
-
-
-@dataclass(frozen=True, kw_only=True)
 class SentTensors:
     """The tensors that a pipeline stage sends to the next one with each micro batch."""
 
@@ -218,18 +209,9 @@ class RankRecord:
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step, where it is traced
-    heavier: HeavierRank | None = None  # the one that keeps most; None where it is this one
+    heavier_rank: int | None = None  # of those with the same parameters the one that needs most; None: it is this one
 
     @property
     def needs(self) -> tuple[int, int]:
         """Return the most bytes that it takes of the device, then of the host."""
         return self.peaks[0].bytes, sum(self.host.values())
-
-    @property
-    def heavier_rank(self) -> int | None:
-        """Return another rank whose peak may be higher than this one's; None where none may."""
-        if self.heavier is None:
-            return None
-        reached = (peak.bytes for peak in self.peaks if peak.phase in self.heavier.phases)
-        higher = max(reached, default=0) + self.heavier.more_bytes > self.peaks[0].bytes
-        return self.heavier.rank if higher else None

@@ -76,15 +76,12 @@ def heaviest_of(
     ranks: Sequence[SimulatedRank | Problem],
     simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Return for each rank the one of its data parallel group that needs most, where that one can be simulated.
-
-    One that was extrapolated stands for its group: in few layers other ranks hold other parts than in all.
-    """
+    """Return for each rank the one of its data parallel group that needs most, where that one can be simulated."""
     found = list(ranks)
     heavier = [
         (n, replace(one.target, rank=one.record.heavier_rank))
         for n, one in enumerate(found)
-        if isinstance(one, SimulatedRank) and not one.layers and one.record.heavier_rank is not None
+        if isinstance(one, SimulatedRank) and one.record.heavier_rank is not None
     ]
     more = simulate_more([target for _, target in heavier]) if heavier else []
     for (n, _), other in zip(heavier, more, strict=True):
@@ -119,10 +116,13 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     All have the layers that stand before the equal ones, and so many of these that whatever DeepSpeed limits (live
     parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model. And the
     largest sub-group of stage 3 is the whole model's: where one ends within a layer is not the same in each. Layers
-    that do not add the same parameters each, or that a config does not simply count, are all simulated.
+    that do not add the same parameters each, or that a config does not simply count, are all simulated. So are those
+    of flat groups that ranks divide (stages 1 and 2): another number of layers gives each rank other parameters.
     """
-    total, before = _layers(target), _leading(target)
-    if target.job.layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
+    total, before, layout = _layers(target), _leading(target), target.job.layout
+    if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
+        return None
+    if layout.zero_stage in (1, 2) and layout.dp * layout.sp > 1:
         return None
     if 3 * (before + FEWEST) + 3 * STEP > WORTH * total:
         return None

@@ -68,6 +68,7 @@ class AllocationTracker(TorchDispatchMode):
         self.device = device
         self._scratch = scratch
         self._index: dict[int, int] = {}  # address of a live storage -> its index in the ledger
+        self._adopted: dict[int, int] = {}  # address of a real storage whose place a fake has taken -> that one's index
         self._phase, self._step = "build", -1
         self._forward_of: dict[int, CallSite] = {}  # autograd sequence number -> where its op was called
         self._last: CallSite = ("", None, 0)  # where backward was last seen
@@ -229,7 +230,7 @@ class AllocationTracker(TorchDispatchMode):
         except NotImplementedError:
             return
         address, size = storage._cdata, storage.nbytes()
-        if address in self._index:
+        if address in self._index or address in self._adopted:
             self.resized(storage)
             return
         module, code, line = place or self._call_site()

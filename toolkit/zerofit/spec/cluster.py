@@ -9,7 +9,7 @@ from typing import Literal
 from zerofit.spec.devices import DEVICES, Device, by_name, cpu_device, find_device
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import amd_gpus, cpu_ranks, memory_bytes, nvidia_gpus, usable_cores
-from zerofit.spec.units import parse_bytes, shown_bytes
+from zerofit.spec.units import MOST_RANKS, parse_bytes, shown_bytes
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Cluster:
     ):
         problems = Problems()
         for name, count in (("gpus", gpus), ("nodes", nodes)):
-            if count is not None and count < 1:
-                problems.add("bad-value", f"{name}: got {count}, and 1 is the least", "take 1 or more", f"--{name}")
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                message = f"{name}: got {count!r}, and whole numbers from 1 are allowed"
+                problems.add("bad-value", message, "take 1 or more", f"--{name}")
         sizes = {"host_memory": host_memory, "device_memory": device_memory, "nvme": nvme, "network": network}
         parsed = dict.fromkeys(sizes)
         for name, size in sizes.items():
@@ -69,6 +70,9 @@ class Cluster:
         if device and device.kind not in DEVICES:
             kind = device  # a file is read once
         usual = device.node.gpus if device else cpu_ranks(usable_cores())
+        if (gpus or usual) * (nodes or 1) > MOST_RANKS:
+            message = f"{nodes or 1} nodes of {gpus or usual} devices, and {MOST_RANKS:,} devices in all are the most"
+            raise UserError(Problem(kind="bad-value", message=message, hint="take fewer", where="--gpus, --nodes"))
         values = {"kind": kind, "gpus": gpus or usual, "nodes": nodes or 1, **parsed, "origin": origin}
         for name, value in values.items():
             object.__setattr__(self, name, value)

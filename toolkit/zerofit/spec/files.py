@@ -29,6 +29,10 @@ def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     The file has the permissions `mode`, else those of the file that it replaces, else what the umask leaves. On return
     file and folder are flushed to the disk. Raises OSError that names `path`.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe, whose place no file takes
+        with path.open("wb") as file:
+            yield file
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # processes of other hosts write here too
     try:
         if mode is None and path.exists():

@@ -68,6 +68,12 @@ def memory_groups() -> list[Path]:
     return found
 
 
+def oom_kills() -> int:
+    """Return how many processes the kernel has ended for want of memory, as far as this process's groups count them."""
+    files = [group / name for group in memory_groups() for name in ("memory.events", "memory.oom_control")]
+    return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))
+
+
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())

@@ -63,5 +63,5 @@ def refuse_foreign_code(
 def _problem(file: Path, kind: str, name: str, arguments: str) -> Problem:
     module, _, attribute = name.partition(":")
     message = f"{file} asks to import the module {module} and to call {attribute}({arguments}), which runs its code"
-    hint = f"{FLAG}, if you know who wrote that file and the module {module}"
+    hint = f"{FLAG}, if you know who wrote that file and the module {module}; or name {name} yourself"
     return Problem(kind=kind, message=message, hint=hint, where=str(file))

@@ -38,7 +38,7 @@ from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
 from zerofit.spec.optimizers import Optimizer
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
-from zerofit.spec.units import Interval
+from zerofit.spec.units import MOST_RANKS, Interval
 
 PipelineSchedule = Literal["1f1b", "dualpipev"]
 LARGEST = 2**32 - 1  # of any whole number here: what NumPy takes as a seed, and far above any step, sample or rank
@@ -231,7 +231,7 @@ class Run(BaseModel):
     fit: bool = _option(
         False, "choose what is not given: the fastest layout, batch split and DeepSpeed JSON that fit what is free"
     )
-    ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)")
+    ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)", le=MOST_RANKS)
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
     pipeline: PositiveInt = _option(1, "pipeline parallel degree")
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what stages are balanced by")

@@ -56,9 +56,13 @@ class ServerProcess:
     def refuse_if_ended(self) -> None:
         """Raise a RuntimeError where the server has ended by itself."""
         if self.process.poll() is not None:
-            self._errors.seek(0)
-            last = self._errors.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"the process that others are forked from has ended ({self.process.returncode}): {last}")
+            code, last = self.process.returncode, self.said()
+            raise RuntimeError(f"the process that others are forked from has ended ({code}): {last}")
+
+    def said(self) -> str:
+        """Return the end of what the server has written to standard error."""
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-2000:]
 
     def end(self) -> None:
         """End the server, and with it what it has forked."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, UserError
 
+MOST_RANKS = 2**18  # about what the largest clusters have; a plan for so many takes 10 s and 1 GB
+MOST_BYTES = 2**63 - 1  # what a signed 64-bit number counts: 8 EiB
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*$", re.IGNORECASE)
 
@@ -17,9 +19,10 @@ def parse_bytes(text: str, where: str) -> int:
     value = 0
     if found:
         number, prefix, binary = found.groups()
-        value = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
+        size = float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()]
+        value = int(size) if size <= MOST_BYTES else 0
     if value <= 0:
-        hint = "write it like 80GiB (1024^3), 1TB (1000^4), or in bytes"
+        hint = "write it like 80GiB (1024^3), 1TB (1000^4), or in bytes; less than 8 EiB"
         raise UserError(Problem(kind="bad-size", message=f"{text!r} is not a valid size", hint=hint, where=where))
     return value
 

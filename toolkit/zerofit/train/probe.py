@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofit.models.build import build, check_forward, parameter_count
+from zerofit.models.build import build, check_forward, parameter_count, refuse_lazy
 from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.depth import of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, are_packed
 from zerofit.models.layers import as_layers
 from zerofit.models.quantized import quantized_share, without_bits
@@ -47,11 +48,12 @@ def probe(
                 model = build(without_bits(source), inputs, args)
                 bits = quantized_share(build(source, inputs, args)) if source != without_bits(source) else (0, 0)
         else:
+            refuse_lazy(model, source.name)
             bits = (0, 0)
         flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
         layers = _layer_count(model, needed=pipelined)
     config = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = of_all_layers(config, "num_attention_heads")
     largest = max((p.numel() for p in model.parameters()), default=0)
     if not largest:
         message = f"{source.name} has no parameters to train"
@@ -63,7 +65,7 @@ def probe(
         hidden_size=_hidden_size(config) or math.isqrt(largest),
         forward_flops=flops,
         attention_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
         experts=expert_count(config),
         model_type=getattr(config, "model_type", None),
         layers=layers,
@@ -89,7 +91,7 @@ def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
 def expert_count(config: Any) -> int | None:
     """Return how many experts a layer of a transformers model chooses from; None where it has no mixture."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")  # as Mixtral, DeepSeek and Qwen have it
-    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
+    return next((n for name in names if isinstance(n := of_all_layers(config, name), int)), None)
 
 
 def trained_count(model: nn.Module) -> int | None:
@@ -102,7 +104,7 @@ def trained_count(model: nn.Module) -> int | None:
 def _hidden_size(config: Any) -> int | None:
     """Return a transformers model's width, of its text where it has several, as transformers fills "auto" with it."""
     text = getattr(config, "text_config", None)
-    return getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
+    return of_all_layers(config, "hidden_size") or of_all_layers(text, "hidden_size")
 
 
 def task_of(source: ModelSource, run: Run) -> Task:

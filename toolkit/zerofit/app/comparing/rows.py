@@ -144,8 +144,11 @@ class RowStore:
             former = read_json(file) if file.exists() else identity
         if former != identity:
             raise _occupied(f"{self.folder} holds another comparison, or one of other versions")
-        (self.folder / "rows").mkdir(parents=True, exist_ok=True)
-        write_json(file, identity)
+        try:
+            (self.folder / "rows").mkdir(parents=True, exist_ok=True)
+            write_json(file, identity)
+        except OSError as error:
+            raise _occupied(f"cannot write into {self.folder}: {error.strerror or error}") from None
 
     def folder_of(self, name: str) -> Path:
         """Return the folder in which the processes of a row leave their files."""

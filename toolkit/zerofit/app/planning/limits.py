@@ -160,6 +160,10 @@ def _others(choices: dict[str, Any], savings: Savings) -> dict[str, Any]:
 
 def _deepest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tuple[PlanQuestion, LargestFit]:
     layer = question.profile.layers[repeated_layer(question.profile)]
+    if layer.count == 1:
+        message = f"--max layers repeats equal layers, and {question.profile.model} has no more than two of a kind"
+        hint = "take --max micro-batch, or the same model with more layers (--model-args)"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
 
     def wants(count: int, pipelines: bool = False) -> float:
         report.status(f"forecasting {count} times {layer.name} ...")

@@ -9,6 +9,7 @@ from typing import Any
 from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
 from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
+from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
@@ -140,8 +141,8 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     config = make_config(source, None, wanted.model_args) if has_config else None
     seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, (config and max_positions(config)) or DEFAULT_SEQ_LEN)
     inputs = assumed_inputs(source, task, seq_len, wanted.image, wanted.model_args)
-    attention = getattr(config, "num_attention_heads", None)
-    heads = (attention, getattr(config, "num_key_value_heads", None) or attention)
+    attention = of_all_layers(config, "num_attention_heads")
+    heads = (attention, of_all_layers(config, "num_key_value_heads") or attention)
     model_type, length = getattr(config, "model_type", None), getattr(inputs, "seq_len", None) or 0
     experts = expert_count(config)
     found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS, experts)

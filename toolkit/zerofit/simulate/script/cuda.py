@@ -50,6 +50,10 @@ _UNKNOWN = ((8, 0), 108)  # a device of a file: as the A100
 _STATE_BYTES = 16  # of a CUDA generator
 
 
+class _Properties(SimpleNamespace):
+    """What scripts ask of a device's properties."""
+
+
 class _Context(contextlib.ContextDecorator):
     """A context of a device or a profiler's range, in which nothing changes."""
 
@@ -112,7 +116,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _devices(target: ScriptTarget) -> dict[str, Any]:
     name, ((major, minor), multiprocessors) = f"NVIDIA {target.device.name}", capability(target.device)
-    properties = SimpleNamespace(
+    properties = _Properties(
         name=name,
         total_memory=target.device.memory_bytes,
         major=major,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerofit.simulate.script.target import LATER_STAGE
 from zerofit.simulate.tracker import own_line
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem
 
 
 class ScriptStop(BaseException):
@@ -29,8 +29,3 @@ def later_stage(number: int) -> NotSimulated:
     """Return the refusal of a pipeline stage whose input is not known: the one before must be simulated first."""
     message = f"stage {number} of a pipeline receives what the stage before sends"
     return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))
-
-
-def ended(message: str, hint: str, where: str = "") -> UserError:
-    """Return the error of a script that ended by itself."""
-    return UserError(Problem(kind="script", message=message, hint=hint, where=where))

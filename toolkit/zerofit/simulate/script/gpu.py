@@ -58,7 +58,7 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Let torch and DeepSpeed compute on a device that is not there."""
     device.register()
     real_accelerator.set_accelerator(ScriptGpu(meter, target))
-    for patch in (device_shown, to_device, pinning, constructors, generators):
+    for patch in (device_shown, to_device, constructors, generators):
         patch(meter, target)
 
 
@@ -118,24 +118,14 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
     replace_in(Tensor, "cuda", cuda)
 
 
-def pinning(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Pin by copying, and remember it: without a driver nothing can be pinned. (torch.Tensor.pin_memory, is_pinned)"""
-
-    def pin_memory(self: Tensor, *_: Any, **__: Any) -> Tensor:
-        pinned = self.clone()
-        meter.pin(pinned)
-        return pinned
-
-    replace_in(Tensor, "pin_memory", pin_memory)
-    replace_in(Tensor, "is_pinned", lambda self, *_, **__: meter.is_pinned(self))
-
-
 def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Make tensors from Python's numbers on the host and take them to the device. (torch.tensor, as_tensor, asarray)"""
     from deepspeed.runtime.zero import partition_parameters
 
     def on_host(original: Any) -> Any:
-        def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+            if pin_memory:
+                return made(*args, device=device, **kwargs).pin_memory()
             default = torch._C._get_default_device()
             device = default if device is None and default != "cpu" else device
             if device is None:

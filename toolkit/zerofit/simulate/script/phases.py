@@ -44,6 +44,7 @@ class ScriptPhases:
         self._busy = 0  # calls of engines under way: what they call is theirs
         self._known: set[int] = set()  # ids of the modules of those models
         self._inside = False  # a trained module or a backward without an engine is under way: what runs is part of it
+        self._stepping: Any = None  # the optimizer that steps: it may hold another one (ZeroRedundancyOptimizer)
         self._is_forward = False  # a micro batch without an engine has begun, and its backward not
 
     def cut(self) -> None:
@@ -189,8 +190,9 @@ class ScriptPhases:
             self._inside = False
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if self._busy or self.engines:
+        if self._busy or self.engines or self._stepping is not None:
             return None
+        self._stepping = optimizer
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
             self._begin_step()
@@ -208,10 +210,13 @@ class ScriptPhases:
         self.log.begin("step")
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._busy and not self.engines:
-            if optimizer not in self.optimizers:
-                self.optimizers.append(optimizer)
-            self._stepped(optimizer, self.optimizers)
+        if self._busy or self.engines:
+            return
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        if optimizer is self._stepping:
+            self._stepping = None
+            self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or id(o) in self.steps])
 
 
 def has_optimizer(engine: Any) -> bool:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any
 
 import accelerate  # noqa: F401  # its modules bind what is replaced below
@@ -20,9 +18,6 @@ import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynam
 import transformers.integrations.deepspeed  # noqa: F401
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.nn.parameter import is_lazy
@@ -32,29 +27,23 @@ from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer,
 from zerofit.simulate.device import install
 from zerofit.simulate.issued import IssuedLog
 from zerofit.simulate.op_costs import Scratch, scratch_on
-from zerofit.simulate.partitions import heavier_than_this
+from zerofit.simulate.partitions import GradientLog
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank_record import record_of
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
-from zerofit.simulate.script import phases as script_phases
 from zerofit.simulate.script.command import rank_problems
-from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
+from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
+from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.tracker import is_own
-from zerofit.spec.errors import Problem, UserError
-
-_LINES = 3  # of an exception's message
-_SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
-_PASSED_THROUGH = script_phases.__file__  # its frames stand between the script's own
-_FAKES = str(Path(torch.__file__).parent / "_subclasses")
+from zerofit.spec.errors import UserError
 
 
 def simulate_script(
@@ -71,6 +60,7 @@ def simulate_script(
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     meter.gpus = target.gpus
     apply_patches(meter, target)
+    gradients = GradientLog(meter)
     os.environ |= environment(target)
     shapes, lengths_seen = BatchShapes(), Lengths()
     lengths.tokenizers(lengths_seen)
@@ -86,15 +76,15 @@ def simulate_script(
     with fakes, meter:
         phases.cut()
         joints.join()
-        how = _run(target, meter)
-        heavier = heavier_than_this(phases.engines)
+        how, failed = _run(target, meter)
+        heavier = gradients.heavier_rank(phases.engines)
     log.end()
     _tag(meter, phases)
     if not phases.steps:
-        raise ended(*_no_training(target, how, phases))
+        raise no_training(target, how, phases, failed=failed)
     host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
-    record = record_of(meter, log, target.alloc_conf, script=facts, heavier=heavier)
+    record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
     return replace(record, pipeline=joints.stage, issued=tuple(issued.items) if issued else ())
 
 
@@ -190,22 +180,22 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
         tag_plain_optimizer(meter.tag, optimizer)
 
 
-def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
-    """Run the script; return how it ended. Raises UserError where it fails."""
+def _run(target: ScriptTarget, meter: ScriptTracker) -> tuple[str, bool]:
+    """Run the script; return how it ended, and whether with an error's exit code. Raises UserError where it fails."""
     try:
         _run_as_main(target)
     except ScriptStop:
-        return f"stopped after {target.steps} optimizer steps"
+        return f"stopped after {target.steps} optimizer steps", False
     except SystemExit as error:
-        return f"called exit({'' if error.code is None else error.code})"
+        return f"called exit({'' if error.code is None else error.code})", error.code not in (None, 0)
     except NotSimulated as refused:
         raise UserError(refused.problem) from None
-    except Exception as error:  # a script can raise anything
-        raise UserError(_failure(target, meter, error)) from error
     except LaunchedInside as launched:
         inside = launched
+    except BaseException as error:  # a script can raise anything
+        raise UserError(failure(target, meter, error)) from error
     else:
-        return "ended by itself"
+        return "ended by itself", False
     meter.note(f"{PurePath(target.command.script).name} starts ranks itself: {inside}")
     problems = rank_problems(inside.command, target.gpus, target.nodes)
     if problems:
@@ -225,90 +215,3 @@ def _run_as_main(target: ScriptTarget) -> None:
         runpy.run_module(command.script, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(command.script, run_name="__main__")
-
-
-def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Problem:
-    """Return the script's own error with its traceback, or where the simulation has stopped."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if is_own(f.filename)] or frames
-    where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
-    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
-    missing = _missing_from_hub(error)
-    if missing:
-        message = f"the configuration of {missing} is not in the cache"
-        hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
-        return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
-    if isinstance(error, torch.AcceleratorError):
-        message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} asks the GPU's driver, and there is none"
-        hint = "a kernel that is called past torch's ops has no shape rule: switch it off where the script lets you"
-        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
-    if not _touches_fakes(error) or _is_plain_bug(error, meter):
-        shown = traceback.TracebackException(type(error), error, _from_script(error))
-        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename != _PASSED_THROUGH])
-        text = "".join(shown.format())
-        hint = "no stand-in is involved: it would end so on the machine, too"
-        if isinstance(error, ModuleNotFoundError):
-            hint = f"the script runs with the packages of {sys.executable}: install it there"
-        return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
-    op, module = meter.last
-    inside = f"module {module}" if module else "code outside of the model"
-    if isinstance(error, patches.AskedForValueError):
-        message = f"{inside} asks for the value of a tensor; what it does with the answer is not known"
-    elif isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        message = f"{op} in {inside}: its shape depends on values that only a GPU has"
-    elif meter.without_rule and isinstance(error, RuntimeError):
-        message = f"{meter.without_rule} in {inside} has no shape rule: what it makes is not known"
-        hint = "an op of your own says it by torch.library.register_fake; for torch's, take another op"
-        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
-    else:
-        place = f"{op} in {inside}" if op else inside
-        message = f"{target.command.script} fails at {place}: {type(error).__name__}: {first}"
-        hint = "it may be the script's own error: shapes and types are checked as on the machine"
-        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
-    hint = "train it for a step instead, or compute without the value (torch.where, masks)"
-    return Problem(kind="not-simulated", message=message, hint=hint, where=where)
-
-
-def _missing_from_hub(error: Exception) -> str:
-    """Return the repository whose files the hub's cache lacks; "" where the error is another one."""
-    if not isinstance(error, OSError):
-        return ""
-    named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((str(name) for name in named if name), "")
-
-
-def _from_script(error: Exception) -> TracebackType | None:
-    """Return the traceback from the script's first frame on."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, "<frozen runpy")):
-        entry = entry.tb_next
-    return entry
-
-
-def _touches_fakes(error: Exception) -> bool:
-    """Return whether what raised had to do with a tensor that holds nothing, or with this package."""
-    entry, last = _from_script(error), None
-    while entry is not None:
-        file = entry.tb_frame.f_code.co_filename
-        if file.startswith((_SIMULATE, _FAKES)) and file != _PASSED_THROUGH:
-            return True
-        entry, last = entry.tb_next, entry
-    return last is not None and any(isinstance(value, FakeTensor) for value in last.tb_frame.f_locals.values())
-
-
-def _is_plain_bug(error: Exception, meter: ScriptTracker) -> bool:
-    """Return whether the script's own line asks for what is not there, and no value was made up before."""
-    frames = traceback.extract_tb(error.__traceback__)
-    made_up = any("taken as" in note for note in meter.notes)
-    return isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename) and not made_up
-
-
-def _no_training(target: ScriptTarget, how: str, phases: ScriptPhases) -> tuple[str, str]:
-    """Return what is wrong with a script that ended without an optimizer step, and what would help."""
-    said = f"{target.command.script} {how} "
-    if phases.engines:
-        return f"{said}before its engine made an optimizer step", "give it data for at least one step"
-    return (
-        f"{said}and made neither a DeepSpeed engine nor an optimizer step",
-        "is DeepSpeed switched on? (Trainer: --deepspeed JSON, Accelerate: DeepSpeedPlugin or accelerate launch)",
-    )

@@ -33,6 +33,7 @@ from zerofit.simulate.quick_ops import as_stored
 from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
+_HOST = torch.device("cpu")
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # elements of a tensor on the device whose values are kept
 HOLDS_NOTHING_BYTES = 16 << 20  # a new tensor of this size on the host is never real
 _DEVICE_OF = torch.ops.prim.device.default
@@ -42,6 +43,8 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torc
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _COPIES = ("_to_copy", "copy_")
+_IS_PINNED = "aten::is_pinned"
+_PINNING = (_IS_PINNED, "aten::_pin_memory")
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
@@ -53,7 +56,6 @@ class ScriptTracker(AllocationTracker):
         self.fakes = fakes
         self.notes: Counter[str] = Counter()  # every stand-in, and how often it was taken
         self.inexact: set[str] = set()  # those notes with which figures are an upper bound
-        self._adopted: dict[int, int] = {}  # address of a real storage -> index of its fake's
         self.without_rule = ""  # the last op whose outputs' shapes nobody knows
         self.unseen = False  # ops that only find out shapes
         self.gpus = 1  # of a node
@@ -76,10 +78,13 @@ class ScriptTracker(AllocationTracker):
             return NotImplemented  # its own ops on this rank's part come here
         if func is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if self.device == "cuda":
-            args, kwargs = tuple(on_simulated(a) for a in args), {k: on_simulated(v) for k, v in kwargs.items()}
+        args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
+        if name in _PINNING and self.device == "cuda":
+            return self._pinning(name, args[0])
+        pins = self.device == "cuda" and kwargs.get("pin_memory")
+        kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         faked = any(isinstance(t, FakeTensor) for t in leaves)
         if faked or kwargs.get("device") == SIMULATED or (not leaves and self._holds_nothing(name, args, kwargs)):
@@ -102,7 +107,24 @@ class ScriptTracker(AllocationTracker):
         if is_counted(func) and not self.unseen and (sends or not overwritten):
             # a fake that stood in for a real tensor that was overwritten is no memory of its own
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
+        if pins:
+            self.pin(out)
         return out
+
+    def _placed(self, value: Any) -> Any:
+        """Return a device as tensors on it name it: the simulated one, or the host without a number."""
+        if isinstance(value, torch.device) and value.type == "cpu":
+            return _HOST
+        return on_simulated(value) if self.device == "cuda" else value
+
+    def _pinning(self, name: str, tensor: Tensor) -> Any:
+        """Answer whether a tensor is pinned, or pin a copy: without a driver nothing can be, and C++ code asks, too."""
+        if name == _IS_PINNED or self.is_pinned(tensor):
+            return self.is_pinned(tensor)
+        with self:
+            pinned = tensor.clone()
+        self.pin(pinned)
+        return pinned
 
     def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
         """Return work of this moment, on the current stream."""

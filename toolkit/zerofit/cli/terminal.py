@@ -1,0 +1,87 @@
+"""Standard output and error of all commands: only zerofit's own codes command the terminal, never data.
+
+Names of folders, manifests, configs and messages of libraries can hold escape sequences: they are shown, not obeyed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+# C0 but for tabs and ends of lines, DEL, C1 (ECMA-48), marks that turn text around (UAX 9), halves of characters
+COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+MARK = f"\ufdd0{secrets.token_hex(8)}"  # in place of the escape character of our own styles: nobody can guess it
+_STYLE = re.compile(rf"{MARK}\[[\d;]*m")
+
+
+def visible(text: str) -> str:
+    r"""Write characters that command a terminal as Python does (DEL as JSON does, which has no other).
+
+    >>> print(visible("red: \x1b[31m"))
+    red: \x1b[31m
+    """
+    return COMMANDS.sub(lambda found: "\\u007f" if found[0] == "\x7f" else repr(found[0])[1:-1], text)
+
+
+def style(text: str, **looks: Any) -> str:
+    """Return text in a style of `click.style`, for a stream of `safe_output`."""
+    if not isinstance(sys.stdout, SafeStream):
+        return text
+    return click.style("\0", **looks).replace("\x1b", MARK).replace("\0", text)
+
+
+def write_data(text: str, err: bool = False) -> None:
+    """Write what a command makes for programs, too, such as a model's text: as it is, but to a terminal."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(text if stream.isatty() else Rendered(text))
+    stream.flush()
+
+
+class Rendered(str):
+    """Text that a `SafeStream` writes as it is."""
+
+    __slots__ = ()
+
+
+class SafeStream:
+    """A text stream that makes all visible that commands the terminal, but for our own styles."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text; a carriage return before all else stays, for bars of libraries."""
+        if not isinstance(text, str):
+            raise TypeError(f"text is written here, not {type(text).__name__}")
+        shown = text
+        if not isinstance(text, Rendered):
+            shown = "\r" * text.startswith("\r") + visible(text.removeprefix("\r"))
+            shown = shown.replace(MARK, "\x1b") if self._stream.isatty() else _STYLE.sub("", shown)
+        self._stream.write(shown)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts."""
+        for line in lines:
+            self.write(line)
+
+
+@contextmanager
+def safe_output() -> Iterator[None]:
+    """Let both standard streams be safe within the block."""
+    former: Any = sys.stdout, sys.stderr
+    safe: Any = SafeStream(sys.stdout), SafeStream(sys.stderr)
+    sys.stdout, sys.stderr = safe
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = former

@@ -1,0 +1,100 @@
+"""Why the process of a simulation ended without an answer: memory, a signal, a crash, or an exit of its own."""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerofit.spec.errors import Problem
+from zerofit.spec.units import shown_bytes
+
+OUT_OF_MEMORY, EXITED = "out-of-memory", "exit"  # kinds of problems
+LINES = 6  # of output that are shown
+HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
+_SAID = re.compile(
+    r"\bMemoryError\b|[Cc]annot allocate memory|can't allocate memory|failed to map segment|std::bad_alloc"
+)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)  # Python's faulthandler
+_LIBRARY = ("/site-packages/", "/lib/python", "/zerofit/", "<")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a process ended that has left no answer."""
+
+    status: int | None  # as os.wait gives it; None: nobody saw it end, for whoever waited was ended, too
+    peak_bytes: int = 0  # resident, at most
+    ran_short: bool = False  # the kernel has ended processes for want of memory meanwhile
+    output: str = ""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that this machine has no memory left, as Python, torch or the loader say it."""
+    return (
+        isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or is_about_memory(str(error))
+    )
+
+
+def is_about_memory(text: str) -> bool:
+    """Return whether the end of some output is an error for want of memory."""
+    return bool(_SAID.search(text[-2000:]))
+
+
+def out_of_memory(peak_bytes: int = 0) -> Problem:
+    """Return that a simulation had not enough memory on this machine."""
+    taken = f" (its process had {shown_bytes(peak_bytes)})" if peak_bytes else ""
+    return Problem(
+        kind=OUT_OF_MEMORY, message=f"this machine has too little memory for the simulation{taken}", hint=HINT
+    )
+
+
+def why_ended(ending: Ending) -> Problem:
+    """Return why a process left no answer."""
+    number = -1 if ending.status is None else ending.status & 0x7F  # os.WTERMSIG
+    if (number in (-1, signal.SIGKILL) and ending.ran_short) or is_about_memory(ending.output):
+        return out_of_memory(ending.peak_bytes)
+    if number == 0:
+        message = f"the simulated process ended with exit code {(ending.status or 0) >> 8} and left no answer"
+        return with_output(Problem(kind=EXITED, message=message), ending.output)
+    if number in (-1, *_FROM_OUTSIDE):
+        message = f"the simulated process was killed{f' with {signal.Signals(number).name}' if number > 0 else ''}"
+        hint = "something outside of zerofit does that, such as a limit of the job: run the command again"
+        return Problem(kind="killed", message=message, hint=hint)
+    return _crash(signal.Signals(number).name, ending.output)
+
+
+def _crash(name: str, output: str) -> Problem:
+    """Return a crash of the simulation, with the Python line that was running and the line of the user's."""
+    said, _, stacks = output.partition("Fatal Python error")
+    main = stacks.rpartition("Thread ")[2] or stacks  # the last one: the script's
+    frames = _FRAME.findall(stacks.partition("Current thread")[2].partition("\n\n")[0]) or _FRAME.findall(main)
+    inner = next((f" in {shown_path(file)}:{line}" for file, line in frames), "")
+    own = next((f"{file}:{line}" for file, line in _FRAME.findall(main) if not any(w in file for w in _LIBRARY)), "")
+    reason = next(iter(last_lines(said, 1)), "")
+    message = f"zerofit cannot simulate this: its process crashed with {name}{inner}" + (
+        f" ({reason})" if reason else ""
+    )
+    return Problem(kind="crashed", message=message, hint="this is an error of zerofit: please report it", where=own)
+
+
+def shown_path(file: str) -> str:
+    """Return a library's file from its package on."""
+    return file.rpartition("/site-packages/")[2] if "/site-packages/" in file else Path(file).name
+
+
+def with_output(problem: Problem, output: str) -> Problem:
+    """Return a problem with the last lines of what the script printed."""
+    lines = [line for line in last_lines(output, LINES) if line.strip() not in problem.message]
+    if not lines:
+        return problem
+    return replace(problem, message="\n".join([f"{problem.message}; its last output:", *(f"  {one}" for one in lines)]))
+
+
+def last_lines(text: str, count: int) -> list[str]:
+    """Return the last lines of output; of what a progress bar has overwritten, what stands there last."""
+    lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in lines if line][-count:]

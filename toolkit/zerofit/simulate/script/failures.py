@@ -1,0 +1,196 @@
+"""Why a script ended before it had trained: its own exit or error, or what zerofit cannot simulate.
+
+Nothing here says how the script would end on the machine: no real run was seen.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+
+from zerofit.simulate import patches
+from zerofit.simulate.endings import EXITED, lacks_memory, out_of_memory, shown_path
+from zerofit.simulate.script import tracker
+from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.tracker import is_own
+from zerofit.spec.errors import Problem, UserError
+
+_LINES = 3  # of an exception's message
+_FEW = 100  # items of a list that are looked at
+_SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
+_FAKES = str(Path(torch.__file__).parent / "_subclasses")
+_NAMES = re.compile(r"simgpu|privateuse|fake ?tensor|fake_tensor|\bmeta (device|tensor)", re.IGNORECASE)
+_SIGNATURE = re.compile(r"^(\w+)[\w.<>]*\(\) (got|takes|missing)")  # of Python's TypeError: the function's name
+RETRY = "start the command without zerofit to see whether it ends so there, too"
+
+
+def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
+    """Return the script's own error with its traceback, or what cannot be simulated and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if is_own(f.filename)] or frames
+    where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
+    missing = _missing_from_hub(error)
+    if missing:
+        message = f"the configuration of {missing} is not in the cache"
+        hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
+        return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
+    if lacks_memory(error):
+        return replace(out_of_memory(), where=where)
+    if isinstance(error, torch.AcceleratorError):
+        message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} asks the GPU's driver, and there is none"
+        hint = "a kernel that is called past torch's ops has no shape rule: switch it off where the script lets you"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+    if not _involves_stand_ins(error) or _is_plain_bug(error, meter):
+        shown = traceback.TracebackException(type(error), error, _from_script(error))
+        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(_SIMULATE)])
+        text = "".join(shown.format())
+        hint = RETRY
+        if isinstance(error, ModuleNotFoundError):
+            hint = f"the script runs with the packages of {sys.executable}: install it there"
+        return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
+    message, hint = _not_simulated(target, meter, error)
+    return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+
+
+def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> tuple[str, str]:
+    """Return what a stand-in of the simulation takes part in, and what would help."""
+    op, module = meter.last
+    inside = f"module {module}" if module else "code outside of the model"
+    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
+    hint = "train it for a step instead, or compute without the value (torch.where, masks)"
+    if isinstance(error, patches.AskedForValueError):
+        return f"{inside} asks for the value of a tensor; what it does with the answer is not known", hint
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"{op} in {inside}: its shape depends on values that only a GPU has", hint
+    if meter.without_rule and isinstance(error, RuntimeError):
+        hint = "an op of your own says it by torch.library.register_fake; for torch's, take another op"
+        return f"{meter.without_rule} in {inside} has no shape rule: what it makes is not known", hint
+    place = f"{op} in {inside}" if op else inside
+    if _is_of_zerofit(error):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__} in {shown_path(last.filename)}:{last.lineno}"
+        hint = "a stand-in of the simulation is the cause: please report it, with the command"
+        return f"zerofit cannot simulate this: {place} ends with {raised}: {first}", hint
+    hint = "it may be the script's own error: shapes and types are checked as on the machine"
+    return f"{target.command.script} fails at {place}: {type(error).__name__}: {first}", hint
+
+
+def _missing_from_hub(error: BaseException) -> str:
+    """Return the repository whose files the hub's cache lacks; "" where the error is another one."""
+    if not isinstance(error, OSError):
+        return ""
+    named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((str(name) for name in named if name), "")
+
+
+def _from_script(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the script's first frame on."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, "<frozen runpy")):
+        entry = entry.tb_next
+    return entry
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _entries(error: BaseException) -> list[TracebackType]:
+    """Return the traceback from the script's first frame on, the frame that raised last."""
+    entry, found = _from_script(error), []
+    while entry is not None:
+        found.append(entry)
+        entry = entry.tb_next
+    return found
+
+
+def _involves_stand_ins(error: BaseException) -> bool:
+    """Return whether what raised had to do with a tensor that holds nothing, or with an answer of this package's."""
+    for one in _chain(error):
+        frames = [entry.tb_frame for entry in _entries(one)]
+        on_fakes = any(f.f_code.co_name == "_on_fakes" and f.f_code.co_filename == tracker.__file__ for f in frames)
+        if on_fakes or _is_of_zerofit(one) or (frames and _holds_fakes(frames[-1])):
+            return True
+    return False
+
+
+def _is_of_zerofit(error: BaseException) -> bool:
+    """Return whether the simulation's own code or devices are the cause: they raised, or the message names them."""
+    last, text = (_entries(error) or [None])[-1], str(error)
+    called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None
+    file = last.tb_frame.f_code.co_filename if last else ""
+    return (
+        (last is not None and file.startswith(_SIMULATE) and not _is_in_call(last))
+        or (file.startswith(_FAKES) and not isinstance(error, RuntimeError))
+        or bool(_NAMES.search(text))
+        or (called is not None and _defined_here(called[1]))
+        or _is_stand_in(getattr(error, "obj", None))  # whose attribute is missing
+    )
+
+
+def _is_in_call(entry: TracebackType) -> bool:
+    """Return whether what a frame called has raised, in C: wrappers hand on to what they have replaced."""
+    return dis.opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]].startswith("CALL")
+
+
+def _defined_here(name: str) -> bool:
+    """Return whether a function or class of the simulation has this name."""
+    modules = [module for key, module in sys.modules.items() if key.startswith("zerofit.simulate.")]
+    return any(getattr(vars(m).get(name), "__module__", "").startswith("zerofit.simulate.") for m in modules)
+
+
+def _holds_fakes(frame: FrameType) -> bool:
+    values = list(frame.f_locals.values())
+    for value in frame.f_locals.values():
+        if isinstance(value, (list, tuple)):
+            values += value[:_FEW]
+        elif isinstance(value, dict) and len(value) <= _FEW:
+            values += value.values()
+    return any(map(_is_stand_in, values))
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Return whether a value is a tensor that holds nothing, or an object that this package answers with."""
+    if isinstance(value, Tensor):
+        return isinstance(getattr(value, "_local_tensor", value), FakeTensor)
+    return type(value).__module__.startswith("zerofit.simulate.")
+
+
+def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
+    """Return whether the script's own line asks for what is not there, and no value was made up before."""
+    frames = traceback.extract_tb(error.__traceback__)
+    made_up = any("taken as" in note for note in meter.notes)
+    plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)
+    return plain and not made_up and not _is_of_zerofit(error)
+
+
+def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed: bool) -> UserError:
+    """Return the error of a script that ended by itself without an optimizer step."""
+    said, hint = f"{target.command.script} {how}", RETRY
+    if failed:
+        message = f"{said} before it trained"
+    elif phases.engines:
+        message, hint = f"{said} before its engine made an optimizer step", "give it data for at least one step"
+    else:
+        message = f"{said} and made neither a DeepSpeed engine nor an optimizer step"
+        hint = "is DeepSpeed switched on? (Trainer: --deepspeed JSON, Accelerate: DeepSpeedPlugin or accelerate launch)"
+    return UserError(Problem(kind=EXITED, message=message, hint=hint))
