@@ -23,12 +23,12 @@ def kept_file(folder: str, key: Any, stem: str = "") -> Path:
 
 @cache
 def code_digest(root: Path = ROOT) -> str:
-    """Return the same text for the same code of the package, whichever of it computes an answer."""
+    """Return the same text for the same code and data of the package, whichever of it computes an answer."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(root, followlinks=True):  # models/ may be a link
         folders.sort()
         for name in sorted(files):
-            if name.endswith(".py"):
+            if name.endswith((".py", ".json")):
                 path = Path(folder, name)
                 digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
