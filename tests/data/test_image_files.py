@@ -42,7 +42,7 @@ def test_sixteen_bits_of_colour_are_read_alike(tmp_path):
     assert (read(tmp_path / "grey.png") == read(tmp_path / "rgb.png")).all()
 
 
-@pytest.mark.parametrize("values", [np.float32([[0.0, 0.5], [1.0, 255.0]]), np.int32([[0, 5], [70000, -1]])])
+@pytest.mark.parametrize("values", [np.array([[0.5, 255.0]], np.float32), np.array([[70000, -1]], np.int32)])
 def test_numbers_without_a_white_are_refused(tmp_path, refused, opened, values):
     for n in range(12):
         paint(tmp_path / "pics" / "a" / f"{n}.png", n)

@@ -155,3 +155,17 @@ def test_hints_do_not_train_on_answers_alone(tmp_path, refused, row, hint):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     (problem,) = refused(data=f"jsonl:{tmp_path}/a.jsonl", seq_len=16)
     assert hint in problem.hint
+
+
+def test_empty_and_odd_files_are_bad_input(tmp_path, refused):
+    """Files that ended in errors of numpy: no record at all, texts that are all empty, an array that is cut off."""
+    silent = json.dumps({"messages": [{"role": "user", "content": ""}]}) + "\n"
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "a.jsonl").write_text(silent)
+    named = {"data": f"jsonl:{tmp_path}/a.jsonl", "seq_len": 16, "chat_template": tmp_path / "t.jinja"}
+    assert refused(**named)[0].kind == "data-too-short"
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    for task in ("causal-lm", "classify", "tag", "seq2seq-lm"):
+        assert refused(task, data=f"jsonl:{tmp_path}/a.jsonl", seq_len=16)[0].kind == "data-too-short"
+    (tmp_path / "a.npy").write_bytes(b"")
+    assert refused("table", data=f"npy:{tmp_path}/a.npy")[0].kind == "data-missing"

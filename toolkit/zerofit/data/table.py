@@ -61,7 +61,7 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     path, column = _file_and_column(name, argument)
     try:
         table = _read_csv(path, column) if kind == "csv" else _read_npy(path, column)
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, EOFError, ValueError, csv.Error) as error:
         raise _unusable("data-missing", f"{path} cannot be read as {kind}: {error}", f"--data {kind}:FILE") from None
     if table.broken and not run.skip_bad:
         shown = "; ".join(table.broken[:SHOWN]) + ("; ..." if len(table.broken) > SHOWN else "")

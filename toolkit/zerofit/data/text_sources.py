@@ -81,8 +81,8 @@ def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> 
         return -1
     if documents > MANY:
         return int(HELD_OUT * 2**64)
-    hashes = np.fromiter((name_hash(name) for name in names), dtype=np.uint64, count=documents)
-    return held_out_limit(hashes, HELD_OUT)
+    hashes = np.fromiter((name_hash(name) for name in names), dtype=np.uint64)
+    return held_out_limit(hashes, HELD_OUT) if len(hashes) else -1
 
 
 def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:

@@ -35,7 +35,8 @@ class TokenFile:
     def array(self) -> np.ndarray:
         """Return all ids, uint16 or uint32 (tokens,), read-only."""
         if self._array is None:
-            self._array = np.memmap(self.path, dtype=self.dtype, mode="r")
+            empty = not self.path.stat().st_size  # which cannot be mapped
+            self._array = np.empty(0, self.dtype) if empty else np.memmap(self.path, dtype=self.dtype, mode="r")
         return self._array
 
 
