@@ -117,7 +117,8 @@ def examined(row: Row, folder: Path) -> SimulationTarget | None:
         return None
     with refusals(row):
         config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
-        run = Run(model=str(folder), ds_config=config, optimizer="adamw", micro_batch=4, seq_len=SEQ_LEN)
+        seq_len = None if row.task == "IMAGE_CLASSIFICATION" else SEQ_LEN
+        run = Run(model=str(folder), ds_config=config, optimizer="adamw", micro_batch=4, seq_len=seq_len)
         target = prepare_simulation(RunRequest.of(run), Cluster("h100-80gb", gpus=1)).target(0)
         row.counted = target.job.facts.parameters
         profile = traced(target)

@@ -24,7 +24,7 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.layers import as_layers
-from zerofit.models.sections import watched
+from zerofit.models.sections import ModelSection, watched
 from zerofit.simulate.bits import traced_bits
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
@@ -121,6 +121,10 @@ def _traced(
     linear = patch.object(nn.functional, "linear", zero3_linear_wrap) if one.zero3 else nullcontext()
     with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits, linear:
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+        if not all(("forward", unit) in few.before for unit in range(len(subject.units))):
+            # SqueezeBERT calls its blocks' forward, and no hook sees one begin: the model is one layer
+            subject = replace(subject, units=[ModelSection(name="model", start=None)])
+            few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)
     costs = _whole([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
