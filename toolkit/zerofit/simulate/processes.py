@@ -90,16 +90,18 @@ def simulate_all(
                 show(_progress(folder, count, time.monotonic() - start))
                 time.sleep(POLL_S)
             short = oom_kills() > kills or is_about_memory(server.said())
-            if server.process.poll() is not None:
+            status = server.process.poll()
+            if status is not None:
                 _kill(folder)
-                if not short:
+                if status >= 0 and not short:
                     server.refuse_if_ended()
         except BaseException:
             _kill(folder)
             raise
         finally:
             _release(server)
-        return [_result(folder, n, short) for n in range(count)]
+        died = -status if status and status < 0 else None
+        return [_result(folder, n, died, short) for n in range(count)]
 
 
 def _kill(folder: Path) -> None:
@@ -170,11 +172,12 @@ def end_server() -> None:
         _running = None
 
 
-def _result(folder: Path, n: int, ran_short: bool) -> RankRecord | Problem:
+def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankRecord | Problem:
+    """Return what a simulation has left; `died`: the signal that has ended the server, where nobody saw its end."""
     log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
     output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
-        status, peak_bytes = json.loads(seen.read_text()) if seen.exists() else (None, 0)
+        status, peak_bytes = json.loads(seen.read_text()) if seen.exists() else (died, 0)
         return why_ended(Ending(status=status, peak_bytes=peak_bytes, ran_short=ran_short, output=output))
     result = pickle.loads(file.read_bytes())
     if isinstance(result, Exception):
@@ -277,6 +280,8 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
     faulthandler.enable(file=log)
     sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115  # in order with errors
 
+    pid = os.getpid()
+
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
 
@@ -297,6 +302,8 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
     except BaseException as error:
         result = out_of_memory() if lacks_memory(error) else RuntimeError(traceback.format_exc())
     try:
+        if os.getpid() != pid:  # forked by a script, and back here by its exception
+            os._exit(1)
         (folder / f"{n}.part").write_bytes(pickle.dumps(result))
         (folder / f"{n}.part").replace(folder / f"{n}.result")
         sys.stdout.flush()
