@@ -125,7 +125,8 @@ def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: dict[str
     # Mixtral: DeepSpeed's sequence parallel attention needs the number
     if vars(text).get("head_dim", 0) is None and of_all_layers(text, "num_attention_heads") is not None:
         text.head_dim = text.hidden_size // text.num_attention_heads
-    if hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
+    routed = getattr(config, "num_local_experts", None) != 0  # Granite 4 without experts has the options of a router
+    if routed and hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
         config.output_router_logits = True  # without it the experts' balance would go untrained
     config.return_dict = True  # outputs are read by name
 

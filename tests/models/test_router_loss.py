@@ -69,3 +69,23 @@ def test_the_first_stages_gradient_is_not_that_without_the_loss():
 def test_models_without_such_a_loss(args):
     name, shape = TRANSFORMERS["mixtral" if args else "deepseek v2"]
     assert router_loss(build(find(name), TEXT, {**shape, **(args or {})})) is None
+
+
+def test_a_model_without_experts_gives_no_router_s_loss():
+    """Granite 4's dense models have the class, and the options, of those with experts."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "shared_intermediate_size": 48}
+    layers = {
+        "num_hidden_layers": 2,
+        "layer_types": ["attention"] * 2,
+        "vocab_size": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+    }
+    torch.manual_seed(0)
+    model = build(
+        find("granite-4.0-350m"), None, {**sizes, **layers, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    )
+    ids = torch.arange(12).reshape(1, 12)
+    out = model(input_ids=ids, labels=ids)
+    logits = out.logits[:, :-1].reshape(-1, 64)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
