@@ -88,7 +88,7 @@ def small_config(model_type: str, architecture: str) -> Any:
     wanted = _few_layers(default) | {key: value for key, value in within.items() if value}
     for values in (wanted, {}):  # where a config has a list for each of its layers, other numbers do not go with it
         with suppress(Exception), torch.device("meta"):
-            config = cls(**values)
+            config = cls(**values)  # pyright: ignore[reportArgumentType]  # names of the class's own numbers
             config.architectures = [architecture]
             config.num_labels = 1000  # of the images that classifiers are fed
             getattr(transformers, architecture)(config)
@@ -97,7 +97,7 @@ def small_config(model_type: str, architecture: str) -> Any:
     return default
 
 
-def _few_layers(config: Any) -> dict[str, int]:
+def _few_layers(config: Any) -> dict[str, Any]:
     known = config.to_dict() if config is not None else {}
     if isinstance(known.get("depths"), list | tuple):  # of stages
         return {}

@@ -467,7 +467,9 @@ def warm() -> None:
     import zerofit.app.data_view
     import zerofit.app.planning.planner  # noqa: F401
 
-    _interface(), _configs(), _data()
+    _interface()
+    _configs()
+    _data()
 
 
 def outcomes(kind: str, count: int, seed: int, scratch: Path) -> Iterator[tuple[int, Case, Outcome]]:

@@ -13,6 +13,7 @@ from zerofit.models.depth import DEPTH, depths, of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
 from zerofit.spec.errors import reason_of
 
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # as Mixtral, DeepSeek and Qwen have it
 FRAMES_A_POSITION = 2  # Whisper's second convolution halves them
 _OF_LAYERS = ("layer_types", "stage_names", "out_features", "out_indices")
 
@@ -125,7 +126,8 @@ def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: dict[str
     # Mixtral: DeepSpeed's sequence parallel attention needs the number
     if vars(text).get("head_dim", 0) is None and of_all_layers(text, "num_attention_heads") is not None:
         text.head_dim = text.hidden_size // text.num_attention_heads
-    routed = getattr(config, "num_local_experts", None) != 0  # Granite 4 without experts has the options of a router
+    # a Granite 4 of no experts and a Jamba of one have the options of a router, and none
+    routed = not any(of_all_layers(config, name) in (0, 1) for name in EXPERTS)
     if routed and hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
         config.output_router_logits = True  # without it the experts' balance would go untrained
     config.return_dict = True  # outputs are read by name

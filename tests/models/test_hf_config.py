@@ -102,7 +102,12 @@ def test_what_a_training_leaves_out_of_a_config_is_noted_and_looked_for_nowhere(
 
 def stored_in_fp8(folder: Path) -> dict[str, torch.Tensor]:
     """Write a Llama whose matrices are float8 in blocks of 128; return what its weights are."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(folder)
     held = load_file(folder / "model.safetensors")
     weights = dict(held)

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import JambaConfig
 
 from tests.simulate.targets import TINY, target
 from zerofit.simulate import run
-from zerofit.simulate.run import SimulatedRank, simulate
+from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 
 DENSE, LAYERS = 3, 16  # of them have no experts, in all
 SMALL_DEEPSEEK: dict[str, Any] = {
@@ -70,6 +71,20 @@ def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
     assert isinstance(found, SimulatedRank) and not found.layers
     block = 4 * 32 * 32 + 3 * 32 * 80 + 2 * 32
     assert found.record.peaks[0].breakdown["optimizer state"] == pytest.approx(8 * block, abs=1024)
+
+
+def test_layers_of_several_kinds_are_not_extended(tmp_path):
+    """Every eighth layer of a Jamba has attention, the others a Mamba: few of them do not say what all have."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    kinds: dict[str, Any] = {"num_experts": 1, "num_hidden_layers": 32, "vocab_size": 64, "mamba_dt_rank": 4}
+    JambaConfig(architectures=["JambaForCausalLM"], **sizes, **kinds).save_pretrained(tmp_path)
+    assert layer_counts(target(model=str(tmp_path), seq_len=16)) is None
+    assert layer_counts(target(model_args={**TINY, "num_hidden_layers": 32})) is not None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -399,12 +400,12 @@ def test_layers_before_equal_ones_stand_for_themselves():
     assert profile.parameters == sum(p.numel() for p in model.parameters())
 
 
-STAGES = {"depths": [1, 1, 3, 1], "image_size": 64}
+STAGES: dict[str, Any] = {"depths": [1, 1, 3, 1], "image_size": 64}
 BLOCK = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 # model type: its class, and a small config; hierarchies of images, hybrids, an encoder with a decoder, a masked model
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "swin": ("SwinForImageClassification", {"embed_dim": 12, "num_heads": [2, 2, 2, 2], "window_size": 2}),
     "convnext": ("ConvNextForImageClassification", {"hidden_sizes": [8, 16, 24, 32]}),
     "hiera": ("HieraForImageClassification", {"embed_dim": 8, "image_size": [64, 64]}),
@@ -419,9 +420,9 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_profile_has_the_parameters_that_transformers_builds(tmp_path, model_type):
-    architecture, values = ARCHITECTURES[model_type]
+    architecture, own = ARCHITECTURES[model_type]
     images = architecture.endswith("ForImageClassification")
-    values = (STAGES if images else TOKENS | {"num_hidden_layers": 4}) | values
+    values: dict[str, Any] = {**(STAGES if images else {**TOKENS, "num_hidden_layers": 4}), **own}
     config = transformers.CONFIG_MAPPING[model_type](architectures=[architecture], **values)
     config.num_labels = 10
     config.save_pretrained(tmp_path)

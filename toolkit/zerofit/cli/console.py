@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.answer import R, answer
-from zerofit.cli.terminal import Rendered, safe_output, visible
+from zerofit.cli.terminal import SafeText, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
@@ -44,7 +44,7 @@ class SafeConsole(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         plain = (one if one.control else Segment(visible(one.text), one.style) for one in buffer)
-        return Rendered(super()._render_buffer(plain))
+        return SafeText(super()._render_buffer(plain))
 
 
 def out(width: int | None = None) -> Console:

@@ -39,11 +39,11 @@ def style(text: str, **looks: Any) -> str:
 def write_data(text: str, err: bool = False) -> None:
     """Write what a command makes for programs, too, such as a model's text: as it is, but to a terminal."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(text if stream.isatty() else Rendered(text))
+    stream.write(text if stream.isatty() else SafeText(text))
     stream.flush()
 
 
-class Rendered(str):
+class SafeText(str):
     """Text that a `SafeStream` writes as it is."""
 
     __slots__ = ()
@@ -63,7 +63,7 @@ class SafeStream:
         if not isinstance(text, str):
             raise TypeError(f"text is written here, not {type(text).__name__}")
         shown = text
-        if not isinstance(text, Rendered):
+        if not isinstance(text, SafeText):
             shown = "\r" * text.startswith("\r") + visible(text.removeprefix("\r"))
             shown = shown.replace(MARK, "\x1b") if self._stream.isatty() else _STYLE.sub("", shown)
         self._stream.write(shown)

@@ -15,6 +15,7 @@ from torch import nn
 from zerofit.models.build import build, check_forward, parameter_count, refuse_lazy
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.depth import of_all_layers
+from zerofit.models.hf_config import EXPERTS
 from zerofit.models.inputs import ImageInputs, Inputs, are_packed
 from zerofit.models.layers import as_layers
 from zerofit.models.quantized import quantized_share, without_bits
@@ -90,8 +91,7 @@ def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
 
 def expert_count(config: Any) -> int | None:
     """Return how many experts a layer of a transformers model chooses from; None where it has no mixture."""
-    names = ("num_local_experts", "n_routed_experts", "num_experts")  # as Mixtral, DeepSeek and Qwen have it
-    return next((n for name in names if isinstance(n := of_all_layers(config, name), int)), None)
+    return next((n for name in EXPERTS if isinstance(n := of_all_layers(config, name), int)), None)
 
 
 def trained_count(model: nn.Module) -> int | None:
