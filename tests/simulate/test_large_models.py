@@ -73,18 +73,19 @@ def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
     assert found.record.peaks[0].breakdown["optimizer state"] == pytest.approx(8 * block, abs=1024)
 
 
-def test_layers_of_several_kinds_are_not_extended(tmp_path):
+def test_layers_of_several_kinds_are_not_extended(tmp_path, monkeypatch):
     """Every eighth layer of a Jamba has attention, the others a Mamba: few of them do not say what all have."""
+    monkeypatch.setattr(run, "WORTH", 3)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    kinds: dict[str, Any] = {"num_experts": 1, "num_hidden_layers": 32, "vocab_size": 64, "mamba_dt_rank": 4}
+    kinds: dict[str, Any] = {"num_experts": 1, "num_hidden_layers": LAYERS, "vocab_size": 64, "mamba_dt_rank": 4}
     JambaConfig(architectures=["JambaForCausalLM"], **sizes, **kinds).save_pretrained(tmp_path)
     assert layer_counts(target(model=str(tmp_path), seq_len=16)) is None
-    assert layer_counts(target(model_args={**TINY, "num_hidden_layers": 32})) is not None
+    assert layer_counts(target(model_args={**TINY, "num_hidden_layers": LAYERS})) is not None
 
 
 @pytest.mark.parametrize(
