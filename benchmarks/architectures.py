@@ -148,7 +148,7 @@ def refusals(row: Row) -> Iterator[None]:
     try:
         yield
     except (UserError, ModelError) as error:
-        row.status, row.reason = REFUSED, str(error)
+        row.status, row.reason = REFUSED, str(error).replace(f"{tempfile.gettempdir()}/", "")
     except TimeoutError:
         raise
     except Exception as error:
