@@ -40,7 +40,7 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
 
     A part of the file at a time is in memory, at least one element. What is no UTF-8 is kept as it is.
     """
-    text = _TextReader(file)
+    text = _Window(file)
     array = text.next() == "["
     if array:
         text.at += 1
@@ -63,7 +63,7 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
         yield text.rest()
 
 
-class _TextReader:
+class _Window:
     """The part of a file from which elements are taken."""
 
     def __init__(self, file: IO[bytes]):
