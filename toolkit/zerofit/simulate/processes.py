@@ -38,7 +38,6 @@ from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory, oom_kills
-from zerofit.spec.memory_limit import end_first
 from zerofit.spec.process import collector_off
 from zerofit.spec.server_process import ServerProcess
 
@@ -196,7 +195,6 @@ def _progress(folder: Path, count: int, seconds: float) -> str:
 
 def serve() -> None:
     """Serve requests until standard input is closed."""
-    end_first()  # before the command that waits for an answer
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one takes its place
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -16,6 +16,7 @@ import tempfile
 from contextlib import suppress
 from typing import IO, Any
 
+from zerofit.spec.memory_limit import end_first
 from zerofit.spec.process import collector_off
 
 
@@ -74,6 +75,7 @@ class ServerProcess:
 
 def main() -> None:
     """Be the server: `python -m zerofit.spec.server_process MODULE`."""
+    end_first()  # before the command that waits for an answer
     with collector_off():
         module = importlib.import_module(sys.argv[1])
     module.serve()
