@@ -61,7 +61,7 @@ def test_flops_of_a_block_are_those_of_its_products(llama):
     assert costs(llama, "bf16", False, 1, 1)["head"].forward_flops == Linear(per_sample=2 * LENGTH * HIDDEN * VOCAB)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "llama-3.1-70b", "bert-base", "deberta-v3-xsmall"])
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "llama-3.1-70b", "bert-base"])
 def test_parameters_are_those_of_the_whole_model(name):
     config = TextInputs(vocab_size=256, seq_len=32)
     assert traced(name, config).parameters == count_parameters(find(name))

@@ -67,12 +67,7 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
         if device == "cuda":
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
             stack.enter_context(mamba_kernels())
-        # a CNN's trace must not import transformers
-        if modeling_utils := sys.modules.get("transformers.modeling_utils"):  # DeBERTa looks for padding, to warn of it
-            model_class = modeling_utils.PreTrainedModel
-            unread = patch.object(model_class, "warn_if_padding_and_no_attention_mask", lambda *ids_and_mask: None)
-            stack.enter_context(unread)
-        masking_utils = sys.modules.get("transformers.masking_utils")
+        masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
         for name, stand_in in (PACKED_MASKING if packed else PADDED_MASKING if padded else MASKING).items():
             if hasattr(masking_utils, name):
                 stack.enter_context(patch.object(masking_utils, name, stand_in))
