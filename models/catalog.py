@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from zerofit.models.names import Match, preset_of, relatives
 from zerofit.models.presets import NAMED, PRESETS
 from zerofit.models.weight_index import weight_names
+from zerofit.spec.errors import ModelError
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.model_facts import Task
 from zerofit.spec.named_code import names_callable
@@ -34,14 +35,6 @@ DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers makes whole
 
 
 CONFIG_HINT = "give a config.json of transformers"
-
-
-class ModelError(ValueError):
-    """A model that cannot be built as requested: a stable slug, what was got and is allowed, and the knob to turn."""
-
-    def __init__(self, kind: str, message: str, hint: str = ""):
-        super().__init__(message + (f" ({hint})" if hint else ""))
-        self.kind, self.message, self.hint = kind, message, hint
 
 
 class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):

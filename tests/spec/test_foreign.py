@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.spec.foreign import MAX_DEPTH, Unreadable, parse_json, parse_yaml, read_json, read_own_yaml, read_yaml
+from zerofit.spec.foreign import MAX_DEPTH, Unreadable, parse_json, read_json
+from zerofit.spec.foreign_yaml import parse_yaml, read_own_yaml, read_yaml
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from zerofit.check.scan import ObjectMember, ParsedValue, Scanner, SyntaxFault, TextPosition
-from zerofit.spec.foreign import Unreadable, YamlTree
+from zerofit.spec.foreign import Unreadable
+from zerofit.spec.foreign_yaml import YamlTree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import click
 
 from zerofit.cli.terminal import style
-from zerofit.models.catalog import ModelError
-from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, Stopped, UserError
+from zerofit.spec.errors import DoesNotFit, ModelError, Problem, RunFailed, Stopped, UserError
 from zerofit.spec.files import cache_root
 from zerofit.spec.process import stop_requests
 

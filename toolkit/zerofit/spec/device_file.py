@@ -56,7 +56,7 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
 
 
 def _read(path: Path, where: str) -> dict[Any, Any]:
-    from zerofit.spec.foreign import read_own_values  # no other kind of device needs PyYAML
+    from zerofit.spec.foreign_yaml import read_own_values  # no other kind of device needs PyYAML
 
     return read_own_values(path, hint="write it as lines of `key: value`; keys: " + ", ".join(KEYS), where=where)
 

@@ -47,6 +47,14 @@ class UserError(Exception):
         super().__init__("; ".join(p.message + (f" ({p.hint})" if p.hint else "") for p in problems))
 
 
+class ModelError(ValueError):
+    """A model that cannot be built as requested: a stable slug, what was got and is allowed, and the knob to turn."""
+
+    def __init__(self, kind: str, message: str, hint: str = ""):
+        super().__init__(message + (f" ({hint})" if hint else ""))
+        self.kind, self.message, self.hint = kind, message, hint
+
+
 class RunFailed(Exception):
     """A run that started and could not go on: out of memory, NaN, a rank died (exit code 3).
 

@@ -31,7 +31,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
-from zerofit.spec.foreign import Unreadable, read_own_yaml
+from zerofit.spec.foreign import Unreadable
+from zerofit.spec.foreign_yaml import read_own_yaml
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.named_code import in_run_folder, refuse_foreign_code

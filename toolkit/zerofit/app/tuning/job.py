@@ -22,7 +22,7 @@ from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
-from zerofit.spec.foreign import read_own_values
+from zerofit.spec.foreign_yaml import read_own_values
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.profile import Profile

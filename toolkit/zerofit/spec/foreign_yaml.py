@@ -1,0 +1,221 @@
+"""The one reader of YAML: like `spec.foreign`'s of JSON, it ends in a value or in `Unreadable`, whatever the text.
+
+It is a module of its own because PyYAML takes a tenth of a second to import, which most commands need not wait for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import (
+    KINDS,
+    LONG_NUMBER,
+    MAX_DEPTH,
+    TOO_DEEP,
+    TOO_LONG,
+    Unreadable,
+    bounded,
+    decoded,
+    of_kind,
+    parse_json,
+    refused,
+)
+
+MAX_YAML_BYTES = 8 << 20  # PyYAML reads about 0.1 MB a second
+MAX_NODES = 1_000_000  # values of a YAML document, counted as often as aliases repeat them
+_YAML_KINDS = KINDS | {dict: "a mapping"}
+
+T = TypeVar("T")
+
+
+def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]:
+    """Return the value of a YAML file, which is of `kind`, and the line of each key at its top level.
+
+    Raises OSError, and Unreadable whose reason does not name the file. A key that is given twice is an error.
+    """
+    value, lines = parse_yaml(bounded(path, MAX_YAML_BYTES))
+    return of_kind(value, kind, _YAML_KINDS), lines
+
+
+def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int], list[Unreadable]]:
+    """Return the mapping of a YAML or JSON file of zerofit's own, the lines of its keys, and all faults of its values.
+
+    Numbers are those of YAML 1.2 and JSON: 1e-4 is one, 1:30 and 2026-11-27 are text. Faults are keys that are given
+    twice, and 010, which is 8 to some readers and 10 to others. Raises OSError, and Unreadable as `read_yaml` does.
+    """
+    text, faults = decoded(bounded(path, MAX_YAML_BYTES)), dict[tuple[int, int], Unreadable]()
+    if path.suffix != ".json":
+        value, lines = YamlTree(text, _OwnLoader, faults).contents()
+        return of_kind(value, dict, _YAML_KINDS), lines, list(faults.values())
+    value, lines = of_kind(parse_json(text), dict), {}
+    with suppress(Unreadable):  # YAML has no tabs between values and halves "\ud83d\ude00": it gives the lines alone
+        lines = YamlTree(text.replace("\t", " "), _OwnLoader, faults).contents()[1]
+    return value, lines, list(faults.values())
+
+
+def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> dict[Any, Any]:
+    """Return the mapping of a file as `read_own_yaml` reads it. Raises UserError with all faults and their lines."""
+    with refused(path, kind=kind, hint=hint, where=where):
+        found, _, faults = read_own_yaml(path)
+    if faults:
+        raise UserError(*(Problem(kind=kind, message=f"{path}: {one}", hint=hint, where=where) for one in faults))
+    return found
+
+
+class _OwnLoader(yaml.SafeLoader):
+    """PyYAML's reader of YAML 1.1, with the numbers of YAML 1.2 (and 1_000), and without dates."""
+
+
+_NUMBERS = {
+    "int": r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)",
+    "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN",
+}
+_OTHER_RADIX = re.compile(r"[-+]?0[ob]?[0-9][0-9_]*")  # 010, 0o10 and 0b10, of which readers make different numbers
+_OwnLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in (*_NUMBERS, "timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern in _NUMBERS.items():
+    _OwnLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), list("-+.0123456789")
+    )
+
+
+def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
+    """Return the value of one YAML document as PyYAML's safe loader reads it, and the line of each top-level key.
+
+    Raises Unreadable.
+    """
+    return YamlTree(text).contents()
+
+
+class YamlTree:
+    """The nodes of one YAML document with their marks; `root` is None where the text is empty. Raises Unreadable.
+
+    `faults`, where it is given, gets what else would be raised of single values, by line and column.
+    """
+
+    def __init__(
+        self,
+        text: str | bytes,
+        loader: type[yaml.SafeLoader] = yaml.SafeLoader,
+        faults: dict[tuple[int, int], Unreadable] | None = None,
+    ):
+        with _refusals():
+            # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
+            self._loader = loader(decoded(text))
+            self.root: yaml.Node | None = self._loader.get_single_node()
+        if self.root is not None:
+            _check_nodes(self.root, faults)
+        self._at: yaml.Node | None = None
+        construct = self._loader.construct_object
+
+        def noting(node: yaml.Node, deep: bool = False) -> Any:
+            self._at = node  # the place of `!!int abc` or `2026-99-99`
+            return construct(node, deep)
+
+        self._loader.construct_object = noting
+
+    def value(self, node: yaml.Node) -> Any:
+        """Return the value of a node; a scalar that its own tag cannot read is Unreadable at its place."""
+        try:
+            with _refusals():
+                return self._loader.construct_document(node)
+        except (ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
+            if isinstance(error, Unreadable):
+                raise
+            at = self._at or node
+            shown = f"{at.value[:40]!r}" if isinstance(at, yaml.ScalarNode) else "this"
+            kind = at.tag.rpartition(":")[2]
+            article = "an" if kind[:1] in "aeiou" else "a"
+            mark = at.start_mark
+            raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
+
+    def contents(self) -> tuple[Any, dict[Hashable, int]]:
+        """Return the value of the document, and the line of each key at its top level."""
+        if self.root is None:
+            return None, {}
+        value = self.value(self.root)
+        if isinstance(value, dict) and isinstance(self.root, yaml.MappingNode):
+            return value, {self.value(key): key.start_mark.line + 1 for key, _ in self.root.value}
+        return value, {}
+
+    def members(self, mapping: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return keys and values of a mapping, those that it merges (`<<`) included."""
+        with _refusals():
+            self._loader.flatten_mapping(mapping)
+        return mapping.value
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what PyYAML raises into Unreadable."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise Unreadable(
+            str(error.problem or error.context), *((mark.line + 1, mark.column + 1) if mark else ())
+        ) from None
+    except yaml.YAMLError as error:  # characters that YAML forbids
+        raise Unreadable("; ".join(line.strip() for line in str(error).splitlines())) from None
+    except RecursionError:
+        raise Unreadable(TOO_DEEP) from None
+
+
+def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] | None) -> None:
+    """Refuse nesting, aliases that multiply or contain themselves, keys that are given twice, and long numbers.
+
+    With `faults`, keys that are given twice and ambiguous numbers are noted there, by their place.
+    """
+    counted = 0
+    stack = [(document, 1)]
+    while stack:
+        node, depth = stack.pop()
+        counted += 1
+        mark = node.start_mark
+        place = mark.line + 1, mark.column + 1
+        if depth > MAX_DEPTH:
+            raise Unreadable(TOO_DEEP, *place)
+        if counted > MAX_NODES:
+            raise Unreadable(f"the document has more than {MAX_NODES:,} values, aliases counted", *place)
+        if isinstance(node, yaml.ScalarNode):
+            if LONG_NUMBER.search(node.value) and node.tag == "tag:yaml.org,2002:int":
+                raise Unreadable(TOO_LONG, *place)
+            plain = node.style is None or node.tag.endswith(":int")
+            if faults is not None and plain and _OTHER_RADIX.fullmatch(node.value):
+                reason = f"{node.value} is read as different numbers by different readers of YAML"
+                faults[place] = Unreadable(f"{reason}: write decimal digits without leading zeros, or quote it", *place)
+            continue
+        if isinstance(node, yaml.MappingNode):
+            repeated = {(fault.line, fault.column): fault for fault in _repeated(node)}
+            if repeated and faults is None:
+                raise next(iter(repeated.values()))
+            if faults is not None:
+                faults.update(repeated)
+        stack += [(child, depth + 1) for child in _children(node)]
+
+
+def _children(node: Any) -> Iterator[yaml.Node]:
+    for child in node.value:
+        yield from child if isinstance(child, tuple) else (child,)
+
+
+def _repeated(mapping: yaml.MappingNode) -> Iterator[Unreadable]:
+    seen: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            continue
+        line, column = key.start_mark.line + 1, key.start_mark.column + 1
+        if (key.tag, key.value) in seen:
+            first = seen[key.tag, key.value]
+            yield Unreadable(f"{key.value!r} is given twice, first in line {first}", line, column)
+        seen.setdefault((key.tag, key.value), line)
