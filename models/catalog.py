@@ -179,14 +179,17 @@ def config_task(config: dict[str, Any], where: str) -> Task:
 
 
 def _task_of_architecture(name: str, model_type: str | None) -> Task | None:
-    """Return the task whose table names this class for the model type, else the one that its name ends in."""
+    """Return the task that a class's name ends in, else the one whose table names it for the model type."""
+    ending = next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
+    if ending and not name.endswith("WithLMHeadModel"):  # Flaubert's is masked
+        return ending
     from transformers.models.auto import modeling_auto as auto
 
     for task, table in CLASS_TABLES.items():
         known = getattr(auto, table).get(model_type, ())
         if name in ([known] if isinstance(known, str) else known):
             return task
-    return next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
+    return ending
 
 
 def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
