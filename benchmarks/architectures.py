@@ -85,8 +85,9 @@ def small_config(model_type: str, architecture: str) -> Any:
     cls = transformers.CONFIG_MAPPING[model_type]
     default = cls()
     within = {key: _few_layers(getattr(default, key)) for key in getattr(cls, "sub_configs", {})}
-    wanted = _few_layers(default) | {key: value for key, value in within.items() if value}
-    for values in (wanted, {}):  # where a config has a list for each of its layers, other numbers do not go with it
+    wanted: dict[str, Any] = _few_layers(default) | {key: value for key, value in within.items() if value}
+    none: dict[str, Any] = {}
+    for values in (wanted, none):  # where a config has a list for each of its layers, other numbers do not go with it
         with suppress(Exception), torch.device("meta"):
             config = cls(**values)  # pyright: ignore[reportArgumentType]  # names of the class's own numbers
             config.architectures = [architecture]
