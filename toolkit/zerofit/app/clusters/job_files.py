@@ -9,10 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zerofit.app.fitting.options import CHOSEN
-from zerofit.app.hub_models import PREFIX
 from zerofit.app.requests import is_run_file, read_request
-from zerofit.app.resolve import resolve_job
 from zerofit.launch.hostfile import check_size
 from zerofit.launch.job_file import write_once
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
@@ -153,6 +150,10 @@ def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mappin
 
 def _check_run(asked: JobFileRequest, problems: Problems) -> None:
     """Check the run for the job's ranks, without its data; all that is wrong is noted, or raised as UserError."""
+    from zerofit.app.fitting.options import CHOSEN  # these bring torch, which `launch --help` has no use for
+    from zerofit.app.hub_models import PREFIX
+    from zerofit.app.resolve import resolve_job
+
     if asked.target is None:
         return
     if asked.kubernetes and is_run_file(asked.target) and not Path(asked.target).exists():
