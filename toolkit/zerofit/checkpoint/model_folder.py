@@ -23,6 +23,7 @@ from zerofit.checkpoint.store import sync_folders
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import sync_file, sync_folder, write_json
+from zerofit.spec.foreign import read_json
 from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
@@ -245,9 +246,9 @@ def read_model_info(folder: Path) -> ModelInfo | None:
     if not file.is_file():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         return TypeAdapter(ModelInfo).validate_python(content | {"inputs": inputs_from_dict(content["inputs"])})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         message = f"{file} is not what zerofit writes beside a model: {type(error).__name__}: {reason}"
         hint = "export the checkpoint again with `zerofit ckpt export`"

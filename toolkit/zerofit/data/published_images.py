@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from zerofit.data.image_sources import Scaling
 from zerofit.data.mixing import ErasedImages
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import read_json
 from zerofit.spec.run import Run
 
 # transformers', ours, and that of a model some of which take one size only
@@ -41,7 +41,7 @@ def published_images(run: Run) -> PublishedImages:
         file = folder / name
         if file.is_file():
             try:
-                found = read(json.loads(file.read_text(encoding="utf-8")))
+                found = read(read_json(file))
                 size = found.size if name == CONFIG and found.size else published.size or found.size
                 known = published if published.mean else found
                 published = replace(known, size=size)
