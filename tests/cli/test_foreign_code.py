@@ -57,13 +57,14 @@ WAYS: dict[str, list[str]] = {
     "eval": ["{run} --data digits", "{step} --data digits", "{model} --data digits"],
     "generate": ["{run} --prompt a", "{model} --prompt a"],
     "launch": [f"{what} {ALONE}" for what in ("{run}", "{run}/run.json", "{model}")],
+    "models": ["{run} {model}"],
     "plan": ["{run}/run.json", "{model} --gpu cpu", "--profile {profile} --gpu h100-80gb --confirm 1 --write out"],
     "plot": ["{run}"],
     "simulate": ["{run}", "{run}/run.json", "{model}", "{copy} --ranks 1"],
     "train": ["{run}", "{run}/run.json", "{model}", "{copy}"],
     "tune": ["{run}", "{run}/run.json", "{model}"],
 }
-NOTHING_READ = {"calibrate", "doctor", "models", "schema"}  # they take no name of a run, a model or a folder
+NOTHING_READ = {"calibrate", "doctor", "schema"}  # they take no name of a run, a model or a folder
 RUNS = {"launch", "simulate", "train", "tune"}  # what a run.json asks for
 
 
