@@ -160,11 +160,14 @@ def is_cnn(source: ModelSource) -> bool:
 
 def config_task(config: dict[str, Any], where: str) -> Task:
     """Return the task of a transformers config: by its architecture's name, else by what its model_type can be."""
-    named = (config.get("architectures") or [None])[0]
-    task = named and _task_of_architecture(named, config.get("model_type"))
-    if task:
+    named, model_type = (config.get("architectures") or [None])[0], config.get("model_type")
+    task = named and _task_of_ending(named)
+    if task and not named.endswith("WithLMHeadModel"):  # Flaubert's is masked
         return task
-    task = _named_task(config, named) or _task_of_model_type(config.get("model_type"), bool(config.get("is_decoder")))
+    # BART's class is among those of masked models, too
+    in_table = named and _task_of_class(named, model_type)
+    task = _named_task(config, named) or in_table or task
+    task = task or _task_of_model_type(model_type, bool(config.get("is_decoder")))
     _refuse_half(config, where, task)
     if task is None:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
@@ -178,18 +181,19 @@ def config_task(config: dict[str, Any], where: str) -> Task:
     return task
 
 
-def _task_of_architecture(name: str, model_type: str | None) -> Task | None:
-    """Return the task that a class's name ends in, else the one whose table names it for the model type."""
-    ending = next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
-    if ending and not name.endswith("WithLMHeadModel"):  # Flaubert's is masked
-        return ending
+def _task_of_ending(name: str) -> Task | None:
+    return next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
+
+
+def _task_of_class(name: str, model_type: str | None) -> Task | None:
+    """Return the task whose table of transformers' names this class for the model type."""
     from transformers.models.auto import modeling_auto as auto
 
     for task, table in CLASS_TABLES.items():
         known = getattr(auto, table).get(model_type, ())
         if name in ([known] if isinstance(known, str) else known):
             return task
-    return ending
+    return None
 
 
 def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
