@@ -322,8 +322,8 @@ def _data() -> list[tuple[str, bytes, list[str], dict[str, bytes]]]:
     def lines(records: list[Any]) -> bytes:
         return "".join(f"{json.dumps(record)}\n" for record in records).encode()
 
-    def job(data_name: str, *flags: str) -> list[str]:
-        return [RESOLVE, "mlp", "--data", data_name, *flags, "--ranks", "1"]
+    def job(model: str, data_name: str, *flags: str) -> list[str]:
+        return [RESOLVE, model, "--data", data_name, *flags, "--ranks", "1"]
 
     for name, records in {
         "texts.jsonl": texts,
@@ -340,15 +340,15 @@ def _data() -> list[tuple[str, bytes, list[str], dict[str, bytes]]]:
         ("plain.txt", b"to be or not to be, that is the question\n" * 90, ["data", "text:plain.txt", *shown], {})
     )
     table = "a,b,target\n" + "".join(f"{n},{n * 2},{n % 3}\n" for n in range(60))
-    _FILES.append(("table.csv", table.encode(), job("csv:table.csv:target"), {}))
+    _FILES.append(("table.csv", table.encode(), job("mlp-table", "csv:table.csv:target"), {}))
     array = io.BytesIO()
     np.save(array, np.arange(240, dtype=np.float32).reshape(60, 4) % 3)
-    _FILES.append(("table.npy", array.getvalue(), job("npy:table.npy"), {}))
+    _FILES.append(("table.npy", array.getvalue(), job("mlp-table", "npy:table.npy"), {}))
     grey = _image("L", "PNG")
     others = {f"images/{label}/{n}.png": grey for label in ("cat", "dog") for n in range(8)}
     for form, mode in (("PNG", "RGB"), ("PNG", "I;16"), ("JPEG", "L"), ("GIF", "P")):
         name = f"images/cat/{mode.replace(';', '-')}.{form.lower()}"
-        _FILES.append((name, _image(mode, form), job("imagefolder:images", "--image-size", "28"), others))
+        _FILES.append((name, _image(mode, form), job("mlp", "imagefolder:images", "--image-size", "28"), others))
     return _FILES
 
 

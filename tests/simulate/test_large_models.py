@@ -84,8 +84,8 @@ def test_layers_of_several_kinds_are_not_extended(tmp_path, monkeypatch):
     }
     kinds: dict[str, Any] = {"num_experts": 1, "num_hidden_layers": LAYERS, "vocab_size": 64, "mamba_dt_rank": 4}
     JambaConfig(architectures=["JambaForCausalLM"], **sizes, **kinds).save_pretrained(tmp_path)
-    assert layer_counts(target(model=str(tmp_path), seq_len=16)) is None
-    assert layer_counts(target(model_args={**TINY, "num_hidden_layers": LAYERS})) is not None
+    assert layer_counts(target(model=str(tmp_path), seq_len=16, gpus=1)) is None
+    assert layer_counts(target(model_args={**TINY, "num_hidden_layers": LAYERS}, gpus=1)) is not None
 
 
 @pytest.mark.parametrize(
