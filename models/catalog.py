@@ -160,13 +160,13 @@ def is_cnn(source: ModelSource) -> bool:
 
 def config_task(config: dict[str, Any], where: str) -> Task:
     """Return the task of a transformers config: by its architecture's name, else by what its model_type can be."""
-    named, model_type = (config.get("architectures") or [None])[0], config.get("model_type")
-    task = named and _task_of_ending(named)
-    if task and not named.endswith("WithLMHeadModel"):  # Flaubert's is masked
-        return task
-    # BART's class is among those of masked models, too
-    in_table = named and _task_of_class(named, model_type)
-    task = _named_task(config, named) or in_table or task
+    named: str | None = (config.get("architectures") or [None])[0]
+    model_type = config.get("model_type")
+    by_ending = _task_of_ending(named or "")
+    if by_ending and not (named or "").endswith("WithLMHeadModel"):  # Flaubert's is masked
+        return by_ending
+    # BART's class is among those of masked models, too: encoder-decoders come first
+    task = _named_task(config, named) or _task_of_class(named, model_type) or by_ending
     task = task or _task_of_model_type(model_type, bool(config.get("is_decoder")))
     _refuse_half(config, where, task)
     if task is None:
@@ -185,7 +185,7 @@ def _task_of_ending(name: str) -> Task | None:
     return next((task for ending, task in ARCHITECTURE_ENDINGS.items() if name.endswith(ending)), None)
 
 
-def _task_of_class(name: str, model_type: str | None) -> Task | None:
+def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
     """Return the task whose table of transformers' names this class for the model type."""
     from transformers.models.auto import modeling_auto as auto
 

@@ -80,8 +80,8 @@ def write_job_file(asked: JobFileRequest) -> JobFile:
     for name in NEEDED[kind]:
         if getattr(asked, name) is None:
             problems.add("missing", f"--{kind} needs --{name}", "see `zerofit launch --help`", f"--{name}")
-    check_size(asked.nodes or 1, asked.slots or 1, problems)
     whole = not problems
+    check_size(asked.nodes or 1, asked.slots or 1, problems)
     env = problems.attempt(lambda: forwarded(asked.env, only_asked=True)) or {}
     # a value that was not typed here but stands in the environment may be a secret: it is not written into the job
     secret = {name: env.pop(name) for name in asked.env if "=" not in name and name in env}
