@@ -125,8 +125,9 @@ def _interface() -> list[tuple[list[str], list[Any], bool]]:
                 assert child
                 walk(child, [*path, name])
             return
-        options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-        found.append((path, options, len(options) < len(command.params)))
+        # eager options (--list) answer before the others are looked at
+        options = [one for one in command.params if isinstance(one, click.Option) and not one.is_eager]
+        found.append((path, options, any(isinstance(one, click.Argument) for one in command.params)))
 
     if not _KNOWN:
         walk(main, [])
