@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,7 +189,9 @@ def find_files(names: Sequence[str]) -> list[str]:
         if not Path(name).is_dir():
             found.append(name)
             continue
-        inside = sorted(str(path) for path in Path(name).rglob("*.json*") if path.is_file() and _is_ours(path))
+        # os.walk passes over folders that go away meanwhile, at which Path.rglob stops
+        paths = (Path(folder, file) for folder, _, files in os.walk(name) for file in files if ".json" in file)
+        inside = sorted(str(path) for path in paths if path.is_file() and _is_ours(path))
         if not inside:
             message = f"the folder {name} holds no DeepSpeed JSON"
             raise UserError(Problem(kind="unreadable", message=message, hint="name a file", where="FILE"))
