@@ -137,7 +137,9 @@ def max_positions(config: Any) -> int | None:
     """Return the longest sequence in tokens that a transformers config allows, or None where it names no limit."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
-    if positions is None or getattr(text, "model_type", None) not in _OFFSET_POSITIONS:
+    if positions is None or positions <= 0:  # XLNet has -1 for none
+        return None
+    if getattr(text, "model_type", None) not in _OFFSET_POSITIONS:
         return positions
     return positions - (text.pad_token_id or 0) - 1
 

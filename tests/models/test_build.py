@@ -129,6 +129,9 @@ def test_positions_before_anything_is_built(tmp_path):
     assert source_max_positions(find("llama-tiny"), {}) == 1024
     assert source_max_positions(find("gpt2"), {"n_positions": 77}) == 77
     assert source_max_positions(find("lenet"), {}) is None
+    from transformers import XLNetConfig
+
+    assert max_positions(XLNetConfig()) is None  # its config says -1
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta", "max_position_embeddings": 514}))
     assert source_max_positions(find(str(tmp_path)), {}) == 512  # positions 0 and 1 are the padding's
     assert max_positions(small("vit").config) is None
