@@ -16,6 +16,7 @@ from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, find, source_config, source_of
 from zerofit.models.hf_config import make_config, notes_of_config
 from zerofit.models.inputs import TextInputs
+from zerofit.spec.model_facts import width
 from zerofit.spec.run import Run
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -139,3 +140,8 @@ def test_weights_that_stay_quantised_are_not_trained(tmp_path):
     with pytest.raises(ModelError, match=r"quantised \(gptq\)"):
         source_of(Run(model=str(tmp_path)))
     assert source_of(Run(model=str(tmp_path / "config.json"))).origin == "config.json"
+
+
+def test_a_width_that_is_none_is_not_counted_with():
+    assert width(64, 10_000) == 64
+    assert [width(of_config, 10_000) for of_config in (None, 0, -3, [[]], "a", True)] == [100] * 6

@@ -137,6 +137,9 @@ def persistence_elements(hidden_size: int) -> int:
     return 10 * hidden_size
 
 
-def width(hidden_size: int | None, largest_parameter: int) -> int:
-    """Return the residual stream's width; for models without one the square root of the largest parameter."""
-    return hidden_size or math.isqrt(largest_parameter)
+def width(hidden_size: object, largest_parameter: int) -> int:
+    """Return the residual stream's width; for models without one the square root of the largest parameter.
+
+    `hidden_size` is what a config has, and a config whose class does not use it may have anything there.
+    """
+    return hidden_size if type(hidden_size) is int and hidden_size > 0 else math.isqrt(largest_parameter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from zerofit.models.quantized import quantized_share, without_bits
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.image_sizes import ImageSizes
-from zerofit.spec.model_facts import ModelFacts, Task
+from zerofit.spec.model_facts import ModelFacts, Task, width
 from zerofit.spec.run import Run
 
 TABLES = ("csv:", "npy:")  # data that only a table's models are fed
@@ -63,7 +62,7 @@ def probe(
         task=task,
         parameters=parameter_count(model),
         largest_parameter=largest,
-        hidden_size=_hidden_size(config) or math.isqrt(largest),
+        hidden_size=width(_hidden_size(config), largest),
         forward_flops=flops,
         attention_heads=heads,
         kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
