@@ -5,7 +5,7 @@ Places are of DeepSpeed 0.19.8, below deepspeed/runtime/.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, groupby
@@ -136,6 +136,7 @@ class _Bucketed:
         self.sizes = dict(zip(groups, partitions(line, layout.zero_ranks), strict=True))
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
+        self.passed: list[Parameter] = []  # of layers that are not looked at, waiting in a bucket
         # whole gradients outside of the bucket; at stage 1 those of earlier micro batches
         accumulated = layout.zero_stage == 1 and layout.accumulation > 1
         self.waiting_bytes, self.after = self.element * line.parameters if accumulated else 0, False
@@ -145,8 +146,7 @@ class _Bucketed:
         """Replay the backward."""
         waiting = began = self.waiting_bytes > 0  # an earlier micro batch has made the bucket
         for event in self.line.backward:
-            for layer in self.line.layers[event.layer + 1 : max(self.layer, 0)]:  # of many equal ones, not looked at
-                self._keep(layer)
+            self._pass(self.line.layers[event.layer + 1 : max(self.layer, 0)])
             self.layer = event.layer
             for point in event.live:
                 yield self._live(point, bucket=began)
@@ -177,10 +177,22 @@ class _Bucketed:
         slices = [*parts[0], *parts[1]]
         flat = max(map(self._flattened, parts))
         yield self._live(activations, temporaries=self.element * flat + self.lifted * self.filled)
-        self._keep(self.bucket)
+        self._keep([*self.bucket, *self.passed])
+        self.passed = []
         yield self._live(activations, temporaries=self.passing * max(numel for _, numel in slices))
         self.filled = self.oversized = 0
         self.bucket = []
+
+    def _pass(self, layers: Sequence[Sequence[Parameter]]) -> None:
+        """Keep what layers that are not looked at, of many equal ones, fill buckets with."""
+        filled, waiting = self.filled, [*self.bucket]
+        for parameter in chain.from_iterable(reversed(layers)):
+            if filled + parameter.numel > self.limit:
+                self._keep(waiting)
+                filled, waiting = 0, []
+            filled += parameter.numel
+            waiting.append(parameter)
+        self.passed = waiting if layers else self.passed
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
         """Let ranks that parameters reach keep all of theirs from now on."""
