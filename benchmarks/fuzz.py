@@ -56,7 +56,7 @@ POOL = [
     "true",
     "a" * 300,
     "é",
-    "../..",
+    "../nowhere",
 ]
 
 
@@ -92,7 +92,9 @@ def commands(rng: random.Random) -> Case:
     line = [*path]
     for _ in range(rng.choice([0, 1, 1, 1, 2]) if arguments else 0):
         line.append(
-            rng.choice(["gpt2", "lenet", "llama-tiny", "mlp", "nobody", "", ".", "run.yaml", "ds.json", "/", *POOL])
+            rng.choice(
+                ["gpt2", "lenet", "llama-tiny", "mlp", "nobody", "", ".", "run.yaml", "ds.json", "/nowhere", *POOL]
+            )
         )
     for option in rng.sample(options, k=min(len(options), rng.randrange(7))):
         line.append(option.opts[-1])

@@ -111,6 +111,14 @@ def test_plan_divides_parameters_in_the_models_order():
     assert forecast.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-4)
 
 
+def test_plan_keeps_no_gradients_while_one_bucket_has_room_for_all():
+    """Many equal layers, of which a plan looks at few, reduced together at the end."""
+    flags: dict[str, Any] = {"model": "gpt2", "seq_len": 64, "precision": "bf16", "micro_batch": 4}
+    one = target({"zero_optimization": {"stage": 2}}, kind="h100-80gb", gpus=1, **flags)
+    (record,) = simulate_all([one], lambda text: None)
+    assert planned(one).peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-3)
+
+
 HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 WIDE: dict[str, Any] = {"model": "llama-tiny", "model_args": {**TINY, "vocab_size": 512}}
 WIDE |= {"precision": "bf16", "micro_batch": 1, "seq_len": 4, "gradient_accumulation_steps": 1}
