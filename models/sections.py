@@ -19,6 +19,7 @@ from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths
 from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.layers import as_layers
+from zerofit.spec.errors import reason_of
 
 # the modules of the models that a config has within
 _WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower", "visual")}
@@ -146,6 +147,11 @@ def _as_run(
                 forward_loss(model, inputs, batch)
             else:
                 forward_logits(model, batch["inputs"])
+    except ModelError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        message = f"{type(model).__name__} cannot run on such inputs: {reason_of(error)}"
+        raise ModelError("model-shape", message, "correct --model-args or the config") from error
     finally:
         for handle in handles:
             handle.remove()
