@@ -216,11 +216,7 @@ class MemoryGate:
         rows = optional(lambda: look(hear), (), "knobs", Reporter(hear))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)
-        nothing = (
-            "see `zerofit plan` for what would fit"
-            if left_out
-            else "no single change of this run would fit: see `zerofit plan`"
-        )
+        nothing = "see `zerofit plan` for what would fit" if left_out else NO_CHANGE
         return "; ".join([f"these would fit: {changes}" if fitting else nothing, *left_out])
 
     def _refuse(self, problems: Sequence[Problem | None]) -> None:

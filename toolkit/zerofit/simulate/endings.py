@@ -66,11 +66,11 @@ def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> 
     try:
         return work()
     except Exception as error:
-        report.note(f"{what}: left out, since {reason_of(error)}")
+        report.note(f"{what}: left out, since {why_it_failed(error)}")
         return instead
 
 
-def reason_of(error: Exception) -> str:
+def why_it_failed(error: Exception) -> str:
     """Return in a line why something could not be computed."""
     if lacks_memory(error):
         return out_of_memory().message

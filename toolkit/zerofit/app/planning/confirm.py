@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zerofit.app.planning.answers import Confirmation, LargestFit, Plan, PlannedRun
-from zerofit.simulate.endings import reason_of
+from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
     try:
         found = _simulate(planned, plan)
     except Exception as error:  # what the plan says stands without it
-        return Confirmation(layout=number, fits=False, problem=reason_of(error))
+        return Confirmation(layout=number, fits=False, problem=why_it_failed(error))
     beside = sum(one.high_bytes for one in found.overheads)
     return Confirmation(
         layout=number,
