@@ -85,7 +85,7 @@ def test_what_does_not_fit_has_its_time_and_stands_last(stored):
         assert row["lacks"]["memory"] == "device"
         assert row["lacks"]["bytes"] == row["peak_bytes"] + row["margin_bytes"] - row["device_total_bytes"] > 0
     shown = CliRunner().invoke(main, ["plan", *map(str, small)]).stdout
-    assert "lacks" in shown and "nothing fits" in shown
+    assert "lacks" in shown and "NOTHING FITS" in shown
     names = ("tp", "pp", "sp", "activation_checkpointing", "step_s")
     with_memory = asked(*stored, "--zero-stage", 0, "--micro-batch", 8, "--top", 100)
     assert {tuple(row[name] for name in names) for row in found["misfits"]} <= values(with_memory, *names)

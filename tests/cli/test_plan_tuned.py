@@ -72,7 +72,7 @@ def test_step_times_and_their_order_are_those_of_the_trials(planned, tuning):
 
 
 def test_people_see_how_good_the_forecast_was(tuning):
-    out = run(*MODEL, *H100, "--from", tuning).output
+    out = " ".join(run(*MODEL, *H100, "--from", tuning).output.split())
     assert "corrected by 9 trials of another: there the plan was off by 67% in the middle and 83% at most" in out
 
 

@@ -46,11 +46,11 @@ def test_up_to_the_margin_a_run_is_within_its_forecast():
     assert outgrown(replace(GPU, host_bytes=GPU.host_bytes + GIB), FORECAST) is None
 
 
-@pytest.mark.parametrize(("shared", "kind", "most"), [(0, OWN, "768.0 MiB"), (640, SHARED, "640.0 MiB")])
+@pytest.mark.parametrize(("shared", "kind", "most"), [(0, OWN, "768 MiB"), (640, SHARED, "640 MiB")])
 def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind, most):
     text = outgrown(on_cpu(768 * MIB, shared * MIB), ON_CPU)
     assert text == (
-        "a rank has taken 12.1 GiB of memory, 768.0 MiB more than its forecast (margin: 512.0 MiB); "
+        "a rank has taken 12.1 GiB of memory, 768 MiB more than its forecast (margin: 512 MiB); "
         f"what grew most: {kind}, {most} more"
     )
 

@@ -98,7 +98,7 @@ class MemoryGate:
         if worst and worst.word == NOT:
             problems.insert(0, self._memory_problem(asked, resolved, found.cluster, worst))
         elif worst and worst.word == WITHIN:
-            self._report.warning(f"{worst.message} It is within the margin of the forecast.")
+            self._report.warning(f"close to the limit: {worst.message}")
         self._refuse(problems)
         return replace(
             found.summary,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.script_trace import trace_of_script
+from zerofit.config.ds_json import bundled
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.endings import note_failed
@@ -17,7 +18,7 @@ from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
-from zerofit.simulate.script.knobs import script_knobs
+from zerofit.simulate.script.knobs import ScriptKnob, script_knobs
 from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -165,15 +166,18 @@ class ScriptKnobSimulations:
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
-            targets = [replace(self.target, command=knob.command, received=None, traced=False) for knob in knobs]
+            targets = [self._changed(knob) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         note_failed(records, "knobs", report)
-        for knob, target, record in zip(knobs, targets, records, strict=True):
+        for number, (knob, target, record) in enumerate(zip(knobs, targets, records, strict=True)):
             if not isinstance(record, Problem):
-                found = _answer(target, record, self.cluster)
-                names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
-                rows.append(KnobResult(change=knob.change, **{name: getattr(found, name) for name in names}))
+                rows.append(KnobResult.of(_answer(target, record, self.cluster), knob.change, knob.config, number))
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+
+    def _changed(self, knob: ScriptKnob) -> ScriptTarget:
+        config = {"deepspeed": str(bundled()[knob.config])} if knob.config else {}
+        arguments = {**knob.arguments, **config}
+        return replace(self.target, command=knob.command, arguments=arguments, received=None, traced=False)
 
 
 def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:

@@ -99,11 +99,10 @@ class KnobSimulations:
             simulated = heaviest_of(simulated, look)
         note_failed(simulated, "knobs", report)
         rows = []
-        for (knob, _), rank in zip(turned, simulated, strict=True):
+        for number, ((knob, _), rank) in enumerate(zip(turned, simulated, strict=True)):
             if isinstance(rank, SimulatedRank):
-                found = assess(rank, cluster)
-                names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
-                rows.append(KnobResult(change=knob.change, **{name: getattr(found, name) for name in names}))
+                config = knob.config if isinstance(knob.config, str) else None
+                rows.append(KnobResult.of(assess(rank, cluster), knob.change, config, number))
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
 
 

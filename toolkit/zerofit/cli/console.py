@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import inf
 from typing import Any
@@ -37,6 +39,9 @@ PHASE_EVERY_S = 14.0  # between lines of one phase
 TASK_EVERY_S = 5.0  # between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 NAMED = 4  # hosts in one line
+GAP = 2  # blanks between columns of a table
+WRAPPED = 30  # letters of the column that may wrap, at least
+_UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
 
 
 class SafeConsole(Console):
@@ -61,6 +66,48 @@ def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
     for number in right:
         table.columns[number].justify = "right"
     return table
+
+
+def fitting_table(
+    console: Console, rows: Sequence[Mapping[str, str]], right: Iterable[str], keep: Sequence[str], wraps: str
+) -> Table:
+    """Return a table as wide as the console at most: columns are left out, and no cell is cut.
+
+    Columns that are "-" in all rows are left out, then those that `keep` does not name, then those of `keep` from its
+    end on; its first four stay. The text of the column `wraps` may take several lines.
+    """
+    names = [name for name in rows[0] if name in ("", wraps) or any(row[name] != "-" for row in rows)]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
+    widths[wraps] = min(widths[wraps], WRAPPED)
+    expendable = [name for name in names if name not in keep] + [name for name in keep[:3:-1] if name in names]
+    while sum(widths[name] + GAP for name in names) - GAP > console.width and expendable:
+        names.remove(expendable.pop(0))
+    numbers = set(right)
+    table = make_table(*names, right=[n for n, name in enumerate(names) if name in numbers], box=None, pad_edge=False)
+    table.padding = (0, GAP, 0, 0)
+    for column, name in zip(table.columns, names, strict=True):
+        column.no_wrap = name != wraps
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table
+
+
+def print_facts(console: Console, facts: Iterable[tuple[str, str]], indent: int = 14, hang: int = 0) -> None:
+    """Print a line a fact, the label first; longer ones wrap between words, `hang` columns further in.
+
+    Words that are wider than the console are not cut, and a figure keeps its unit.
+    """
+    for label, text in facts:
+        joined = _UNIT.sub("\\1\N{NO-BREAK SPACE}\\2", text)
+        wrapped = textwrap.fill(
+            joined,
+            max(console.width, indent + hang + 20),
+            initial_indent=f"{label:<{indent}}",
+            subsequent_indent=" " * (indent + hang),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True)
 
 
 def err() -> Console:

@@ -82,6 +82,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
 @click.option("--show-mesh", is_flag=True, help="print which rank of the best layout is where")
+@click.option("--details", is_flag=True, help="print all of the best layout, and every reason why others do not fit")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
@@ -100,11 +101,11 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
     Exit code 0: something fits, 1: nothing does, 2: bad input.
     """
-    show_mesh, methods = options.pop("show_mesh"), options.pop("methods")
+    show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
     if methods:
         result = answer(lambda: _compare(model, options, methods), as_json, show_methods)
     else:
-        result = answer(lambda: _plan(model, options), as_json, partial(show, mesh=show_mesh))
+        result = answer(lambda: _plan(model, options), as_json, partial(show, mesh=show_mesh, details=details))
     sys.exit(0 if result.layouts else FINDING)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from zerofit.cli.console import make_table, out
+from zerofit.cli.console import fitting_table, make_table, out, print_facts
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
 from zerofit.spec.run_folder import Layout
@@ -23,108 +24,97 @@ if TYPE_CHECKING:
     from zerofit.plan.layout import PlannedLayout
     from zerofit.plan.outlook import Outlook
 
-WIDTH = 150  # where there is no terminal
 LINES = 8  # of reasons
-RIGHT = ("step", "speed", "MFU", "hours", "GPU hours", "cost")
-ALWAYS = ("", "offload")
+RIGHT = ("", "memory", "margin", "host", "NVMe", "step", "tokens/s", "images/s", "MFU", "hours", "GPU hours", "cost")
+# columns by importance: a narrow terminal shows the first of them
+KEEP = ("", "layout", "memory", "step", "tokens/s", "images/s", "cost", "hours", "MFU", "margin", "host", "NVMe")
+
+MISFIT = ("", "layout", "memory", "margin", "step")
 
 
-def show(plan: Plan, mesh: bool = False) -> None:
-    """Print the whole answer; with `mesh` also which rank of the best layout is where."""
-    console, result = out(WIDTH), plan.result
-    console.print(_title(result))
-    for note in result.cluster.notes:
-        console.print(f"  assumed {note}", style="dim")
-    if plan.tuned:
-        console.print(_tuned(plan.tuned))
-    if plan.scaling:
-        console.print(f"  {plan.scaling}")
-    if plan.by_trace:
-        console.print(f"  {plan.by_trace}")
-    if result.padding:
-        console.print(f"  {result.padding}")
+def show(plan: Plan, mesh: bool, details: bool) -> None:
+    """Print how many layouts fit, the fastest, and why others do not; with `mesh` which rank of the best is where."""
+    console, result = out(), plan.result
+    word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
+    console.print(Text.assemble(word, "  ", _title(result)))
+    print_facts(console, _asked(plan))
     if plan.boxes:
-        console.print(_boxes(plan.boxes))
+        console.print(_boxes(console, plan.boxes))
     if plan.answer:
         console.print(str(plan.answer), style="bold")
-    if result.layouts or result.misfits:
-        console.print(_layouts(result))
-    if result.layouts:
-        _show_best(console, plan)
-        if mesh:
-            console.print(_mesh(result.layouts[0].layout))
-    else:
-        console.print("nothing fits", style="bold red")
-        _nearest(console, plan)
-    if result.rejections:
-        table = make_table("rejected", "why (the nearest of them)", "layout", "what would help", right=(0,))
-        for one in result.rejections[:LINES]:
-            table.add_row(str(one.count), one.message, str(one.layout or "-"), one.hint)
-        console.print(table)
+    shown = (*result.layouts, *result.misfits)
+    if shown:
+        rows = [_row(number, one) for number, one in enumerate(shown, start=1)]
+        console.print()
+        keep = KEEP if result.layouts else MISFIT
+        console.print(fitting_table(console, rows, RIGHT, keep, "layout"))
+        console.print()
+    print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
+    if result.layouts and mesh:
+        console.print(_mesh(result.layouts[0].layout))
+    print_facts(console, _rejected(result, details))
     for one in plan.confirmed:
         console.print(str(one))
-    for path in plan.written:
-        console.print(f"written: {path}")
-    if plan.written:
-        console.print(f"  layout {(plan.chosen or 0) + 1}; data is for you to fill in: see the comment in run.yaml")
-    if plan.traced:
-        words = f"layout {plan.shown + 1}" if plan.layouts else "the first, which does not fit"
-        console.print(f"trace of a step of {words}: {plan.traced} (opens in https://ui.perfetto.dev)")
-    if plan.profile_file:
-        console.print(f"profile: {plan.profile_file}", style="dim")
+    print_facts(console, _files(plan))
+    if not details:
+        print_facts(console, [("details", "--details    configuration files: --write FOLDER    --json")])
 
 
 def _title(result: PlanResult) -> str:
     cluster = result.cluster
     nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    length = f" at {result.seq_len} tokens" if result.seq_len else ""
-    return (
-        f"{result.model} ({result.parameters / 1e9:.3g} B parameters){length} in {result.precision} on "
-        f"{nodes}{cluster.gpus} x {cluster.label} of {shown_bytes(cluster.device.memory_bytes)}: "
-        f"{result.considered} layouts in {result.seconds:.2f} s, {result.fitting} fit"
-    )
+    where = f"{nodes}{cluster.gpus} x {cluster.label} ({shown_bytes(cluster.device.memory_bytes)})"
+    return f"{result.fitting:,} of {result.considered:,} layouts on {where}"
+
+
+def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the model, what was assumed, and what step times were corrected by."""
+    result = plan.result
+    length = f", {result.seq_len:,} tokens" if result.seq_len else ""
+    yield "model", f"{result.model}, {result.parameters / 1e9:.3g} B parameters, {result.precision}{length}"
+    for note in result.cluster.notes:
+        yield "assumed", note
+    notes = (_tuned(plan.tuned) if plan.tuned else "", plan.scaling, plan.by_trace, result.padding)
+    yield from (("note", str(note)) for note in notes if note)
 
 
 def _tuned(tuned: TunedLayouts) -> str:
     """Return how good the corrected step times are."""
     found = tuned.to_dict()
     planned, learned = found["errors"]["planned"], found["errors"]["learned"]
-    words = f"  step times corrected by {found['trials']} trials of {tuned.model}: there the plan was off by "
+    words = f"step times corrected by {found['trials']} trials of {tuned.model}: there the plan was off by "
     words += f"{planned['median']:.0%} in the middle and {planned['most']:.0%} at most"
     if learned is None:
         return words
     return f"{words}, corrected by the other trials by {learned['median']:.1%} and {learned['most']:.1%}"
 
 
-def _show_best(console: Console, plan: Plan) -> None:
-    """Print where the best layout's memory and time go."""
+def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
+    """Yield where the first layout's memory and time go."""
     result = plan.result
-    shown = len(result.layouts)
-    if shown < min(plan.request.top, result.fitting):
-        console.print(f"  {result.fitting} fit in {shown} layouts: of each the fastest bucket and overlap is shown")
     best = result.layouts[0]
     memory, layout = best.memory, best.layout
     parts = sorted(memory.breakdown.items(), key=lambda item: -item[1])
-    kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in parts if size >= 0.01 * memory.peak_bytes)
+    parts = [(kind, size) for kind, size in parts if size >= 0.01 * memory.peak_bytes]
+    kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in parts[: None if details else 3])
     seconds = {name.removesuffix("_s"): s for name, s in asdict(best.time).items() if name != "step_s" and s > 0}
     times = sorted(seconds.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {s / best.step_s:.0%}" for name, s in times[:5])
-    console.print(
-        f"  1: {layout.optimizer}, buckets of {layout.bucket:,} elements, overlap_comm {str(layout.overlap).lower()}"
-    )
-    console.print(f"     peak in {memory.peak_phase}: {kinds}")
-    console.print(f"     step: {shares}")
+    span = ""
     if best.errors and best.errors.low < best.errors.high:
         what, figures, low, high = best.errors
-        span = f"{low * best.step_s:.3g} to {high * best.step_s:.3g} s"
-        console.print(f"     {span}, as 8 of 10 published figures lay about forecasts ({what}: {figures})")
-    for line in _outlook(best.outlook) if best.outlook else ():
-        console.print(f"     {line}")
+        span = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
+        span += f" (by {figures} published figures: {what})" if details else ""
+    yield "peak of 1", f"{memory.peak_phase}: {kinds}"
+    yield "step of 1", f"{shares}{span}"
+    overlap = "with" if layout.overlap else "without"
+    yield "", f"{layout.optimizer}, buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
-        console.print(
-            f"  {result.plainest + 1}: simpler; its forecast is {slower:.1%} slower, which forecasts do not tell apart"
-        )
+        yield "simplest", f"{result.plainest + 1}, and about as fast: its forecast is {slower:.1%} slower"
+    if details and len(result.layouts) < min(plan.request.top, result.fitting):
+        yield "table", f"the fastest bucket and overlap of each of {len(result.layouts)} layouts"
 
 
 def _mesh(layout: PlannedLayout) -> Table:
@@ -137,34 +127,20 @@ def _mesh(layout: PlannedLayout) -> Table:
     return table
 
 
-def _layouts(result: PlanResult) -> Table:
-    """Return the table of layouts; of columns that say nothing of any none is shown."""
-    rows = [_row(number, one) for number, one in enumerate((*result.layouts, *result.misfits), start=1)]
-    speed = {"speed": "tokens/s" if result.seq_len else "images/s"}
-    columns = [name for name in rows[0] if name in ALWAYS or any(row[name] != "-" for row in rows)]
-    right = [n for n, name in enumerate(columns) if name in RIGHT]
-    table = make_table(*(speed.get(name, name) for name in columns), right=right)
-    for one, row in zip((*result.layouts, *result.misfits), rows, strict=True):
-        table.add_row(*(row[name] for name in columns), style="red" if one.fit.exceeded else None)
-    return table
-
-
 def _row(number: int, one: RankedLayout) -> dict[str, str]:
     layout, memory, outlook = one.layout, one.memory, one.outlook
+    micro = f"micro batch {layout.micro_batch}"
+    words = str(layout).replace(micro, f"{micro} x {layout.accumulation}").replace(":cpu", "")
+    speed = "tokens/s" if one.tokens_per_s else "images/s"
     return {
         "": "-" if one.fit.exceeded else str(number),
-        "ZeRO": str(layout.zero_stage),
-        "offload": layout.offload.replace("optimizer", "opt") if layout.offload != "none" else "-",
-        "dp x tp x pp x sp": f"{layout.dp} x {layout.tp} x {layout.pp} x {layout.sp}",
-        "experts": str(layout.ep) if layout.ep > 1 else "-",
-        "micro x acc": f"{layout.micro_batch} x {layout.accumulation}",
-        "ckpt": "yes" if layout.checkpointing else "no",
-        "device": shown_bytes(memory.peak_bytes),
+        "layout": words,
+        "memory": shown_bytes(memory.peak_bytes),
         "margin": _lacks(one.fit) if one.fit.exceeded else shown_bytes(one.fit.margin_bytes),
-        "host/rank": shown_bytes(memory.host_bytes) if memory.host_bytes else "-",
-        "NVMe/rank": shown_bytes(memory.nvme_bytes) if memory.nvme_bytes else "-",
-        "step": f"{one.step_s:.3g} s",
-        "speed": _rate(one.tokens_per_s or one.samples_per_s),
+        "host": shown_bytes(memory.host_bytes) if memory.host_bytes else "-",
+        "NVMe": shown_bytes(memory.nvme_bytes) if memory.nvme_bytes else "-",
+        "step": f"{f'{one.step_s:#.3g}'.rstrip('.')} s",
+        speed: _rate(one.tokens_per_s or one.samples_per_s),
         "MFU": f"{one.mfu:.0%}" if one.mfu is not None else "-",
         "hours": _rate(outlook.hours) if outlook and outlook.hours is not None else "-",
         "GPU hours": _rate(outlook.gpu_hours) if outlook and outlook.gpu_hours is not None else "-",
@@ -172,27 +148,50 @@ def _row(number: int, one: RankedLayout) -> dict[str, str]:
     }
 
 
-def _outlook(one: Outlook) -> list[str]:
-    """Return how long the best layout trains, for how much, and when it should be saved."""
-    good, lines = one.goodput, []
+def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
+    """Yield for each reason how many layouts were rejected, and what would help the nearest of them."""
+    for one in result.rejections[:LINES] if details else ():
+        near = f"{one.count:,}; the nearest is {one.layout or '-'}: {one.message}"
+        yield "rejected", f"{near}; {one.hint}" if one.hint else near
+
+
+def _files(plan: Plan) -> Iterator[tuple[str, str]]:
+    for path in plan.written:
+        yield "written", str(path)
+    if plan.written:
+        yield "", f"layout {(plan.chosen or 0) + 1}; data is for you to fill in: see the comment in run.yaml"
+    if plan.traced:
+        words = f"layout {plan.shown + 1}" if plan.layouts else "the first, which does not fit"
+        yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"
+    if plan.profile_file:
+        yield "profile", str(plan.profile_file)
+
+
+def _outlook(one: Outlook) -> Iterator[tuple[str, str]]:
+    """Yield how long the best layout trains, for how much, and when it should be saved."""
+    good = one.goodput
     if one.hours is not None and one.train_h is not None:
-        words = f"{one.steps:,} steps: {_hours(one.train_h)} of steps, {_hours(one.hours)} with saves and failures"
-        if one.hours_range:
-            words += f" ({_hours(one.hours_range[0])} to {_hours(one.hours_range[1])})"
-        lines.append(words)
+        span = f" ({_hours(one.hours_range[0])} to {_hours(one.hours_range[1])})" if one.hours_range else ""
+        yield "training", f"{_hours(one.hours)}{span} for {one.steps:,} steps, saves and failures included"
     if one.price:
-        lines.append(f"${one.price.per_gpu_hour:.4g} a GPU hour: {one.price.source}")
+        yield "price", f"${one.price.per_gpu_hour:.4g} a GPU hour: {one.price.source}"
     elif one.gpu_hours is not None:
-        lines.append("no list price of this node is known: --price USD, or --gpu with an instance type of a cloud")
-    lines.append(
-        f"save every {_time(good.save_every_s)}: goodput {good.share:.1%} "
-        f"({good.low:.1%} to {good.high:.1%} in 8 of 10 months); saving {good.saving:.1%}, failures {good.lost:.1%}"
+        yield "price", "no list price of this node is known: --price USD, or --gpu with an instance type of a cloud"
+    yield (
+        "goodput",
+        (
+            f"{good.share:.1%} ({good.low:.1%} to {good.high:.1%} in 8 of 10 months): saves cost {good.saving:.1%}, "
+            f"failures {good.lost:.1%}"
+        ),
     )
-    lines.append(
-        f"a failure every {_time(good.mtbf_s)}, {good.failures_a_day:.3g} a day; a save takes {_time(good.save_s)}, "
-        f"a restart {_time(good.restart_s)}; {good.spare_nodes} spare nodes are enough in 99% of all time"
+    yield "saves", f"save every {_time(good.save_every_s)}; a save takes {_time(good.save_s)}"
+    yield (
+        "failures",
+        (
+            f"one every {_time(good.mtbf_s)}; a restart takes {_time(good.restart_s)}; {good.spare_nodes} spare nodes "
+            "are enough in 99% of all time"
+        ),
     )
-    return lines
 
 
 def _hours(value: float) -> str:
@@ -213,36 +212,36 @@ def _lacks(fit: Fit) -> str:
     return f"lacks {shown_bytes(fit.lacking_bytes)}{place}"
 
 
-def _nearest(console: Console, plan: Plan) -> None:
+def _nearest(plan: Plan) -> Iterator[tuple[str, str]]:
     near = plan.result.nearest
     if near:
-        console.print(f"  nearest: {near.layout}: {near.message}")
-        if near.hint:
-            console.print(f"           {near.hint}")
+        yield "nearest", f"{near.layout}: {near.message}" + (f"; {near.hint}" if near.hint else "")
     for one in plan.remedies:
-        console.print(f"  would fit: {one}" if "not even" not in one else f"  {one}")
+        yield ("would fit" if "not even" not in one else ""), str(one)
 
 
 def show_methods(found: MethodComparison) -> None:
     """Print one row for each way to train the model."""
     cluster, first = found.cluster, found.rows[0].plan.profile
     nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    console = out(WIDTH)
+    console = out()
     console.print(f"{first.model} on {nodes}{cluster.gpus} x {cluster.label}", style="bold")
-    tokens = f"at {first.seq_len} tokens: the fastest" if first.seq_len else "the fastest"
-    table = make_table("method", "trained", tokens, "device", "tokens/s", "longest sequence", right=(1, 3, 4, 5))
+    fastest = f"fastest at {first.seq_len} tokens" if first.seq_len else "fastest"
+    table = []
     for row in found.rows:
         profile, best = row.plan.profile, row.best and row.best.ranked
-        table.add_row(
-            row.method,
-            f"{profile.trained:,} of {profile.parameters:,}",
-            str(best.layout) if best else f"nothing fits; {'; '.join(row.plan.remedies)}",
-            shown_bytes(best.fit.device_bytes) if best else "-",
-            f"{best.tokens_per_s:,.0f}" if best and best.tokens_per_s else "-",
-            _longest(row.longest),
-            style=None if best else "red",
+        table.append(
+            {
+                "method": row.method,
+                "trained": f"{profile.trained / profile.parameters:.2%}",
+                fastest: str(best.layout) if best else f"nothing fits; {'; '.join(row.plan.remedies)}",
+                "memory": shown_bytes(best.fit.device_bytes) if best else "-",
+                "tokens/s": f"{best.tokens_per_s:,.0f}" if best and best.tokens_per_s else "-",
+                "longest": _longest(row.longest),
+            }
         )
-    console.print(table)
+    keep = ("method", fastest, "memory", "tokens/s", "longest", "trained")
+    console.print(fitting_table(console, table, ("trained", "memory", "tokens/s", "longest"), keep, fastest))
 
 
 def _longest(answer: LargestFit | None) -> str:
@@ -253,24 +252,24 @@ def _longest(answer: LargestFit | None) -> str:
     return f"{answer.value:,}" + (" (the model's limit)" if answer.bounded and answer.limit else "")
 
 
-def _boxes(boxes: Sequence[Plan]) -> Table:
-    known = any(box.layouts and box.layouts[0].outlook for box in boxes)
-    money = ("hours", "GPU hours", "cost") if known else ()
-    table = Table("box", "fits", "layout", "samples/s", "tokens/s", "MFU", *money, "what would fit")
+def _boxes(console: Console, boxes: Sequence[Plan]) -> Table:
+    """Return a row for each kind of machine: its fastest layout, or what would fit there."""
+    rows = []
     for box in boxes:
         cluster, best = box.cluster, box.result.layouts[0] if box.result.layouts else None
         nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-        table.add_row(
-            f"{nodes}{cluster.gpus} x {cluster.label}",
-            "yes" if best else "no",
-            str(best.layout) if best else "-",
-            _rate(best.samples_per_s) if best else "-",
-            f"{best.tokens_per_s:,.0f}" if best and best.tokens_per_s else "-",
-            f"{best.mfu:.0%}" if best and best.mfu is not None else "-",
-            *(_row(1, best)[name] if best else "-" for name in money),
-            "; ".join(box.remedies),
+        row = _row(1, best) if best else {}
+        rows.append(
+            {
+                "machines": f"{nodes}{cluster.gpus} x {cluster.label}",
+                "fastest layout": row.get("layout", f"nothing fits; {'; '.join(box.remedies)}"),
+                "tokens/s": row.get("tokens/s", "-"),
+                "images/s": row.get("images/s", "-"),
+                **{name: row.get(name, "-") for name in ("MFU", "hours", "GPU hours", "cost")},
+            }
         )
-    return table
+    keep = ("machines", "fastest layout", "tokens/s", "images/s", "cost", "hours", "GPU hours", "MFU")
+    return fitting_table(console, rows, RIGHT, keep, "fastest layout")
 
 
 def _rate(value: float) -> str:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from zerofit.app.releases import go_on_with
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
-from zerofit.cli.console import EventConsole, make_table, out
+from zerofit.cli.console import EventConsole
 from zerofit.cli.options import (
     AS_JSON,
     INPUT,
@@ -28,16 +26,14 @@ from zerofit.cli.options import (
     hardware_options,
     run_options,
 )
-from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
-from zerofit.simulate.result import SimulatedRun, SimulatedScript
+from zerofit.cli.simulate_show import show, show_knobs
+from zerofit.config.ds_json import bundled
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.mesh import describe_rank
-from zerofit.spec.overhead import HOST_PROCESS_BYTES
+from zerofit.spec.files import write_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
-from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.simulate.result import Simulation
@@ -54,10 +50,7 @@ RUN_FIELDS = (
     *PART_FIELDS,
     *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),
 )
-WIDTH = 140  # where there is no terminal
-PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
 SCRIPT = "zerofit.script"  # words after --, in click's context
-FEW = 8  # collectives to print
 RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
 PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
 TRACE_HELP = "file for the timeline of a step: Chrome trace format, opens in Perfetto (implies --exact)"
@@ -83,9 +76,11 @@ class CommandAfterDashes(click.Command):
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
+@click.option("--details", is_flag=True, help="print memory by phase and kind, collectives and every change, too")
 @click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="simulate with this release, installed beside the others")
 @click.option("--transformers-version", metavar="X.Y.Z", help="the same of transformers")
+@click.option("--write-config", type=PATH, help="file for the DeepSpeed JSON of the first change that fits")
 @click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @baseline_options
@@ -101,7 +96,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     --steps optimizer steps (2). Of the options, the hardware's, --rank, --steps, --alloc-conf, --plot and --trace
     belong to it.
 
-    Exit code 0: it fits, 1: it does not, or only within the margin, or more is added than --fail-above, 2: bad input.
+    Exit code 0: it fits, 1: it does not, or is close to the limit, or more is added than --fail-above, 2: bad input.
     """
     words = ctx.meta[SCRIPT]
 
@@ -110,6 +105,9 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
         with EventConsole() as console:
             go_on_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = read_asked_baseline(options)
+        if options["write_config"] and options["write_config"].exists():
+            message, hint = f"{options['write_config']} exists", "name a new file"
+            raise UserError(Problem(kind="exists", message=message, hint=hint, where="--write-config"))
         try:
             if words is not None:
                 return _script(ctx, words, as_json, options)
@@ -119,9 +117,22 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
                 raise
             raise UserError(_unknown_release(releases, error)) from error
 
-    result = answer(work, as_json, show_knobs)
+    result = answer(work, as_json, lambda result: show_knobs(result, options["details"]))
     annotate(result)
+    if options["write_config"]:
+        _write_config(result, options["write_config"])
     sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
+
+
+def _write_config(result: Simulation, path: Path) -> None:
+    """Write the bundled DeepSpeed JSON of the change that fits and costs least speed."""
+    fitting = [row for row in result.tried if row.fits and row.config]
+    best = min(fitting, key=lambda row: row.cost_rank, default=None)
+    if best is None or best.config is None:
+        click.echo("note: no change that fits takes another DeepSpeed JSON: nothing was written", err=True)
+        return
+    write_text(path, bundled()[best.config].read_text())
+    click.echo(f"written: {path}, the DeepSpeed JSON of {best.change}", err=True)
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
@@ -211,7 +222,7 @@ def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simula
         result.plot(options["plot"])
         result = replace(result, picture=options["plot"])
     if not as_json:
-        show(result)
+        show(result, options["details"])
     return result
 
 
@@ -236,145 +247,3 @@ def one_cluster(hardware: dict[str, Any]) -> Cluster:
         hint = "`zerofit plan` compares several"
         raise UserError(Problem(kind="usage", message="--gpu names several kinds", hint=hint, where="--gpu"))
     return found[0]
-
-
-def show(result: Simulation) -> None:
-    """Print phases, the peak and what it is made of, and the verdict; the knobs come when they are known."""
-    console = out(WIDTH)
-    layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1) or "dp 1"
-    place = f": {describe_rank(result.rank, result.layout)}" if result.layout.combined else ""
-    rank = f", rank {result.rank} of {result.world_size} ({layout}, ZeRO {result.layout.zero_stage}){place}"
-    console.print(Text.assemble("\n", (result.run.model, "bold"), f"{rank} on {result.device}"))
-    console.print(_run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run))
-    console.print(_phases(result))
-    phase = result.peak_phase + (f" of step {result.peak_step + 1}" if result.peak_step >= 0 else "")
-    where = f"{result.peak_at.line}" + (f" in {result.peak_at.module}" if result.peak_at.module else "")
-    peak = (f"peak {shown_bytes(result.peak_bytes)}", "bold")
-    console.print(Text.assemble("\n", peak, f" in {phase}: {where}"))
-    if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
-        console.print(f"  your line: {result.peak_at.own}")
-    console.print(_breakdown(result))
-    _beside(console, result)
-    for stage in result.stages:
-        console.print(f"  rank {stage.rank}: peak {shown_bytes(stage.peak_bytes)} in {stage.peak_phase}")
-    colour = {"fits": "green", "does not fit": "red"}.get(result.verdict, "yellow")
-    console.print(Text.assemble("\n", (result.verdict.upper(), f"bold {colour}"), f" {result.because}"))
-    if result.comm:
-        table = make_table("collective, a step", "ranks", "in", "calls", "bytes", right=(3, 4), **PLAIN)
-        for row in sorted(result.comm, key=lambda r: -r.bytes)[:FEW]:
-            table.add_row(row.op, str(row.group_size), row.phase, str(row.count), shown_bytes(row.bytes))
-        console.print(table)
-    if result.layers_simulated:
-        check, *counts = result.layers_simulated
-        console.print(
-            f"extended from {' and '.join(map(str, counts))} layers; at {check} layers the highest moment is off the "
-            f"line by {abs(result.extension_error):.3%} (--exact simulates all)"
-        )
-    if isinstance(result.run, SimulatedScript):
-        _longest(console, result.run)
-        _notes(console, result.run)
-    if result.picture:
-        console.print(f"picture: {result.picture}")
-    if result.trace:
-        console.print(f"trace of a step of this rank: {result.trace} (opens in https://ui.perfetto.dev)")
-    if result.against:
-        colour = "red" if result.against.exceeded else "green"
-        console.print(Text(f"\n{result.against.because} ({result.against.baseline})", colour))
-
-
-def _run(run: SimulatedRun) -> str:
-    """Return what was simulated, in the words of the flags."""
-    fed, size = run.input, f"{run.seq_len} tokens"
-    if isinstance(fed, ImageInputs):
-        size = f"{fed.channels}x{fed.size}x{fed.size}"
-    if isinstance(fed, TableInputs):
-        size = f"{fed.features} features"
-    if isinstance(fed, NamedInputs):
-        size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape)) or 1}" for one in fed.tensors)
-    words = [str(run.precision), f"micro batch {run.micro_batch}", f"accumulation {run.gradient_accumulation_steps}"]
-    words += [size, run.optimizer or "the JSON's optimizer"]
-    words += ["activation checkpointing"] if run.activation_checkpointing else []
-    words[-1] += " kept on the host" if run.activation_offload else ""
-    words += [f"loss in chunks of {run.loss_chunk}"] if run.loss_chunk else []
-    words += [f"MLPs in tiles of {run.mlp_chunk}"] if run.mlp_chunk else []
-    return ", ".join(words)
-
-
-def _seen(run: SimulatedScript) -> str:
-    """Return what was seen of a script."""
-    seen = run.facts
-    words = [f"{seen.model} of {seen.parameters:,} parameters"]
-    if seen.trained_parameters < seen.parameters:
-        words.append(f"{seen.trained_parameters:,} of them trained")
-    words += [seen.precision, f"micro batch {seen.micro_batch}", f"accumulation {seen.accumulation}", seen.optimizer]
-    words += ["activation checkpointing"] if seen.checkpointing else []
-    words += [f"batches of up to {seen.longest_seen} tokens"] if seen.longest_seen else []
-    if seen.longest_allowed > seen.longest_seen:
-        words[-1] += f" ({seen.allowed_by} allows {seen.longest_allowed})"
-    return ", ".join(words)
-
-
-def _longest(console: Console, run: SimulatedScript) -> None:
-    """Print what batches of the longest sequences would need."""
-    found = run.longest
-    if found:
-        fits = "fits" if found.fits else "does not fit"
-        peak, phase = shown_bytes(found.peak_bytes), found.peak_phase
-        console.print(f"with batches of {found.tokens} tokens: peak {peak} in {phase}, {fits}")
-
-
-def _notes(console: Console, run: SimulatedScript) -> None:
-    """Print how the script ended, and what stood in for what."""
-    figures = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
-    console.print(f"{run.facts.name} {run.facts.ended}; {figures}")
-    for note in run.facts.notes:
-        console.print(f"  note: {note.text}" + (f" ({note.count} times)" if note.count > 1 else ""), markup=False)
-
-
-def _phases(result: Simulation) -> Table:
-    table = make_table("phase", "at start", "peak", "at end", right=(1, 2, 3), **PLAIN)
-    for row in result.phases:
-        name = row.name + (f" (step {row.step + 1})" if row.step >= 0 else "")
-        table.add_row(name, *(shown_bytes(getattr(row, f"{key}_bytes")) for key in ("start", "peak", "end")))
-    return table
-
-
-def _breakdown(result: Simulation) -> Table:
-    table = make_table("alive at the peak", "", "", right=(1, 2), **PLAIN)
-    for kind, size in result.breakdown.items():
-        if size:
-            table.add_row(f"  {kind}", shown_bytes(size), f"{size / result.peak_bytes:.1%}")
-    return table
-
-
-def _beside(console: Console, result: Simulation) -> None:
-    if result.device != "cpu":
-        console.print(
-            f"reserved by torch's allocator {shown_bytes(result.reserved_bytes)}{_ahead(result)}, shown by nvidia-smi "
-            f"about {shown_bytes(result.smi_bytes)} of {shown_bytes(result.device_total_bytes)}"
-        )
-    host = result.host_bytes
-    if sum(host.values()):
-        kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
-        kept = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
-        console.print(f"host memory of this rank: {kinds}{kept}; its process about {shown_bytes(HOST_PROCESS_BYTES)}")
-    if result.nvme_bytes:
-        console.print(f"NVMe of this rank: {shown_bytes(result.nvme_bytes)}")
-
-
-def _ahead(result: Simulation) -> str:
-    if result.reserved_ahead_bytes == result.reserved_bytes:
-        return ""
-    return f" (up to {shown_bytes(result.reserved_ahead_bytes)} where the host is ahead of the device)"
-
-
-def show_knobs(result: Simulation) -> None:
-    """Print what each change that was simulated would bring."""
-    look = {"title": "knobs, each simulated", "title_justify": "left"}
-    table = make_table("change", "peak", "saves", "", right=(1, 2), **PLAIN, **look)
-    for row in result.tried:
-        saved = result.peak_bytes - row.peak_bytes
-        fits = Text("fits", "green") if row.fits else "does not fit"
-        table.add_row(row.change, shown_bytes(row.peak_bytes), shown_bytes(saved), fits)
-    if result.tried:
-        out(WIDTH).print(table)

@@ -175,10 +175,10 @@ def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
         return 0, True, ""
     needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
     available = round(cluster.host_bytes * (1 - HOST_RESERVE))
-    ranks = "1 rank takes" if cluster.gpus == 1 else f"the {cluster.gpus} ranks of a node take"
+    ranks = "1 rank takes" if cluster.gpus == 1 else f"{cluster.gpus} ranks take"
     sentence = (
-        f"Host memory: {ranks} {shown_bytes(needed)} with their processes ({shown_bytes(HOST_PROCESS_BYTES)} each), "
-        f"of {shown_bytes(cluster.host_bytes)} less {HOST_RESERVE:.0%}."
+        f"Host memory: {ranks} {shown_bytes(needed)} of a node's {shown_bytes(cluster.host_bytes)}, "
+        f"{shown_bytes(HOST_PROCESS_BYTES)} of it for each process; {HOST_RESERVE:.0%} is kept for the system."
     )
     return needed, needed <= available, sentence
 

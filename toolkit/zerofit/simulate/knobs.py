@@ -25,8 +25,9 @@ class Knob:
 
 
 def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[Knob]:
-    """Return changes worth trying for a job whose JSON was `written` so; the training's mathematics stay the same.
+    """Return changes worth trying for a job whose JSON was `written` so, about those that cost least speed first.
 
+    The training's mathematics stay the same.
     Those that DeepSpeed or zerofit refuse for this model are found out when they are resolved. `named`: the bundled
     JSON that the run takes; where another bundled one is the change, that one is tried, so that it is a flag.
     """
@@ -40,22 +41,22 @@ def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[K
             sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
             config = {**written, **{key: "auto" for key in sizes if key in written}}
             found.append(Knob(change=text, fields=more, config=config))
-    if not run.activation_checkpointing:
-        fields = {"activation_checkpointing": True}
-        found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
     chunks, length = offered(job.facts.task, job.facts.model_type), run.seq_len or 0
     chunk, tile = chunks.loss_chunk, chunks.mlp_chunk
     if chunk and run.loss_chunk is None and job.batch.micro * length > 2 * chunk:
         found.append(Knob(change=f"--loss-chunk {chunk}", fields={"loss_chunk": chunk}, config=written))
     if tile and run.mlp_chunk is None and length // layout.sp > 2 * tile:
         found.append(Knob(change=f"--mlp-chunk {tile}", fields={"mlp_chunk": tile}, config=written))
-    if run.activation_checkpointing and not run.activation_offload:
-        found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
     if named in PLAIN:
         found += [_bundled(f"zero{s}") for s in stages]
     else:
         found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
+    if not run.activation_checkpointing:
+        fields = {"activation_checkpointing": True}
+        found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
+    if run.activation_checkpointing and not run.activation_offload:
+        found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
     on_host = {"device": "cpu", "pin_memory": True}
     if named in PLAIN and layout.pp == 1:
         found += [_bundled(name) for name in OFFLOADED if name >= named]

@@ -104,6 +104,15 @@ class KnobResult:
     reserved_bytes: int
     host_node_bytes: int
     fits: bool
+    config: str | None = None  # the bundled DeepSpeed JSON that it takes
+    cost_rank: int = 0  # among the changes by the speed that they cost, 0 the least
+
+    @classmethod
+    def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:
+        """Return what a change needs, from its simulation."""
+        names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
+        figures = {name: getattr(found, name) for name in names}
+        return cls(change=change, config=config, cost_rank=cost_rank, **figures)
 
 
 SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
@@ -138,7 +147,7 @@ class Simulation:
     comm: tuple[CollectiveCalls, ...]  # of the last simulated step
     flops: int  # of the last simulated step
     fits: bool
-    verdict: str  # "fits", "within the margin" or "does not fit"
+    verdict: str  # "fits", "close to the limit" or "does not fit"
     margin_bytes: int  # negative: what is missing
     because: str
     layers_simulated: tuple[int, ...]  # () if all were; the first one checks the extrapolation

@@ -33,7 +33,7 @@ from zerofit.spec.overhead import (
 from zerofit.spec.units import shown_bytes
 
 _PRIVATE = "private memory of ranks beside their tensors (spec/overhead.py)"
-FITS, WITHIN, NOT = "fits", "within the margin", "does not fit"
+FITS, WITHIN, NOT = "fits", "close to the limit", "does not fit"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Overhead:
 
     name: str
     low_bytes: int
-    high_bytes: int  # what a verdict reckons with
+    high_bytes: int  # what a verdict counts
     source: str
 
     @property
@@ -156,8 +156,8 @@ def judge_events(
         if tight.out_of_memory is None:
             kept = round(REPLAYED * tight.peak_reserved_bytes)
             flushes = (
-                f" It fits only by giving cached memory back to the driver (flushes: {tight.flushes}), each of which"
-                " stops the device; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
+                f" It fits only because the allocator frees cached memory (flushes: {tight.flushes}), which stops the"
+                " device each time; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
             )
             more = flushes if tight.flushes else ""
             return _verdict(word, tight.peak_reserved_bytes, beside, device_bytes, kept, more), tight
@@ -170,18 +170,13 @@ def _verdict(
 ) -> FitVerdict:
     low, high = sum(o.low_bytes for o in beside), sum(o.high_bytes for o in beside)
     left = device_bytes - reserved - high
-    lies = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
-    names = ", ".join(o.name for o in beside)
-    reckoned = f" ({names}; the verdict reckons with the upper end)" if beside else ""
+    more_memory = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
+    outside = f"{', '.join(o.name for o in beside)} take {more_memory} outside of it" if beside else ""
     end = {
-        FITS: f"{shown_bytes(left)} are left, of which {shown_bytes(kept)} are kept free "
-        "for kernels' scratch and fragmentation.",
-        WITHIN: f"Less than {shown_bytes(kept)}, kept for kernels' scratch and fragmentation, may be left: "
-        "it may run out of memory.",
+        FITS: f"{shown_bytes(left)} remain free; kernels and fragmentation may take {shown_bytes(kept)} of it.",
+        WITHIN: f"It may run out of memory: kernels and fragmentation may take {shown_bytes(kept)} more.",
         NOT: f"At least {shown_bytes(reserved + low - device_bytes)} are missing.",
     }[word]
-    sentence = (
-        f"Of the device's {shown_bytes(device_bytes)} torch reserves {shown_bytes(reserved)} "
-        f"and {lies} lie beside it{reckoned}. {end}{more}"
-    )
+    reserves = f"torch reserves {shown_bytes(reserved)} of the device's {shown_bytes(device_bytes)}"
+    sentence = f"{'; '.join(filter(None, (reserves, outside)))}. {end}{more}"
     return FitVerdict(word=word, margin_bytes=left, sentence=sentence)

@@ -30,10 +30,10 @@ def parse_bytes(text: str, where: str) -> int:
 def shown_bytes(value: float) -> str:
     """Format with three digits and a binary unit: "79.1 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
+        if abs(value) < 999.5 or unit == "TiB":
             break
         value /= 1024
-    digits = 0 if unit == "B" else 2 if abs(value) < 10 else 1
+    digits = 0 if unit == "B" or abs(value) >= 99.95 else 2 if abs(value) < 9.995 else 1
     return f"{value:.{digits}f} {unit}"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from zerofit.simulate.record import ScriptFacts
 from zerofit.simulate.script.command import ScriptCommand
 from zerofit.spec.foreign import Unreadable, read_json
 
-_MICRO, _ACCUMULATION = "--per_device_train_batch_size", "--gradient_accumulation_steps"
-_ARGUMENTS = (_MICRO, _ACCUMULATION, "--output_dir", "--deepspeed", "--max_steps")  # of TrainingArguments
+_MICRO, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_ARGUMENTS = tuple(f"--{name}" for name in (_MICRO, _ACCUMULATION, "output_dir", "deepspeed", "max_steps"))
+_SHARDED, _OFFLOADED = ("zero2", "zero3"), ("zero3_offload",)  # bundled JSONs
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 _MAX_STAGE = 3
@@ -27,13 +28,18 @@ Words = tuple[str, ...]
 class ScriptKnob:
     """One change of a command."""
 
-    change: str  # in the words of the command or of the JSON
+    change: str  # in the words of the command, of the JSON, or of TrainingArguments
     command: ScriptCommand
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, in place of the script's own
+    config: str | None = None  # the bundled DeepSpeed JSON that TrainingArguments take
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder: Path) -> list[ScriptKnob]:
-    """Return the changes that can be made from outside; edited JSONs are written into `folder`."""
-    found = _of_arguments(command, facts) if facts.trainer and _has(command.arguments, _ARGUMENTS) else []
+    """Return the changes that can be made from outside, about those that cost least speed first.
+
+    Edited JSONs are written into `folder`.
+    """
+    found = _of_trainer(command, facts, ranks) if facts.trainer else []
     stages = range(facts.zero_stage + 1, _MAX_STAGE + 1) if facts.engines and ranks > 1 else range(0)
     file = named_config([*command.arguments, *command.launcher_words])
     if file is not None:
@@ -58,23 +64,29 @@ def named_config(words: Sequence[str]) -> str | None:
     return None
 
 
-def _of_arguments(command: ScriptCommand, facts: ScriptFacts) -> list[ScriptKnob]:
-    """Return changes of TrainingArguments on the command line; the mathematics stay the same."""
+def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[ScriptKnob]:
+    """Return changes of a Trainer's arguments, DeepSpeed too where it has none, those that cost least speed first."""
+    changes: list[dict[str, Any]] = []
+    if facts.micro_batch > 1 and facts.micro_batch % 2 == 0:
+        changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
+    checkpointing = {} if facts.checkpointing else {"gradient_checkpointing": True}
+    changes += [checkpointing] if checkpointing else []
+    if not facts.engines:
+        sharded, offloaded = _SHARDED if ranks > 1 else (), _OFFLOADED
+        changes += [{"deepspeed": name} for name in sharded]
+        changes += [{**checkpointing, "deepspeed": name} for name in sharded[-1:] if checkpointing]
+        changes += [{"deepspeed": name} for name in offloaded]
+        changes += [{**checkpointing, "deepspeed": name} for name in offloaded[-1:] if checkpointing]
+    typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
+    shape = "--{} {}" if typed else "{}={}"
     found = []
-    if facts.micro_batch > 1 and facts.micro_batch % 2 == 0 and _has(command.arguments, (_MICRO,)):
-        new = {_MICRO: str(facts.micro_batch // 2), _ACCUMULATION: str(2 * facts.accumulation)}
-        found.append(_argued(command, new))
-    if not facts.checkpointing:
-        found.append(_argued(command, {"--gradient_checkpointing": "True"}))
+    for change in changes:
+        shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
+        words = [shape.format(k, v if typed or not isinstance(v, str) else repr(v)) for k, v in shown.items()]
+        text = " ".join(words) if typed else f"TrainingArguments({', '.join(words)})"
+        arguments = {name: value for name, value in change.items() if name != "deepspeed"}
+        found.append(ScriptKnob(change=text, command=command, arguments=arguments, config=change.get("deepspeed")))
     return found
-
-
-def _argued(command: ScriptCommand, values: dict[str, str]) -> ScriptKnob:
-    words = command.arguments
-    for name, value in values.items():
-        words = _with(words, name, value)
-    changed = _everywhere(command, lambda given: (*given[: len(given) - len(command.arguments)], *words))
-    return ScriptKnob(change=" ".join(f"{k} {v}" for k, v in values.items()), command=changed)
 
 
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:

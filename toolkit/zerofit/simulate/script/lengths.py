@@ -114,6 +114,20 @@ def trainer_arguments(lengths: Lengths) -> None:
     replace_in(Trainer, "__init__", init)
 
 
+def replaced_arguments(values: Mapping[str, Any]) -> None:
+    """Give TrainingArguments these values, whatever the script gives them. (TrainingArguments.__post_init__)"""
+    from transformers import TrainingArguments
+
+    original = TrainingArguments.__post_init__
+
+    def checked(self: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+        original(self)
+
+    replace_in(TrainingArguments, "__post_init__", checked)
+
+
 def batches(lengths: Lengths, longest: bool) -> None:
     """Note each batch's length, and make it the longest that is allowed if asked to. (_BaseDataLoaderIter.__next__)"""
     from torch.utils.data.dataloader import _BaseDataLoaderIter

@@ -65,6 +65,8 @@ def simulate_script(
     shapes, lengths_seen = BatchShapes(), Lengths()
     lengths.tokenizers(lengths_seen)
     lengths.trainer_arguments(lengths_seen)
+    if target.arguments:
+        lengths.replaced_arguments(target.arguments)
     lengths.batches(lengths_seen, target.longest)
     log = PhaseLog(meter)
     phases = ScriptPhases(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand
@@ -25,6 +27,7 @@ class ScriptTarget:
     steps: int = 2  # optimizer steps after which the script is stopped
     traced: bool = False  # note what the rank issues in its last step
     longest: bool = False  # make every batch as long as the script allows
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, in place of the script's own
     received: SentTensors | None = None  # of the rank's pipeline stage, from the one before; None of the first
 
     @property

@@ -1,0 +1,199 @@
+"""The screen of `zerofit simulate`: the verdict, one line a fact, what would fit; tables with `--details`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zerofit.cli.console import make_table, out, print_facts
+from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
+from zerofit.simulate.result import SimulatedRun, SimulatedScript, Simulation
+from zerofit.simulate.verdict import FITS, NOT
+from zerofit.spec.mesh import describe_rank
+from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
+from zerofit.spec.units import shown_bytes
+
+COLOURS = {FITS: "bold green", NOT: "bold red"}
+FEW = 8  # collectives in a table
+KINDS = 3  # of memory at the peak in one line
+NOTES = 3  # on a script
+CHANGES = 5
+
+
+def show(result: Simulation, details: bool) -> None:
+    """Print the verdict and the facts behind it; what would need less follows when it is known (`show_knobs`)."""
+    console = out()
+    verdict = Text(result.verdict.upper(), COLOURS.get(result.verdict, "bold yellow"))
+    console.print(Text.assemble("\n", verdict, "  ", _needs(result)))
+    print_facts(console, _facts(result))
+    if isinstance(result.run, SimulatedScript):
+        print_facts(console, _script_facts(result.run, details))
+    if result.against:
+        colour = "red" if result.against.exceeded else "green"
+        console.print(Text(f"{result.against.because} ({result.against.baseline})", colour))
+    if details:
+        _details(console, result)
+
+
+def _needs(result: Simulation) -> str:
+    """Return what is needed of what is there: of the device, or of host memory where that is too small."""
+    needed, there = _needed(result), result.device_total_bytes
+    of = f"needs {shown_bytes(needed)} of {shown_bytes(there)} on {result.device}"
+    if result.margin_bytes >= 0 and result.verdict == NOT:
+        host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
+        return f"needs {host} host memory on a node, {HOST_RESERVE:.0%} of it kept for the system"
+    if result.verdict == NOT:
+        return f"{of}, {shown_bytes(needed - there)} too much"
+    return f"{of}, " + (f"{shown_bytes(there - needed)} free" if result.verdict == FITS else "it may run out of memory")
+
+
+def _needed(result: Simulation) -> int:
+    """Return the bytes on which the verdict rests, with the middle of what lies outside of torch."""
+    return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
+
+
+def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
+    layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1)
+    place = f" ({describe_rank(result.rank, result.layout)})" if result.layout.combined else ""
+    ranks = f"rank {result.rank} of {result.world_size}{place}, ZeRO {result.layout.zero_stage}"
+    seen = _run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run)
+    yield "run", f"{result.run.model}, {ranks}{f', {layout}' if layout else ''}"
+    yield "", seen
+    step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
+    module = f", {result.peak_at.module}" if result.peak_at.module else ""
+    yield "peak", f"{shown_bytes(result.peak_bytes)} in {result.peak_phase}{step}{module} ({result.peak_at.line})"
+    if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
+        yield "your line", result.peak_at.own
+    largest = sorted(result.breakdown.items(), key=lambda pair: -pair[1])[:KINDS]
+    yield "largest", ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in largest if size)
+    for stage in result.stages:
+        yield f"rank {stage.rank}", f"{shown_bytes(stage.peak_bytes)} in {stage.peak_phase}"
+    if result.picture:
+        yield "picture", str(result.picture)
+    if result.trace:
+        yield "trace", f"{result.trace} (opens in https://ui.perfetto.dev)"
+
+
+def _run(run: SimulatedRun) -> str:
+    """Return what was simulated, in the words of the flags."""
+    fed, size = run.input, f"{run.seq_len} tokens"
+    if isinstance(fed, ImageInputs):
+        size = f"{fed.channels}x{fed.size}x{fed.size}"
+    if isinstance(fed, TableInputs):
+        size = f"{fed.features} features"
+    if isinstance(fed, NamedInputs):
+        size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape)) or 1}" for one in fed.tensors)
+    words = [str(run.precision), f"micro batch {run.micro_batch} of {size}"]
+    words += [f"accumulation {run.gradient_accumulation_steps}"] if run.gradient_accumulation_steps > 1 else []
+    words += [run.optimizer or "the JSON's optimizer"]
+    words += ["activation checkpointing"] if run.activation_checkpointing else []
+    words[-1] += " kept on the host" if run.activation_offload else ""
+    words += [f"loss in chunks of {run.loss_chunk}"] if run.loss_chunk else []
+    words += [f"MLPs in tiles of {run.mlp_chunk}"] if run.mlp_chunk else []
+    return ", ".join(words)
+
+
+def _seen(run: SimulatedScript) -> str:
+    """Return what was seen of a script."""
+    seen = run.facts
+    words = [f"{seen.model} of {seen.parameters:,} parameters"]
+    if seen.trained_parameters < seen.parameters:
+        words.append(f"{seen.trained_parameters:,} of them trained")
+    words += [seen.precision, f"micro batch {seen.micro_batch}", f"accumulation {seen.accumulation}", seen.optimizer]
+    words += ["activation checkpointing"] if seen.checkpointing else []
+    words += [f"batches of up to {seen.longest_seen} tokens"] if seen.longest_seen else []
+    if seen.longest_allowed > seen.longest_seen:
+        words[-1] += f" ({seen.allowed_by} allows {seen.longest_allowed})"
+    return ", ".join(words)
+
+
+def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
+    """Yield what the longest batches need, how the script ended, and what was replaced in it."""
+    found = run.longest
+    if found:
+        fits = "fits" if found.fits else "does not fit"
+        yield f"{found.tokens} tokens", f"peak {shown_bytes(found.peak_bytes)} in {found.peak_phase}, {fits}"
+    exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
+    yield "script", f"{run.facts.ended}; {exact}"
+    notes = run.facts.notes if every else run.facts.notes[:NOTES]
+    for note in notes:
+        yield "note", note.text + (f" ({note.count} times)" if note.count > 1 else "")
+    if len(notes) < len(run.facts.notes):
+        yield "", f"{len(run.facts.notes) - len(notes)} more notes with --details"
+
+
+def _details(console: Console, result: Simulation) -> None:
+    """Print what is outside of torch, the phases, the breakdown of the peak, and the collectives."""
+    facts = [("verdict", result.because)]
+    if result.device != "cpu":
+        shown = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"
+        facts += [("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {shown}")]
+    host = result.host_bytes
+    if sum(host.values()):
+        kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
+        kept = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
+        facts += [("host memory", f"{kinds}{kept}; the process takes about {shown_bytes(HOST_PROCESS_BYTES)} more")]
+    if result.nvme_bytes:
+        facts += [("NVMe", shown_bytes(result.nvme_bytes))]
+    if result.layers_simulated:
+        check, *counts = result.layers_simulated
+        off = f"the peak of {check} layers differs from it by {abs(result.extension_error):.2%}"
+        facts += [("layers", f"extrapolated from {' and '.join(map(str, counts))}; {off} (--exact simulates all)")]
+    console.print()
+    print_facts(console, facts)
+    for table in (_phases(result), _breakdown(result), _collectives(result)):
+        console.print()
+        console.print(table)
+
+
+def _ahead(result: Simulation) -> str:
+    if result.reserved_ahead_bytes == result.reserved_bytes:
+        return ""
+    return f" (up to {shown_bytes(result.reserved_ahead_bytes)} where the host is ahead of the device)"
+
+
+def _phases(result: Simulation) -> Table:
+    table = make_table("phase", "at start", "peak", "at end", right=(1, 2, 3), box=None, pad_edge=False)
+    for row in result.phases:
+        name = row.name + (f" (step {row.step + 1})" if row.step >= 0 else "")
+        table.add_row(name, *(shown_bytes(getattr(row, f"{key}_bytes")) for key in ("start", "peak", "end")))
+    return table
+
+
+def _breakdown(result: Simulation) -> Table:
+    table = make_table("allocated at the peak", "bytes", "share", right=(1, 2), box=None, pad_edge=False)
+    for kind, size in result.breakdown.items():
+        if size:
+            table.add_row(kind, shown_bytes(size), f"{size / result.peak_bytes:.1%}")
+    return table
+
+
+def _collectives(result: Simulation) -> Table:
+    table = make_table("collective, a step", "ranks", "in", "calls", "bytes", right=(3, 4), box=None, pad_edge=False)
+    for row in sorted(result.comm, key=lambda r: -r.bytes)[:FEW]:
+        table.add_row(row.op, str(row.group_size), row.phase, str(row.count), shown_bytes(row.bytes))
+    return table
+
+
+def show_knobs(result: Simulation, details: bool) -> None:
+    """Print the changes that need less memory, those that cost least speed first, and how to see more."""
+    console, outside = out(), sum(o.bytes for o in result.overheads)
+    leaner = [row for row in result.tried if row.fits or row.reserved_bytes < result.reserved_bytes]
+    fitting = [row for row in leaner if row.fits]
+    if result.verdict == FITS:
+        fitting = [row for row in fitting if row.reserved_bytes < result.reserved_bytes]
+    lists = {"smaller with" if result.verdict == FITS else "fits with": fitting}
+    if details or not fitting:
+        lists["too much with"] = [row for row in leaner if not row.fits]
+    for label, rows in lists.items():
+        ranked = sorted(rows, key=lambda row: row.cost_rank)
+        facts = [(label, f"{shown_bytes(row.reserved_bytes + outside):<8}  {row.change}") for row in ranked]
+        facts[1:] = [("", text) for _, text in facts[1:]]
+        print_facts(console, facts if details else facts[:CHANGES], hang=10)
+    if not details:
+        how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
+        print_facts(console, [("details", f"--details    {how}as JSON: --json")])
