@@ -54,7 +54,8 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
             fail([stopped.problem], RUN_AGAIN, as_json)
         except KeyboardInterrupt as request:
             where = str(request)
-            hint = f"`zerofit plot {where}` shows how far it came" if where else ""
+            saved = where and any((Path(where) / "checkpoints").glob("step-*"))
+            hint = "the same command resumes from the newest checkpoint" if saved else ""
             fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
     if as_json:
         print(json.dumps(result if isinstance(result, dict) else result.to_dict()), flush=True)
@@ -118,7 +119,8 @@ def _write_traceback(error: Exception) -> Path:
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
     """Say what is wrong, on standard error for people and as the last line of standard output for scripts."""
     for problem in problems:
-        click.echo(f"{style('error', fg='red', bold=True)}: {problem.message}", err=True)
+        label = "" if code in (RUN_AGAIN, STOPPED) else f"{style('error', fg='red', bold=True)}: "
+        click.echo(f"{label}{problem.message}", err=True)
         if problem.where:
             click.echo(f"   at: {problem.where}", err=True)
         if problem.hint:

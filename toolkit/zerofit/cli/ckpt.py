@@ -1,4 +1,4 @@
-"""`zerofit ckpt`: what a run has saved, whether it is whole, and what it can be turned into."""
+"""`zerofit ckpt`: what a run has saved, whether it is complete, and what it can be turned into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zerofit.cli.answer import R
-from zerofit.cli.console import EventConsole, answer_watched, make_table, out
+from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
 from zerofit.cli.terminal import style
 from zerofit.spec.events import OnEvent
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 DIFFERENT, DAMAGED = 1, 2
 SHARD = "1GiB"
-WIDTH = 140  # where there is no terminal
 FEW = 12  # tensors to print
 
 
@@ -67,7 +66,7 @@ def show(path: Path, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read every file of a checkpoint (of a run's newest) and compare checksums. Exit code 0: whole, 2: damaged."""
+    """Read every file of a checkpoint (of a run's newest) and compare checksums. Exit code 0: complete, 2: damaged."""
     result = _answer(path, lambda it, on_event: it.verify(on_event=on_event), as_json, show_verdict)
     sys.exit(0 if result.ok else DAMAGED)
 
@@ -121,28 +120,39 @@ def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool,
 
 def show_list(result: CheckpointList) -> None:
     """Print a table, one checkpoint a line."""
-    table = make_table("step", "samples", "saved", "size", "ranks", "layout", "", right=(0, 1, 3, 4))
-    good = Text("whole" if result.checked == "checksums" else "files are there", style="green")
+    rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        verdict = good if row.whole else Text(f"{wrong[0]}{more}", style="red")
-        if row.layout is None:
-            table.add_row(str(row.step), *["?"] * 5, verdict)
-            continue
-        cells = (row.step, row.samples, row.created, shown_bytes(row.bytes or 0), row.world_size)
-        table.add_row(*map(str, cells), _layout(row.layout), verdict)
-    console = out(WIDTH)
-    console.print(str(result.folder))
-    console.print(table)
+        known = row.layout is not None
+        rows.append(
+            {
+                "step": str(row.step),
+                "state": "complete" if row.whole else f"damaged: {wrong[0]}{more}",
+                "saved": str(row.created) if known else "?",
+                "size": shown_bytes(row.bytes or 0) if known else "?",
+                "ranks": str(row.world_size) if known else "?",
+                "layout": _layout(row.layout) if row.layout else "?",
+                "samples": str(row.samples) if known else "?",
+            }
+        )
+        styles.append(None if row.whole else "red")
+    console = out()
+    console.print(str(result.folder), soft_wrap=True)
+    if rows:
+        keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
+        table = fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state")
+        for line, look in zip(table.rows, styles, strict=True):
+            line.style = look
+        console.print(table)
     if result.checked == "sizes":
-        console.print("sizes were checked; --deep compares checksums", style="dim")
+        console.print("checked: names and sizes of all files; --deep compares checksums", style="dim")
 
 
 def show_description(result: CheckpointDescription) -> None:
     """Print the facts of one checkpoint."""
-    console = out(WIDTH)
-    console.print(str(result.path), style="bold")
+    console = out()
+    console.print(str(result.path), style="bold", soft_wrap=True)
     layout = _layout(result.layout) if result.layout else "?"
     lines = {
         "step": f"{result.step} of {result.steps}, {result.samples} samples seen",
@@ -155,13 +165,12 @@ def show_description(result: CheckpointDescription) -> None:
         "figures": ", ".join(f"{k} {v:.6g}" for k, v in result.figures.items() if isinstance(v, int | float)),
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
-    for name, text in lines.items():
-        console.print(f"  {name:<9}{text}")
+    print_facts(console, lines.items(), indent=11)
 
 
 def show_verdict(result: VerifyResult) -> None:
-    """Print that the checkpoint is whole, or every file that is not."""
-    verdict = style("whole", fg="green") if result.ok else style("damaged", fg="red")
+    """Print that the checkpoint is complete, or every file that is not."""
+    verdict = style("complete", fg="green") if result.ok else style("damaged", fg="red")
     click.echo(f"{result.path}: step {result.step}, {verdict}")
     for problem in result.problems:
         more = f" ({problem.message})" if problem.message else ""
@@ -183,7 +192,7 @@ def show_export(result: ExportResult) -> None:
 
 def show_difference(result: CheckpointDiff) -> None:
     """Print names, shapes and the tensors that differ most."""
-    console = out(WIDTH)
+    console = out()
     for side, names in ((result.a, result.only_in_a), (result.b, result.only_in_b)):
         for name in names[:FEW]:
             console.print(f"only in {side}: {name}")
@@ -192,12 +201,18 @@ def show_difference(result: CheckpointDiff) -> None:
         console.print(f"{name}: shape {list(one)} and {list(other)}")
     apart = result.apart
     if apart:
-        names = ("tensor", "kind", "elements that differ", "largest difference", "relative")
-        table = make_table(*names, right=(2, 3, 4))
-        for row in apart[:FEW]:
-            differ = f"{row.apart:,} of {row.elements:,}"
-            table.add_row(row.name, row.kind, differ, _number(row.max_abs), _number(row.max_rel))
-        console.print(table)
+        rows = [
+            {
+                "tensor": row.name,
+                "kind": row.kind,
+                "differ": f"{row.apart:,} of {row.elements:,}",
+                "by at most": _number(row.max_abs),
+                "relative": _number(row.max_rel),
+            }
+            for row in apart[:FEW]
+        ]
+        keep = ("tensor", "differ", "by at most", "relative", "kind")
+        console.print(fitting_table(console, rows, keep[1:4], keep, "tensor"))
         _rest(console, apart)
     verdict = Text("equal", style="green") if result.equal else Text("different", style="yellow")
     same, compared = len(result.rows) - len(apart), len(result.rows)

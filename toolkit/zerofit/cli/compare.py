@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from zerofit.cli.console import EventConsole, answer_watched, make_table, out
+from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import RunRequest, load_run
@@ -24,7 +24,8 @@ SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
 STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
-WIDTH = 170  # columns, where standard output is not a terminal
+# columns by importance: a narrow terminal shows the first of them; all are in results.csv
+KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "weights differ by", "loss", "tokens/s")
 
 
 def usual(field: str, words: str) -> dict[str, Any]:
@@ -234,10 +235,8 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
     """Print all runs, each size over its seeds, which one was first, and where larger ones stop helping."""
     console, target = _print_rows(result), f"{result.about['target']:.1%}"
     names, rows = result.short_table()
-    table = make_table(*names)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    filled = [dict(zip(names, row, strict=True)) for row in rows]
+    console.print(fitting_table(console, filled, (), names, names[0]))
     if result.critical_batch:
         words = f"critical batch size: {result.critical_batch:,.0f} samples, which take twice the samples to {target}"
         console.print(f"{words} that the smallest batches take")
@@ -247,7 +246,7 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
 
 def show_laboratory(result: Laboratory) -> None:
     """Print what was asked, how many rows answer it, and where the page is."""
-    console = out(WIDTH)
+    console = out()
     for done in result.experiments:
         rows = done.compared.rows
         ran = sum(row.status == "ok" for row in rows)
@@ -275,11 +274,12 @@ def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> str:
 
 
 def _print_rows(result: Comparison[Any]) -> Console:
-    console = out(WIDTH)
+    console = out()
     names, rows = result.table()
-    table = make_table(*names, right=range(1, len(names)))
-    for row, filled in zip(result.rows, rows, strict=True):
-        table.add_row(*filled, style=STYLES.get(row.status))
+    filled = [dict(zip(names, [*row, *["-"] * (len(names) - len(row))], strict=True)) for row in rows]
+    table = fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0])
+    for row, line in zip(result.rows, table.rows, strict=True):
+        line.style = STYLES.get(row.status)
     console.print(table)
     for row in result.rows:
         if row.status != "ok":

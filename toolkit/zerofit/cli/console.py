@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from math import inf
 from typing import Any
 
@@ -22,7 +23,6 @@ from rich.progress import (
     Task,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.segment import Segment
@@ -131,11 +131,10 @@ class EventConsole:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            _WhereTotal(BarColumn(bar_width=20)),
             _Amount(),
+            _WhereTotal(TimeRemainingColumn(compact=True)),
+            _WhereTotal(BarColumn(bar_width=10)),
             TextColumn("{task.fields[figures]}", markup=False),
-            _WhereTotal(TimeElapsedColumn()),
-            _WhereTotal(TimeRemainingColumn()),
             TextColumn("{task.fields[ranks]}", style="yellow", markup=False),
             console=self.console,
             transient=True,
@@ -176,7 +175,7 @@ class EventConsole:
         elif event.kind == "metrics":
             self._update(completed=event.done, figures=event.text.partition(": ")[2])
             if not self.live and (event.done == 1 or event.done % self._log_every == 0):
-                self.say(event.text)
+                self.say(_step_line(event))
         elif event.kind == "checks":
             show_checks(event.data["checks"], event.data["hosts"], self.console)
 
@@ -287,6 +286,18 @@ class _Amount(ProgressColumn):
         if not task.fields["unit"]:
             return Text("")
         return (self._bytes if task.fields["unit"] == "bytes" else self._others).render(task)
+
+
+def _step_line(event: Event) -> str:
+    """Return "step 7 of 90, 3:05 left: loss ..."; the time by this step's seconds."""
+    step, _, figures = event.text.partition(": ")
+    seconds = event.data.get("step_s")
+    if event.total:
+        step += f" of {event.total}"
+    if event.total and seconds is not None:
+        left = timedelta(seconds=round(seconds * (event.total - event.done)))
+        step += f", {str(left).removeprefix('0:').removeprefix('0')} left"
+    return f"{step}: {figures}"
 
 
 def _amount(n: int, unit: str) -> str:

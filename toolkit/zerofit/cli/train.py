@@ -11,7 +11,7 @@ import click
 from zerofit.app.requests import read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
-from zerofit.cli.console import EventConsole, make_table
+from zerofit.cli.console import EventConsole, fitting_table, make_table, print_facts
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.models.names import model_table
@@ -71,21 +71,21 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
 
 def show(result: TrainingResult) -> None:
     """Print what a training has come to."""
-    layout = " x ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 or k == "zero_stage")
+    layout = ", ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 and k != "zero_stage")
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
-    click.echo(f"\n{result.steps} steps on {ranks} ({layout.replace('_', ' ')})")
+    zero = f"ZeRO-{result.layout['zero_stage']}"
+    click.echo(f"\nDONE  {result.steps} steps on {ranks}, {zero}{f', {layout}' if layout else ''}")
     figures = {"training loss": f"{result.train_loss:.4f}"}
     figures |= {f"validation {name}": f"{value:.4f}" for name, value in result.eval.items()}
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of a model that only knows how often each token occurs"
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
     figures |= {FIGURES[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
-    for name, figure in figures.items():
-        click.echo(f"  {name:<20} {figure}")
+    figures["run folder"] = result.run_dir
+    print_facts(stdout(), figures.items(), indent=22)
     if result.sample:
         click.echo("\nA sample of what it writes:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
-    click.echo(f"\nrun folder: {result.run_dir}")
 
 
 def _beside(name: str, pair: Mapping[str, float | None]) -> str:
@@ -110,10 +110,10 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _show_models(result: dict[str, Any]) -> None:
-    table = make_table("name", "kind", "parameters", "source", right=(2,))
-    for row in result["models"]:
-        table.add_row(row["name"], row["kind"], f"{row['parameters']:,}", row["source"])
-    stdout().print(table)
+    console, keep = stdout(), ("name", "parameters", "kind", "source")
+    rows = [{**row, "parameters": f"{row['parameters']:,}"} for row in result["models"]]
+    rows = [{name: str(row[name]) for name in ("name", "kind", "parameters", "source")} for row in rows]
+    console.print(fitting_table(console, rows, ("parameters",), keep, "source") if rows else "no model has these words")
 
 
 @click.command()

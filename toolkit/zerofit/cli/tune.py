@@ -9,7 +9,7 @@ import click
 
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, make_table, out
+from zerofit.cli.console import EventConsole, fitting_table, out, print_facts
 from zerofit.cli.options import (
     ANYWAY,
     AS_JSON,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # the flags of hosts where none is given
 DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
-WIDTH = 150  # columns, where standard output is not a terminal
 REASON = 60  # characters
 
 
@@ -85,32 +84,33 @@ def tune(
 
 def show(result: TuneResult) -> None:
     """Print the trials, the best, and what may have been missed."""
-    console = out(WIDTH)
-    table = make_table("", "configuration", "forecast", "measured", "+-", "", right=range(2, 6))
-    for number, row in enumerate(result.trials, start=1):
-        style = "bold green" if row.trial.measured_step_s == result.step_s else None
-        table.add_row(str(number), row.configuration, *_figures(row.trial), style=style)
-    console.print(table)
-    tokens_per_s = result.tokens_per_s
+    console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
-    console.print(f"best: {result.step_s:.4f} s a step, {rate}", style="bold")
-    console.print(_regret(result.regret))
-    for path in result.written:
-        console.print(f"written: {path}", soft_wrap=True)
+    console.print(f"BEST  {result.step_s:.4f} s a step, {rate}", style="bold")
+    rows = [
+        {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
+        for number, row in enumerate(result.trials, start=1)
+    ]
+    keep = ("", "configuration", "measured", "forecast", "+-", "note")
+    table = fitting_table(console, rows, ("measured", "forecast", "+-"), keep, "configuration")
+    for row, line in zip(result.trials, table.rows, strict=True):
+        line.style = "bold green" if row.trial.measured_step_s == result.step_s else None
+    console.print(table)
+    print_facts(console, [("regret", _regret(result.regret)), *(("written", str(path)) for path in result.written)])
 
 
-def _figures(trial: Trial) -> tuple[str, ...]:
-    forecast = f"{trial.forecast_step_s:.4f} s"
-    if trial.measured_step_s is None:
-        return forecast, trial.status, "", trial.reason[:REASON]
-    spread = "" if trial.spread is None else f"{trial.spread:.1%}"
-    return forecast, f"{trial.measured_step_s:.4f} s", spread, "cut short" if trial.cut_short else ""
+def _figures(trial: Trial) -> dict[str, str]:
+    measured, note = trial.status, trial.reason[:REASON]
+    if trial.measured_step_s is not None:
+        measured, note = f"{trial.measured_step_s:.4f} s", "cut short" if trial.cut_short else "-"
+    spread = "-" if trial.spread is None else f"{trial.spread:.1%}"
+    return {"forecast": f"{trial.forecast_step_s:.4f} s", "measured": measured, "+-": spread, "note": note or "-"}
 
 
 def _regret(regret: Regret) -> str:
     if regret.untried_step_s is None:
-        return "regret: none: every configuration that fits was tried"
+        return "none: every configuration that fits was tried"
     left = f"{regret.untried} configurations were not tried; the best of them is expected to take "
     left += f"{regret.untried_step_s:.4f} s a step"
     gain = f", {regret.gap:.1%} less than the best that was measured" if regret.gap else ", no less than the best"
-    return f"regret: {left}{gain}; one chance in twenty that any saves more than {regret.at_most:.1%}"
+    return f"{left}{gain}; one chance in twenty that any saves more than {regret.at_most:.1%}"
