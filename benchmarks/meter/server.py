@@ -7,6 +7,7 @@ stdout answers with what each has returned, or {"error": traceback}.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -43,6 +44,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libraries print
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # half a million objects: each child's collections would walk through them and copy their pages
     print(json.dumps("ready"), file=answers, flush=True)
     for number, line in enumerate(sys.stdin):
         tasks = json.loads(line)
