@@ -13,8 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.torch_version import TorchVersion
 
+from tests.simulate.targets import target
 from zerofit.simulate import patches
 from zerofit.simulate.fake_kernels import cuda_attention
+from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.record import RankRecord
 
 pytestmark = pytest.mark.versions
 
@@ -309,7 +312,9 @@ def test_record_stream_takes_a_stream_and_gives_nothing():
     assert str(torch.ops.aten.record_stream.default._schema).endswith("(Tensor(a!) self, Stream s) -> ()")
 
 
-def test_nothing_is_patched_outside_of_a_simulation(simulated):
+def test_nothing_is_patched_outside_of_a_simulation():
+    (record,) = simulate_all([target("zero3")], lambda text: None)
+    assert isinstance(record, RankRecord)
     for places, _ in PATCHES.values():
         for place in places:
             assert not (getattr(value_of(place), "__module__", "") or "").startswith("zerofit.simulate"), place
