@@ -115,6 +115,14 @@ def find_folder(run: Run) -> RunFolder:
     raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
 
 
+def going_on(asked: RunRequest, folder: RunFolder) -> RunRequest:
+    """Return the request of the start after one that failed in this folder: from its newest checkpoint, if any."""
+    fields: dict[str, Any] = {"output": folder.path}
+    if asked.run.resume == "never" or Store(folder.checkpoints).entries():
+        fields["resume"] = "auto"
+    return replace(asked, run=asked.run.model_copy(update=fields))
+
+
 def _new_path(run: Run) -> Path:
     name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -186,7 +186,7 @@ def run_once(
     """Start the ranks, tell what they do, and return their result.
 
     `handle_signals`: a first SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop (the main thread only).
-    Raises RunFailed with the one cause of a failure, and Stopped.
+    Raises RunFailed with the one cause of a failure, DoesNotFit and Stopped.
     """
     spec = LaunchSpec(
         folder=str(folder.path),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from functools import partial
@@ -15,12 +15,14 @@ from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import PreparedRun, make_ready, prepare
 from zerofit.app.requests import as_request
 from zerofit.app.supervision import TrainingResult, finished_before, run_once
-from zerofit.launch.local import local_site
+from zerofit.launch.hostfile import Host
+from zerofit.launch.local import LaunchSite, local_site
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.launch.run_lock import held
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
 from zerofit.spec.files import read_jsonl
+from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.supervise import Watch
@@ -81,33 +83,59 @@ def train(
         raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
     report = Reporter(shielded(on_event) if on_event else None)
     with ExitStack() as stack:
-        gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway)))
-        fitter = partial(fitted, report=report, gate=gate, anyway=anyway)
-        prepared = prepare(as_request(run), report, gate=gate, fitter=fitter)
-        finished = finished_before(prepared.job, prepared.folder)
+        prepared, finished = claim(as_request(run), report, stack, anyway=anyway)
         if finished:
-            report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
             return finished if wait else TrainingRun(prepared.folder, lambda: finished)
-        stack.enter_context(held(prepared.folder, report.status))
-        for note in make_ready(prepared.folder, prepared.job.start):
-            report.note(note)
         lock = stack.pop_all()
 
     def work() -> TrainingResult:
-        with lock:
-            return _train(prepared, report, handle_signals)
+        with lock, closing(Watch("127.0.0.1")) as watch:
+            site = local_site(prepared.job, prepared.machine)
+            return train_at(site, prepared, watch, report, handle_signals=handle_signals)
 
     return work() if wait else TrainingRun(prepared.folder, work)
 
 
-def _train(prepared: PreparedRun, report: Reporter, handle_signals: bool) -> TrainingResult:
+def claim(
+    asked: RunRequest,
+    report: Reporter,
+    stack: ExitStack,
+    *,
+    anyway: bool = False,
+    machine: Machine | None = None,
+    hosts: Sequence[Host] = (),
+) -> tuple[PreparedRun, TrainingResult | None]:
+    """Check a run, and make its folder ready; memory and folder are its own until `stack` closes.
+
+    `machine`, `hosts`: all devices together and the hosts of the ranks, this one first; None and none: this machine.
+    With the result of a run that has nothing left to do; its folder is not held.
+    """
+    gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
+    fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
+    prepared = prepare(asked, report, machine, gate=gate, fitter=fitter)
+    finished = finished_before(prepared.job, prepared.folder)
+    if finished:
+        report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
+        return prepared, finished
+    stack.enter_context(held(prepared.folder, report.status))
+    for note in make_ready(prepared.folder, prepared.job.start):
+        report.note(note)
+    return prepared, None
+
+
+def train_at(
+    site: LaunchSite,
+    prepared: PreparedRun,
+    watch: Watch,
+    report: Reporter,
+    *,
+    attempt: int = 1,
+    handle_signals: bool = False,
+) -> TrainingResult:
     """Start the ranks of a job that is ready, and supervise them to their end."""
-    job, folder, machine = prepared.job, prepared.folder, prepared.machine
-    with closing(Watch("127.0.0.1")) as watch:
-        site = local_site(job, machine)
-        build_ops(needed_ops(job.ds_config, machine), site.env(""), report.phase)
-        with leaner_next(folder, site.again):
-            return run_once(folder, site, watch, report, handle_signals=handle_signals)
+    build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
+    with leaner_next(prepared.folder, site.again):
+        return run_once(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
 
 
 class TrainingRun:

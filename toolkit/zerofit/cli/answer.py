@@ -42,16 +42,13 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
     with _stoppable():
         try:
             result = work()
-        except UserError as error:
-            fail(list(error.problems), BAD_INPUT, as_json)
+        except (UserError, DoesNotFit) as error:
+            fail(list(error.problems), error.exit_code, as_json)
         except ModelError as error:
-            fail([Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")], BAD_INPUT, as_json)
-        except DoesNotFit as finding:
-            fail(list(finding.problems), FINDING, as_json)
-        except RunFailed as error:
-            fail([error.problem], FAILED, as_json)
-        except Stopped as stopped:
-            fail([stopped.problem], RUN_AGAIN, as_json)
+            problem = Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
+            fail([problem], error.exit_code, as_json)
+        except (RunFailed, Stopped) as error:
+            fail([error.problem], error.exit_code, as_json)
         except KeyboardInterrupt as request:
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib import import_module
 from typing import Any
 
 import click
 
-from zerofit.cli.answer import fail_internally
+from zerofit.cli.answer import fail, fail_internally
 from zerofit.cli.terminal import safe_output
-from zerofit.spec.errors import Problem
+from zerofit.launch.world import World, given_world, leave_world, refused_in
+from zerofit.spec.errors import Problem, UserError
+
+NO_SSH = "--no-ssh"
 
 # name -> module of zerofit.cli (its command is called as the name is, "evaluate" for eval) and its line in --help
 COMMANDS = {
@@ -69,8 +76,13 @@ class Commands(click.Group):
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **more: Any) -> Any:
-        """Run the command line; whatever it prints cannot command the terminal."""
-        with safe_output():
+        """Run the command line; whatever it prints cannot command the terminal, and of a world's ranks one prints."""
+        with safe_output(), ExitStack() as stack:
+            world = _world(sys.argv[1:])
+            if world and world.rank:
+                null = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(null))
+                stack.enter_context(redirect_stderr(null))
             return super().main(*args, **more)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -88,5 +100,32 @@ class Commands(click.Group):
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="zerofit")
-def main() -> None:
+@click.option("--local_rank", "--local-rank", hidden=True, expose_value=False, type=int)  # the deepspeed launcher's
+@click.pass_context
+def main(context: click.Context) -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
+    if context.invoked_subcommand != "train":  # which joins the processes that a launcher has started
+        _act_alone(context.invoked_subcommand or "", sys.argv[1:])
+
+
+def _world(argv: Sequence[str]) -> World | None:
+    """Return the world that a launcher gives this process; `launch --no-ssh` is its own on every node."""
+    try:
+        return None if NO_SSH in argv else given_world(os.environ)
+    except UserError:
+        return None  # `train` says what is wrong
+
+
+def _act_alone(command: str, argv: Sequence[str]) -> None:
+    """Have one process of a launcher's world do what is no training, as if there were no others, which end."""
+    world = _world(argv)
+    if world is None:
+        return
+    if command == "launch":
+        error = refused_in(world, command)
+        fail(list(error.problems), error.exit_code, "--json" in argv)
+    if world.rank:
+        sys.exit(0)
+    others = f"{world.launcher} has started {world.size} processes, and `zerofit {command}` runs in the first alone"
+    click.echo(f"note: {others}: only `zerofit train` joins them", err=True)
+    leave_world(os.environ)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -14,9 +17,11 @@ from zerofit.cli.answer import BAD_INPUT, answer, fail
 from zerofit.cli.console import EventConsole, fitting_table, make_table, print_facts
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
+from zerofit.launch.world import drop_settings, given_world, is_first
 from zerofit.models.names import model_table
-from zerofit.spec.errors import Problem
+from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.units import shown_bytes
+from zerofit.watch.follow import follow
 
 if TYPE_CHECKING:
     from zerofit.report.trace_comparison import TraceComparison
@@ -56,17 +61,41 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
     A run folder, or a --output that holds this run already: training goes on from its newest checkpoint. SIGTERM and
     SIGUSR1 save one and end with exit code 75. Without arguments: a small Llama learns the Python standard library's
     source code.
+
+    Started by deepspeed, torchrun, srun, mpirun or accelerate launch, it joins the ranks that these have started.
     """
+    drop_settings(os.environ)
+    if not is_first(os.environ):
+        _follow()
     answer(lambda: _train(target, given(options), anyway, trust_model_code), as_json, show)
 
 
 def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: bool) -> TrainingResult:
+    world = given_world(os.environ)
     asked = read_request(target, flags if target or flags else DEFAULT_JOB, trusted)
     with EventConsole(asked.run.log_every) as console:
         console.say("checking the run, the model and the data ...")  # importing torch alone takes seconds
+        if world:
+            from zerofit.app.joined import lead
+
+            return lead(asked, world, on_event=console, anyway=anyway)
         from zerofit.app.training import train as train_here
 
         return train_here(asked, on_event=console, handle_signals=True, anyway=anyway)
+
+
+def _follow() -> NoReturn:
+    """Take part in the training of a launcher's first process, which alone prints what is wrong with the run."""
+    try:
+        world = given_world(os.environ)
+    except UserError as error:
+        sys.exit(error.exit_code)
+    assert world
+    try:
+        sys.exit(follow(world))
+    except RunFailed as error:
+        with redirect_stderr(sys.__stderr__):
+            fail([error.problem], error.exit_code, as_json=False)
 
 
 def show(result: TrainingResult) -> None:

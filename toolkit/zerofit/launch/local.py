@@ -19,13 +19,13 @@ from types import FrameType
 
 from zerofit.launch.host import environment
 from zerofit.launch.parent_death import LAUNCHER
+from zerofit.launch.world import NEVER_GIVEN
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.process import stop_requests
 from zerofit.spec.run_folder import Job, RunFolder
 
 HERE = "localhost"
-NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range and IANA's dynamic ports
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
 GRACE_S = 10.0  # for a launcher whose ranks have ended
 GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"

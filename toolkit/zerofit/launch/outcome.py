@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from zerofit.spec.errors import Problem, RunFailed, Stopped
+from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, Stopped
 from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.run_folder import RunFolder
 
@@ -26,7 +26,8 @@ def outcome(
     `again`: the command that goes on with a run folder. `seen`: what was seen to go wrong from outside. `heard`: what
     ranks have reported, besides what lies in the folder (whose disk may be full).
 
-    Raises RunFailed with the one cause that a user should see, and Stopped where the ranks were asked to stop.
+    Raises RunFailed with the one cause that a user should see, DoesNotFit where a host that the command could not ask
+    has too little memory, and Stopped where the ranks were asked to stop.
     """
     written = []
     for path in folder.logs.glob("rank-*.error.json"):
@@ -37,7 +38,8 @@ def outcome(
     # a rank that lost its peers is a consequence; the cause is the first of the others, or what was seen from outside
     causes = [failure for failure in failures if failure["problems"][0]["kind"] != "peer-lost"]
     if causes:
-        raise RunFailed(_reported(folder, causes[0]))
+        cause = _reported(folder, causes[0])
+        raise DoesNotFit(cause) if cause.kind == DOES_NOT_FIT else RunFailed(cause)
     if seen and not (failures and seen.kind == "rank-ended"):
         raise RunFailed(replace(seen, where=seen.where or str(folder.logs)))
     if failures:

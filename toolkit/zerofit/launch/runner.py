@@ -19,7 +19,6 @@ from zerofit.launch.local import GUARD
 from zerofit.spec.errors import Problem, Problems, UserError
 
 RUNNERS = ("pdsh", "slurm", "openmpi", "mpich")
-DEFAULT_PORT = 29500  # torch's
 PLAIN = re.compile(r"[\w@%+=:,./-]*")  # what the runner leaves unquoted
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")  # prefixes that the runner exports, and CUDA's
 # beside those: what training with our packages reads

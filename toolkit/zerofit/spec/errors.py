@@ -41,6 +41,8 @@ class UserError(Exception):
     ['bad-value', 'unknown-gpu']
     """
 
+    exit_code = 2
+
     def __init__(self, *problems: Problem):
         assert problems, "a UserError without a problem"
         self.problems = problems
@@ -49,6 +51,8 @@ class UserError(Exception):
 
 class ModelError(ValueError):
     """A model that cannot be built as requested: a stable slug, what was got and is allowed, and the knob to turn."""
+
+    exit_code = 2
 
     def __init__(self, kind: str, message: str, hint: str = ""):
         super().__init__(message + (f" ({hint})" if hint else ""))
@@ -62,6 +66,8 @@ class RunFailed(Exception):
     'rank 0: out of memory'
     """
 
+    exit_code = 3
+
     def __init__(self, problem: Problem):
         self.problem = problem
         super().__init__(problem.message)
@@ -74,6 +80,8 @@ class Stopped(Exception):
     'stopped'
     """
 
+    exit_code = 75
+
     def __init__(self, problem: Problem):
         self.problem = problem
         super().__init__(problem.message)
@@ -85,6 +93,8 @@ class DoesNotFit(Exception):
     >>> str(DoesNotFit(Problem(kind="does-not-fit", message="cpu needs 2 GiB, and may take 1 GiB")))
     'cpu needs 2 GiB, and may take 1 GiB'
     """
+
+    exit_code = 1
 
     def __init__(self, *problems: Problem):
         assert problems, "a DoesNotFit without a problem"

@@ -18,6 +18,7 @@ from zerofit.spec.files import write_json
 
 HEARTBEAT_FD = "ZEROFIT_HEARTBEAT_FD"  # in a rank's environment: the descriptor of the pipe to its guard
 HOST_NAME = "ZEROFIT_HOST"  # there, where ranks run on several hosts: the host's name in the hostfile
+JOINED = "--joined"  # argument of a guard that a launcher of the user's has started
 RANK_NAMES = (  # who says which rank this is: the deepspeed launcher, Slurm, OpenMPI, MPICH
     ("RANK", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_LOCALID"),

@@ -31,7 +31,7 @@ from zerofit.spec.local_machine import gpu_memory, usable_cores
 from zerofit.spec.memory_limit import leave_group, out_of_memory
 from zerofit.spec.reservations import is_reserved, needed_by, read_forecast, reserve
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
-from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, LaunchSpec, from_argument, rank_group, rank_of
+from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, JOINED, LaunchSpec, from_argument, rank_group, rank_of
 
 BEAT_S = 1.0
 CONNECT_S = 30.0
@@ -47,8 +47,12 @@ LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # t
 class RankGuard:
     """One rank's guard."""
 
-    def __init__(self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, stacks: Path):
-        self._spec, self._rank, self._process, self._stacks = spec, rank, process, stacks
+    def __init__(
+        self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, *, joined: bool = False
+    ):
+        """Guard a rank's process; `joined`: end after the command, with the exit code that it has told."""
+        self._spec, self._rank, self._process, self._joined = spec, rank, process, joined
+        self._stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
         self._host = spec.hosts[rank]
         self._heartbeat, self._half = heartbeat, b""
         os.set_blocking(heartbeat, False)
@@ -60,21 +64,40 @@ class RankGuard:
 
     def run(self) -> int:
         """Watch until the rank has ended; return the exit code to end with."""
+        code = FAILED
         try:
             self._socket = self._connect()
-            return self._watch()
+            code = self._watch(self._socket)
         except ConnectionLost as lost:
             print(f"guard of rank {self._rank}: the supervising command is out of reach ({lost})", file=sys.stderr)
             dump_stacks(self._process.pid, self._stacks)
-            return FAILED
         finally:
-            if self._process.poll() is None:
-                self._process.kill()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(10)
-            leave_group(rank_group(self._spec.run_id, self._rank))
-            if self._socket:
-                self._socket.finish(LAST_REPORT_S)
+            self._end_rank()
+        if self._socket:
+            code = self._told(code, self._socket) if self._joined else code
+            self._socket.finish(LAST_REPORT_S)
+        return code
+
+    def _end_rank(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+        leave_group(rank_group(self._spec.run_id, self._rank))
+
+    def _told(self, code: int, connection: JsonLineSocket) -> int:
+        """Return the exit code that the command tells, once it has ended; `code` where it tells none.
+
+        A launcher would end the command, which has the verdict to show, after a process that has failed before it.
+        """
+        with selectors.DefaultSelector() as selector, suppress(ConnectionLost):
+            connection.send({"ended": self._process.poll() or 0, "last": self._last, "failure": self._failure})
+            selector.register(connection, selectors.EVENT_READ)
+            while True:
+                selector.select()
+                for order in connection.receive():
+                    code = order.get("code", code)
+        return code
 
     def _connect(self) -> JsonLineSocket:
         deadline, address = time.monotonic() + CONNECT_S, self._spec.watch[self._host]
@@ -91,9 +114,7 @@ class RankGuard:
         connection.send({"hello": self._spec.token, "rank": self._rank, "host": self._host, **pids})
         return connection
 
-    def _watch(self) -> int:
-        connection = self._socket
-        assert connection
+    def _watch(self, connection: JsonLineSocket) -> int:
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._heartbeat, selectors.EVENT_READ)
@@ -160,6 +181,8 @@ class RankGuard:
             problem = out_of_memory("the kernel ended this rank at its memory limit", log)
             place = {"host": self._host} if len(set(self._spec.hosts)) > 1 else {}
             self._failure = {"rank": self._rank, **place, "time_s": time.time(), "problems": [problem.as_dict()]}
+        if self._joined:
+            return FAILED if code else 0
         connection.send({"ended": code, "last": self._last, "failure": self._failure})
         if code == 0:
             return 0
@@ -173,8 +196,13 @@ class RankGuard:
 
 
 def main() -> None:
-    """Guard the rank of `rank_guard.py SPEC`: the launch spec's path, as `as_argument` writes it."""
-    end_with_parent()
+    """Guard the rank of `rank_guard.py [--joined] SPEC`: the launch spec's path, as `as_argument` writes it.
+
+    --joined: this process was started by a launcher of the user's, and has waited for the spec (`app.joined`).
+    """
+    joined = JOINED in sys.argv
+    if not joined:  # else it ends with its parent already, which may be process 1 of a container
+        end_with_parent()
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
     path = from_argument(sys.argv[-1])
@@ -191,8 +219,7 @@ def main() -> None:
         pass_fds=[writing],
     )
     os.close(writing)
-    stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
-    sys.exit(RankGuard(spec, rank, process, reading, stacks).run())
+    sys.exit(RankGuard(spec, rank, process, reading, joined=joined).run())
 
 
 def _reserve(spec: LaunchSpec, rank: int) -> None:

@@ -90,7 +90,7 @@ class Watch:
 
     def await_failures(self) -> None:
         """Give the other ranks a moment to report why they failed."""
-        self._until(lambda: not self._known, REPORTS_S)
+        self._until(lambda: not self._at_work(), REPORTS_S)
 
     def keep_stacks(self) -> None:
         """Have the stack traces of all ranks that can be reached written to the logs."""
@@ -102,8 +102,8 @@ class Watch:
         """End all ranks; return whether all guards that can be reached have done so."""
         in_reach = {state.rank for state in self._in_reach()}
         self.send_all({"do": "kill"})
-        self._until(lambda: not in_reach & set(self._known.values()), STACKS_S)
-        return not in_reach & set(self._known.values())
+        self._until(lambda: not in_reach & self._at_work(), STACKS_S)
+        return not in_reach & self._at_work()
 
     def summary(self) -> str:
         """Return how the ranks are, in one short line; empty while there is nothing to say."""
@@ -130,6 +130,10 @@ class Watch:
         """Return the ranks whose guard has just reported; the others get commands too, but nobody waits for them."""
         now = time.monotonic()
         return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
+
+    def _at_work(self) -> set[int]:
+        """Return the ranks whose guard is connected and has not reported their end."""
+        return {rank for rank in self._known.values() if self.states[rank].ended is None}
 
     def _until(self, done: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds

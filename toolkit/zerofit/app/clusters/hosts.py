@@ -21,7 +21,8 @@ from zerofit.doctor.software import model_code
 from zerofit.launch.host import RUN_ID, address_to, interface_of, this_machine
 from zerofit.launch.hostfile import Host, check_size, read_hostfile, select
 from zerofit.launch.local import LaunchSite
-from zerofit.launch.runner import DEFAULT_PORT, allocated, check, forwarded, runner, runner_environment
+from zerofit.launch.runner import allocated, check, forwarded, runner, runner_environment
+from zerofit.launch.world import DEFAULT_PORT
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.local_machine import usable_cores
 from zerofit.spec.model_facts import Machine

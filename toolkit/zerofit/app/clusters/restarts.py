@@ -24,7 +24,7 @@ from zerofit.app.clusters.hosts import (
 )
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
 from zerofit.app.gate import MemoryGate
-from zerofit.app.prepare_folder import find_folder, make_ready, prepare
+from zerofit.app.prepare_folder import find_folder, going_on, make_ready, prepare
 from zerofit.app.supervision import TrainingResult, finished_before, run_once
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup, shown
@@ -34,7 +34,7 @@ from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
-from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
+from zerofit.spec.errors import DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.files import open_jsonl
 from zerofit.spec.run import RunRequest
@@ -72,8 +72,6 @@ class RestartingRun:
                 try:
                     return self._start(attempt, stack)
                 except RunFailed as failure:
-                    if failure.problem.kind == DOES_NOT_FIT:  # said by a host that could not be asked before
-                        raise DoesNotFit(failure.problem) from None
                     failed = time.time()
                     if self.job is None or self.folder is None:
                         raise
@@ -172,9 +170,7 @@ class RestartingRun:
     def _once_more(self, failure: RunFailed, failed: float) -> None:
         """Make the next start possible: in the same folder, with the hosts that are there."""
         assert self.job and self.folder
-        self.asked = _with(self.asked, output=self.folder.path)
-        if self.asked.run.resume == "never" or Store(self.folder.checkpoints).entries():
-            self.asked = _with(self.asked, resume="auto")
+        self.asked = going_on(self.asked, self.folder)
         there = self._hosts_back(failure)
         missing = [host.name for host in self.hosts if host not in there]
         if missing:

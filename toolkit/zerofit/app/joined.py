@@ -1,0 +1,147 @@
+"""Training in the processes that a launcher has started: deepspeed, torchrun, srun, mpirun, accelerate.
+
+The first process prepares the run and supervises it, as `zerofit train` does on one machine, and starts a guard for its
+own rank. The others wait for it and become the guards of theirs (`watch.follow`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from zerofit.app.clusters.hosts import machine_of
+from zerofit.app.prepare_folder import PreparedRun, going_on
+from zerofit.app.supervision import TrainingResult
+from zerofit.app.training import claim, train_at
+from zerofit.launch.host import environment, this_machine
+from zerofit.launch.hostfile import Host
+from zerofit.launch.local import GUARD, LaunchSite, free_port
+from zerofit.launch.meeting import Meeting
+from zerofit.launch.parent_death import end_with_parent
+from zerofit.launch.world import LOOPBACK, Member, World, hosts_of, threads_of
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter, shielded
+from zerofit.spec.local_machine import versions
+from zerofit.spec.run import RunRequest
+from zerofit.spec.run_folder import RunFolder
+from zerofit.watch.supervise import Watch
+
+STOPPED, FAILED = 130, 3
+FOLDER = "folder"  # what is kept for a restart
+
+
+def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
+    """Train as the first process of a world; SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
+
+    All processes end with the exit code that the result or the error of this one has.
+    Raises UserError, DoesNotFit, RunFailed and Stopped.
+    """
+    end_with_parent(os.getppid())
+    leading = _Leading(world, Reporter(shielded(on_event) if on_event else None), anyway)
+    code = FAILED
+    try:
+        result = leading.train(asked)
+        code = 0
+        return result
+    except KeyboardInterrupt:
+        code = STOPPED
+        raise
+    except Exception as error:
+        code = getattr(error, "exit_code", FAILED)
+        raise
+    finally:
+        leading.dismiss(code)
+
+
+class _Leading:
+    """The first process of a world."""
+
+    def __init__(self, world: World, report: Reporter, anyway: bool):
+        self._world, self._report, self._anyway = world, report, anyway
+        self._meeting = Meeting(world)
+        self._watch: Watch | None = None  # once the others are guards
+
+    def train(self, asked: RunRequest) -> TrainingResult:
+        """Prepare the run on all hosts, start its ranks and supervise them."""
+        self._meeting.report(asdict(Member.here(self._world, versions())))
+        members = [Member(**{**one, "cores": tuple(one["cores"])}) for one in self._meeting.reports(self._report.phase)]
+        machine = this_machine()
+        hosts = hosts_of(members, machine.accelerator == "cuda")
+        several = len(hosts) > 1
+        with ExitStack() as stack:
+            prepared, finished = claim(
+                self._request(asked),
+                self._report,
+                stack,
+                anyway=self._anyway or self._world.attempt > 1,  # what was let through once is started again
+                machine=machine_of(hosts, None) if several else None,
+                hosts=hosts if several else (),
+            )
+            if finished:
+                return finished
+            self._meeting.keep(FOLDER, str(prepared.folder.path))
+            if several:
+                self._check_folder(prepared.folder, hosts)
+            self._watch = Watch("" if several else LOOPBACK)
+            # the guards stay while it is open: a launcher ends this process after one that has ended with a failure
+            atexit.register(self._watch.close)
+            threads = threads_of(members, hosts)
+            site = self._site(prepared, hosts, {"OMP_NUM_THREADS": str(threads)} if threads else {})
+            signals = {"attempt": self._world.attempt, "handle_signals": True}
+            return train_at(site, prepared, self._watch, self._report, **signals)
+
+    def dismiss(self, code: int) -> None:
+        """Have all other processes end with this exit code."""
+        if self._watch:
+            self._watch.send_all({"code": code})
+        else:
+            self._meeting.dismiss(code)
+
+    def _request(self, asked: RunRequest) -> RunRequest:
+        """Return the request for as many ranks as there are; that of a restart goes on. Raises UserError."""
+        ranks, world = asked.run.ranks, self._world
+        if ranks not in (None, world.size):
+            message = f"{asked.place('ranks')} asks for {ranks} ranks, and {world.launcher} has started {world.size}"
+            hint = f"leave it out, or have {world.launcher} start {ranks}"
+            raise UserError(Problem(kind="ranks", message=message, hint=hint, where=asked.place("ranks")))
+        asked = replace(asked, run=asked.run.model_copy(update={"ranks": world.size}))
+        folder = asked.run.output or self._meeting.kept(FOLDER)
+        return going_on(asked, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else asked
+
+    def _check_folder(self, folder: RunFolder, hosts: tuple[Host, ...]) -> None:
+        """Raise UserError with the hosts that do not see the run folder."""
+        self._meeting.order(see=str(folder.path))
+        names = [host.name for host in hosts for _ in range(host.slots)]
+        problems, told = Problems(), set[str]()
+        for rank, answer in self._meeting.answers().items():
+            if answer and names[rank] not in told:
+                told.add(names[rank])
+                hint = "name a --output on a file system that all hosts share"
+                problems.add("output-not-shared", f"on {names[rank]}: {answer}", hint, names[rank])
+        problems.raise_if_any()
+
+    def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], extra: dict[str, str]) -> LaunchSite:
+        """Return the site of ranks whose processes are there: what it starts is the guard of the first."""
+        world, machine = self._world, prepared.machine
+        address = world.master[0] if len(hosts) > 1 else LOOPBACK
+        env = environment(machine.accelerator, machine.cores, hosts[0].slots) | world.place
+
+        def argv(spec: str) -> list[str]:
+            self._meeting.order(spec=spec)
+            return [sys.executable, str(GUARD), spec]
+
+        return LaunchSite(
+            hosts=tuple(host.name for host in hosts for _ in range(host.slots)),
+            addresses={host.name: address for host in hosts},
+            master=(address, free_port()),
+            accelerator=machine.accelerator,
+            argv=argv,
+            env=lambda mark: env,
+            forwarded={"TORCHELASTIC_USE_AGENT_STORE": str(False), **extra},  # rank 0 listens at a port of its own
+            again=f"{world.launcher} ... zerofit train",
+            timeout_s=prepared.job.run.heartbeat_timeout,
+        )

@@ -1,0 +1,280 @@
+"""The world of ranks that a launcher has started this process in, read from its environment.
+
+deepspeed, torchrun and accelerate set RANK and its kin, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI PMI_*, and
+srun SLURM_PROCID. The innermost launcher is the one that counts: torchrun started by srun sets RANK.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zerofit.launch.hostfile import Host
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.units import MOST_RANKS
+
+KIND = "world"
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # torch's
+NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range and IANA's dynamic ports
+
+
+class Names(NamedTuple):
+    """The variables in which a kind of launcher gives a process its place."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_sizes: tuple[str, ...]  # ranks on this host, in the first of these that is set
+
+
+NAMES = (
+    Names("a launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
+    Names(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ()),
+)
+PLAIN, SLURM = NAMES[0], NAMES[-1]
+JOB_IDS = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+OTHERS = (RESTARTS, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+# what accelerate sets for its own Accelerator object, which no rank of zerofit's makes
+ACCELERATE, ACCELERATES = "ACCELERATE_MIXED_PRECISION", ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+ACCELERATES += ("KMP_AFFINITY", "KMP_BLOCKTIME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The place of this process among those that a launcher has started."""
+
+    launcher: str  # its command, for messages
+    rank: int
+    size: int
+    local_rank: int
+    master: tuple[str, int]  # address of the first rank's host, and the port where the processes meet
+    job: str = ""  # tells this job from another one that meets at the same port
+    attempt: int = 1  # 1, and one more for each restart by torchrun
+    agent_store: bool = False  # torchrun itself listens at the port
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The variables by which a guard knows its rank."""
+        return {PLAIN.rank: str(self.rank), PLAIN.local_rank: str(self.local_rank)}
+
+
+def given_world(env: Mapping[str, str]) -> World | None:
+    """Return the world that a launcher's variables describe; None where none has started this process.
+
+    A Slurm step of one task is none: there `zerofit train` takes all devices of the node, as in a shell that
+    `srun --pty` has started. Nor are the variables of a pod (RANK and WORLD_SIZE without LOCAL_RANK) while it is alone.
+
+    Raises UserError with everything that is missing or contradicts itself.
+    """
+    names = next((names for names in NAMES if _is_given(names, env)), None)
+    if names is None:
+        return None
+    problems = Problems()
+    size = _number(names.size, env, 1, MOST_RANKS, problems)
+    rank = _number(names.rank, env, 0, (size or MOST_RANKS) - 1, problems)
+    local_size = next((_number(name, env, 1, size, problems) for name in names.local_sizes if name in env), None)
+    local_rank = _number(names.local_rank, env, 0, (local_size or size or MOST_RANKS) - 1, problems)
+    for outer in (PLAIN.rank, PLAIN.size) if names is not PLAIN else ():
+        own = names.rank if outer == PLAIN.rank else names.size
+        if env.get(outer) not in (None, env.get(own)):
+            message = f"{outer} is {env[outer]}, and {own} is {env.get(own)}"
+            problems.add(KIND, message, f"unset {outer}, or make them equal", outer)
+    port = _port(env, problems)
+    address = env.get("MASTER_ADDR") or _first_host(names, env, local_size == size)
+    if not address and size:
+        hint = "name the host of rank 0: " + (
+            "mpirun -x MASTER_ADDR=HOST" if names is not PLAIN else "MASTER_ADDR=HOST"
+        )
+        problems.add(KIND, f"MASTER_ADDR is not set, and {size} ranks are on several hosts", hint, "MASTER_ADDR")
+    problems.raise_if_any()
+    assert rank is not None and size is not None and local_rank is not None
+    return World(
+        launcher=_launcher(names, env),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        master=(address, port),
+        job=_job(env),
+        attempt=1 + (_number(RESTARTS, env, 0, None, problems) or 0 if RESTARTS in env else 0),
+        agent_store=names is PLAIN and env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+    )
+
+
+def is_first(env: Mapping[str, str]) -> bool:
+    """Return whether this is the process of rank 0, as far as the environment tells."""
+    ranks = [env[names.rank] for names in NAMES if _is_given(names, env)]
+    return not ranks or ranks[0] == "0"
+
+
+def leave_world(env: MutableMapping[str, str]) -> None:
+    """Take the launcher's variables away, so that nothing that this process starts waits for the other ranks."""
+    for names in NAMES:
+        for name in (names.rank, names.size, names.local_rank, *names.local_sizes):
+            env.pop(name, None)
+    for name in OTHERS:
+        env.pop(name, None)
+
+
+def drop_settings(env: MutableMapping[str, str]) -> None:
+    """Take away what a launcher sets for trainings that it knows: accelerate's own, and threads a process.
+
+    torchrun gives a process one thread unless OMP_NUM_THREADS is set, accelerate a number of its own: zerofit shares
+    the cores of a host among its ranks.
+    """
+    theirs = ACCELERATE in env
+    if theirs or ("TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1"):
+        env.pop("OMP_NUM_THREADS", None)
+    for name in [name for name in env if theirs and name.startswith(ACCELERATES)]:
+        del env[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One process of a world, as it describes itself to the first."""
+
+    host: str
+    local_rank: int
+    cores: tuple[int, ...]  # that it may use
+    gpus: int | None  # that it may see; None: all
+    versions: Mapping[str, str]
+
+    @classmethod
+    def here(cls, world: World, versions: Mapping[str, str]) -> Member:
+        """Return this process."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return cls(
+            host=socket.gethostname(),
+            local_rank=world.local_rank,
+            cores=tuple(sorted(os.sched_getaffinity(0))),
+            gpus=None if visible is None else len([part for part in visible.split(",") if part.strip()]),
+            versions=dict(versions),
+        )
+
+
+def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
+    """Return the hosts of these processes, given in the order of their ranks: local rank 0 begins the next host.
+
+    Two hosts of one name (containers) are told apart by a number. Raises UserError where ranks are dealt out in turns,
+    where software differs, and where a rank sees only a GPU of its own.
+    """
+    problems, hosts = Problems(), list[list[Member]]()
+    for rank, member in enumerate(members):
+        if member.local_rank == 0:
+            hosts.append([])
+        if not hosts or member.local_rank != len(hosts[-1]) or member.host != (hosts[-1] or [member])[0].host:
+            message = (
+                f"rank {rank} is local rank {member.local_rank} on {member.host}, and a host's ranks have to follow"
+            )
+            hint = "deal ranks out host by host: mpirun --map-by slot, srun -m block"
+            problems.add(KIND, f"{message} each other", hint, member.host)
+            break
+        hosts[-1].append(member)
+    for host in () if problems else hosts:
+        seen = min((member.gpus for member in host if member.gpus is not None), default=None)
+        if on_gpus and seen is not None and seen < len(host):
+            message = f"each of {len(host)} ranks on {host[0].host} sees {seen} of its GPUs"
+            hint = "let all ranks see all GPUs of their host: srun --gpus-per-node=N, without --gpus-per-task"
+            problems.add(KIND, message, hint, "CUDA_VISIBLE_DEVICES")
+    for member in members:
+        other = [f"{name} {found}" for name, found in member.versions.items() if found != members[0].versions[name]]
+        if other:
+            there = ", ".join(f"{name} {members[0].versions[name]}" for name in (word.split()[0] for word in other))
+            message = f"{member.host} has {', '.join(other)}; rank 0 on {members[0].host} has {there}"
+            problems.add(KIND, message, "install the same versions on all hosts", member.host)
+            break
+    problems.raise_if_any()
+    first = [host[0].host for host in hosts]
+    names = [name if first.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(first)]
+    return tuple(Host(name, len(host)) for name, host in zip(names, hosts, strict=True))
+
+
+def threads_of(members: Sequence[Member], hosts: Sequence[Host]) -> int | None:
+    """Return the threads of a rank where the launcher has bound each to cores of its own; None where it has not."""
+    bound, first = list[int](), 0
+    for host in hosts:
+        cores = [member.cores for member in members[first : first + host.slots]]
+        first += host.slots
+        if len(set(cores)) < len(cores) or len(cores) == 1:
+            return None
+        bound.append(min(map(len, cores)))
+    return min(bound)
+
+
+def _is_given(names: Names, env: Mapping[str, str]) -> bool:
+    if names is SLURM:
+        return "SLURM_STEP_ID" in env and env.get(names.size, "1") != "1" and names.rank in env
+    if names is PLAIN and names.local_rank not in env:  # a pod's or a script's own, unless nothing else tells more
+        inner = any(_is_given(other, env) for other in NAMES[1:])
+        return names.rank in env and env.get(names.size) != "1" and not inner
+    # Slurm's own PMI sets PMI_RANK, too, and no local rank
+    return names.rank in env and (names is not NAMES[2] or names.local_rank in env)
+
+
+def _number(name: str, env: Mapping[str, str], least: int, most: int | None, problems: Problems) -> int | None:
+    """Return a variable's number; what is wrong with it is noted."""
+    text = env.get(name)
+    if text is None:
+        hint = "start zerofit with a launcher that sets it (deepspeed, torchrun, srun, mpirun), or unset the others"
+        problems.add(KIND, f"{name} is not set, and other variables of a launcher are", hint, name)
+    elif not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (most or MOST_RANKS):
+        problems.add(KIND, f"{name} is {text!r}; {least} to {most or MOST_RANKS} are possible", "", name)
+    else:
+        return int(text)
+    return None
+
+
+def _port(env: Mapping[str, str], problems: Problems) -> int:
+    """Return MASTER_PORT; else a port that is made of the job's number, the same on all hosts."""
+    text = env.get("MASTER_PORT")
+    if not text:
+        return NEVER_GIVEN[zlib.crc32(_job(env).encode()) % len(NEVER_GIVEN)] if _job(env) else DEFAULT_PORT
+    if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 65536:
+        return int(text)
+    problems.add(KIND, f"MASTER_PORT is {text!r}; 1 to 65535 are possible", "", "MASTER_PORT")
+    return DEFAULT_PORT
+
+
+def _job(env: Mapping[str, str]) -> str:
+    return ".".join(env[name] for name in (*JOB_IDS, "SLURM_STEP_ID") if env.get(name))
+
+
+def _first_host(names: Names, env: Mapping[str, str], one_host: bool) -> str:
+    """Return the host of rank 0, where the launcher tells; "" where it does not."""
+    if one_host or env.get(names.size) == "1" or (names is SLURM and env.get("SLURM_STEP_NUM_NODES") == "1"):
+        return LOOPBACK
+    nodes = env.get("SLURM_STEP_NODELIST", "") if names is SLURM else ""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # of "n[08-9,12],m1"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def _launcher(names: Names, env: Mapping[str, str]) -> str:
+    if names is not PLAIN:
+        return names.launcher
+    if ACCELERATE in env:
+        return "accelerate launch"
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun"
+    return "deepspeed" if "CROSS_RANK" in env else names.launcher
+
+
+def refused_in(world: World, command: str) -> UserError:
+    """Return the error of a command that starts ranks itself, inside a launcher's world."""
+    message = f"zerofit {command} starts ranks itself, and {world.launcher} has started {world.size} processes of it"
+    hint = f"give {world.launcher} `zerofit train`, which joins them; or start `zerofit {command}` without it"
+    return UserError(Problem(kind=KIND, message=message, hint=hint, where=world.launcher))

@@ -1,0 +1,49 @@
+"""A process that a launcher has started beside the first one of its world: it waits, and becomes its rank's guard."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from zerofit.launch.local import GUARD
+from zerofit.launch.meeting import Meeting
+from zerofit.launch.parent_death import end_with_parent
+from zerofit.launch.world import Member, World
+from zerofit.spec.local_machine import versions
+from zerofit.spec.run_folder import RunFolder
+from zerofit.watch.launch_spec import JOINED
+
+SEEN_S = 15.0  # a network file system shows a new folder late
+
+
+def follow(world: World) -> int:
+    """Wait for the first process, and become the guard of this rank; return an exit code where none is needed.
+
+    Raises RunFailed where the first process cannot be reached.
+    """
+    end_with_parent(os.getppid())
+    meeting = Meeting(world)
+    meeting.report(asdict(Member.here(world, versions())))
+    for order in meeting.orders():
+        if "see" in order:
+            meeting.answer(_seen(Path(order["see"])))
+        elif "spec" in order:
+            argv = [sys.executable, str(GUARD), JOINED, order["spec"]]
+            os.execve(sys.executable, argv, {**os.environ, **world.place})
+        else:
+            meeting.leave()
+            return order["exit"]
+    raise AssertionError("orders end with the first process")
+
+
+def _seen(folder: Path) -> str:
+    """Return "" once this host shows the run folder, else why it does not."""
+    deadline = time.monotonic() + SEEN_S
+    while not RunFolder(folder).plan.is_file():
+        if time.monotonic() > deadline:
+            return f"{folder} is not there"
+        time.sleep(0.2)
+    return "" if os.access(RunFolder(folder).logs, os.W_OK) else f"{folder} cannot be written"
