@@ -19,7 +19,7 @@ from zerofit.app.supervision import TrainingResult
 from zerofit.app.training import claim, train_at
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.hostfile import Host
-from zerofit.launch.local import GUARD, LaunchSite, free_port
+from zerofit.launch.local import GUARD, HERE, LaunchSite, free_port
 from zerofit.launch.meeting import Meeting
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.world import LOOPBACK, Member, World, hosts_of, threads_of
@@ -127,7 +127,8 @@ class _Leading:
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], extra: dict[str, str]) -> LaunchSite:
         """Return the site of ranks whose processes are there: what it starts is the guard of the first."""
         world, machine = self._world, prepared.machine
-        address = world.master[0] if len(hosts) > 1 else LOOPBACK
+        several = len(hosts) > 1
+        address, names = (world.master[0], [host.name for host in hosts]) if several else (LOOPBACK, [HERE])
         env = environment(machine.accelerator, machine.cores, hosts[0].slots) | world.place
 
         def argv(spec: str) -> list[str]:
@@ -135,8 +136,8 @@ class _Leading:
             return [sys.executable, str(GUARD), spec]
 
         return LaunchSite(
-            hosts=tuple(host.name for host in hosts for _ in range(host.slots)),
-            addresses={host.name: address for host in hosts},
+            hosts=tuple(name for name, host in zip(names, hosts, strict=True) for _ in range(host.slots)),
+            addresses=dict.fromkeys(names, address),
             master=(address, free_port()),
             accelerator=machine.accelerator,
             argv=argv,

@@ -71,19 +71,19 @@ class Commands(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Remember whether `--json` stands among the arguments."""
-        ctx.meta["json"] = "--json" in args
+        """Remember whether `--json` and `--no-ssh` stand among the arguments."""
+        ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
         return super().parse_args(ctx, args)
 
-    def main(self, *args: Any, **more: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
         """Run the command line; whatever it prints cannot command the terminal, and of a world's ranks one prints."""
         with safe_output(), ExitStack() as stack:
-            world = _world(sys.argv[1:])
+            world = _world(NO_SSH in (sys.argv if args is None else args))
             if world and world.rank:
                 null = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(null))
                 stack.enter_context(redirect_stderr(null))
-            return super().main(*args, **more)
+            return super().main(args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; click prints its errors and exits with 2, an error of zerofit itself ends with 70."""
@@ -105,25 +105,25 @@ class Commands(click.Group):
 def main(context: click.Context) -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
     if context.invoked_subcommand != "train":  # which joins the processes that a launcher has started
-        _act_alone(context.invoked_subcommand or "", sys.argv[1:])
+        _act_alone(context.invoked_subcommand or "", context)
 
 
-def _world(argv: Sequence[str]) -> World | None:
-    """Return the world that a launcher gives this process; `launch --no-ssh` is its own on every node."""
+def _world(no_ssh: bool) -> World | None:
+    """Return the world that a launcher gives this process; `launch --no-ssh` is the same on every node."""
     try:
-        return None if NO_SSH in argv else given_world(os.environ)
+        return None if no_ssh else given_world(os.environ)
     except UserError:
         return None  # `train` says what is wrong
 
 
-def _act_alone(command: str, argv: Sequence[str]) -> None:
+def _act_alone(command: str, context: click.Context) -> None:
     """Have one process of a launcher's world do what is no training, as if there were no others, which end."""
-    world = _world(argv)
+    world = _world(context.meta["no_ssh"])
     if world is None:
         return
     if command == "launch":
         error = refused_in(world, command)
-        fail(list(error.problems), error.exit_code, "--json" in argv)
+        fail(list(error.problems), error.exit_code, context.meta["json"])
     if world.rank:
         sys.exit(0)
     others = f"{world.launcher} has started {world.size} processes, and `zerofit {command}` runs in the first alone"

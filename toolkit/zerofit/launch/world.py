@@ -32,22 +32,25 @@ class Names(NamedTuple):
     size: str
     local_rank: str
     local_sizes: tuple[str, ...]  # ranks on this host, in the first of these that is set
+    job: tuple[str, ...]  # what tells this job from others; the same on all hosts
 
 
 NAMES = (
-    Names("a launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
+    Names(
+        "a launcher", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("TORCHELASTIC_RUN_ID",)
+    ),
     Names(
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
     ),
-    Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
-    Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ()),
+    Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), ()),
+    Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", (), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
 PLAIN, SLURM = NAMES[0], NAMES[-1]
-JOB_IDS = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 OTHERS = (RESTARTS, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 # what accelerate sets for its own Accelerator object, which no rank of zerofit's makes
@@ -95,7 +98,8 @@ def given_world(env: Mapping[str, str]) -> World | None:
         if env.get(outer) not in (None, env.get(own)):
             message = f"{outer} is {env[outer]}, and {own} is {env.get(own)}"
             problems.add(KIND, message, f"unset {outer}, or make them equal", outer)
-    port = _port(env, problems)
+    job = ".".join(env[name] for name in names.job if env.get(name))
+    port = _port(env, job, problems)
     address = env.get("MASTER_ADDR") or _first_host(names, env, local_size == size)
     if not address and size:
         hint = "name the host of rank 0: " + (
@@ -110,7 +114,7 @@ def given_world(env: Mapping[str, str]) -> World | None:
         size=size,
         local_rank=local_rank,
         master=(address, port),
-        job=_job(env),
+        job=job,
         attempt=1 + (_number(RESTARTS, env, 0, None, problems) or 0 if RESTARTS in env else 0),
         agent_store=names is PLAIN and env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
     )
@@ -239,19 +243,15 @@ def _number(name: str, env: Mapping[str, str], least: int, most: int | None, pro
     return None
 
 
-def _port(env: Mapping[str, str], problems: Problems) -> int:
+def _port(env: Mapping[str, str], job: str, problems: Problems) -> int:
     """Return MASTER_PORT; else a port that is made of the job's number, the same on all hosts."""
     text = env.get("MASTER_PORT")
     if not text:
-        return NEVER_GIVEN[zlib.crc32(_job(env).encode()) % len(NEVER_GIVEN)] if _job(env) else DEFAULT_PORT
+        return NEVER_GIVEN[zlib.crc32(job.encode()) % len(NEVER_GIVEN)] if job else DEFAULT_PORT
     if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 65536:
         return int(text)
     problems.add(KIND, f"MASTER_PORT is {text!r}; 1 to 65535 are possible", "", "MASTER_PORT")
     return DEFAULT_PORT
-
-
-def _job(env: Mapping[str, str]) -> str:
-    return ".".join(env[name] for name in (*JOB_IDS, "SLURM_STEP_ID") if env.get(name))
 
 
 def _first_host(names: Names, env: Mapping[str, str], one_host: bool) -> str:
