@@ -42,16 +42,20 @@ class Start:
 
     argv: list[str]
     place: Path
-    run: Path  # the run folder
+    output: Path | None = None  # the run folder, where --output names one
     env: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
-        self.run.mkdir(parents=True, exist_ok=True)
         self.log = self.place / "launcher.out"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.argv, cwd=self.place, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+
+    @property
+    def run(self) -> Path:
+        """The run folder; that of no file while it is not there."""
+        return self.output or next(self.place.glob("runs/*"), self.place / "runs")
 
     @property
     def text(self) -> str:

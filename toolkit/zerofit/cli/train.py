@@ -17,6 +17,7 @@ from zerofit.cli.answer import BAD_INPUT, answer, fail
 from zerofit.cli.console import EventConsole, fitting_table, make_table, print_facts
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
+from zerofit.launch.meeting import quiet_torch
 from zerofit.launch.world import drop_settings, given_world, is_first
 from zerofit.models.names import model_table
 from zerofit.spec.errors import Problem, RunFailed, UserError
@@ -76,7 +77,8 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
     with EventConsole(asked.run.log_every) as console:
         console.say("checking the run, the model and the data ...")  # importing torch alone takes seconds
         if world:
-            from zerofit.app.joined import lead
+            with quiet_torch():
+                from zerofit.app.joined import lead
 
             return lead(asked, world, on_event=console, anyway=anyway)
         from zerofit.app.training import train as train_here

@@ -25,7 +25,7 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 @contextmanager
-def _quiet_torch() -> Iterator[None]:
+def quiet_torch() -> Iterator[None]:
     """Have torch, imported within the block, not tell on standard error of each try to connect."""
     told = LOG_LEVEL in os.environ
     os.environ.setdefault(LOG_LEVEL, "ERROR")
@@ -41,7 +41,7 @@ class Meeting:
 
     def __init__(self, world: World):
         """Open the store, or connect to it. Raises UserError where its port is taken, RunFailed where none is there."""
-        with _quiet_torch():
+        with quiet_torch():
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._world, self._orders = world, itertools.count()
