@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.launch import hosts as network
 from tests.launch import slurm
-from tests.launch.worlds import BIN, LOCAL, SRUN, Start, missing
+from tests.launch.worlds import BIN, LOCAL, ONE_THREAD, SRUN, Start, missing
 from zerofit.spec.local_machine import versions
 
 STEPS, SAVE_EVERY, KILL_AFTER = 600, 50, 120
@@ -94,7 +94,8 @@ def two_hosts(name: str, place: Path) -> Iterator[Begin]:
         words = [str(BIN / "deepspeed"), "--hostfile", str(made.hostfile()), "--module", "zerofit"]
         if name.startswith("mpirun"):
             words = ["mpirun", "--allow-run-as-root", "-x", f"MASTER_ADDR={names[0]}", "-n", "2"]
-            words += ["--host", ",".join(names), "--mca", "btl_tcp_if_include", "eth0", str(BIN / "zerofit")]
+            words += ["--host", ",".join(names), "-x", "OMP_NUM_THREADS=1", str(BIN / "zerofit")]
+        (place / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in ONE_THREAD.items()))
         yield lambda folder: Start([*words, *JOB, "--output", str(folder / "run")], folder, folder / "run", made.env)
 
 

@@ -26,6 +26,7 @@ LOCAL = {  # without what starts it: the launchers that need no hosts or daemons
     "accelerate": [str(BIN / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2", "-m", "zerofit"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", str(BIN / "zerofit")],
 }
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # hosts that are made of one machine do not share its cores by themselves
 SRUN = ["srun", "-n", "2", str(BIN / "zerofit")]
 START_S = 240.0  # of two ranks on busy cores
 
