@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch import nn
 from tests.ranks.pool import RankPool
 from tests.train.reference import Plan, follow, quantise_linears, text_windows, write_corpus
 from zerofit.checkpoint.export import export
+from zerofit.config.ds_json import read_for_run
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
@@ -174,7 +174,7 @@ class Adapters:
             "eval_samples": 8,
         }
         if layout.get("ds_config") == "zero3_nvme":
-            text = resources.files("zerofit.ds_configs").joinpath("zero3_nvme.json").read_text()
+            text = json.dumps(read_for_run("zero3_nvme").config)
             layout = {**layout, "ds_config": json.loads(text.replace("/local_nvme", str(self._folder)))}
         return how | part | layout
 

@@ -26,7 +26,7 @@ from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 
 from tests.ranks.pool import RankPool, Trained
 from tests.train.small import GPT2, LLAMA
-from zerofit.config.ds_json import bundled
+from zerofit.config.ds_json import read_for_run
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import versions
 
@@ -146,7 +146,7 @@ def _on_nvme(folder: Path) -> Iterator[Case]:
         return
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
     wide = LLAMA | {"model_args": LLAMA["model_args"] | wide}
-    config = json.loads(Path(bundled()["zero3_nvme"]).read_text().replace("/local_nvme", str(folder)))
+    config = json.loads(json.dumps(read_for_run("zero3_nvme").config).replace("/local_nvme", str(folder)))
     swapped, small = {"ranks": 2, "ds_config": config}, {"ranks": 2, "ds_config": json.loads(json.dumps(config))}
     small["ds_config"]["zero_optimization"]["sub_group_size"] = 700000
     yield Case("all on NVMe, unchanged", wide | swapped, wide | swapped)
@@ -205,12 +205,12 @@ def _stage(ranks: int, stage: str) -> dict[str, Any]:
 
 
 def _with(name: str, key: str, value: Any) -> dict[str, Any]:
-    config = json.loads(Path(bundled()[name]).read_text())
+    config = read_for_run(name).config
     return config | {"zero_optimization": config["zero_optimization"] | {key: value}}
 
 
 def _with_scheduler() -> dict[str, Any]:
-    config = json.loads(Path(bundled()["zero2"]).read_text())
+    config = read_for_run("zero2").config
     curve = {"warmup_min_lr": 0.0, "warmup_max_lr": 3e-3, "warmup_num_steps": 4, "warmup_type": "linear"}
     return config | {"scheduler": {"type": "WarmupLR", "params": curve}}
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import zerofit as zf
 from zerofit.app.prepare_folder import make_ready, prepare
-from zerofit.config.ds_json import bundled, read_document
+from zerofit.config.ds_json import read_for_run
 from zerofit.data import Order, open_data
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port
@@ -112,8 +112,8 @@ def _measure(case: str, place: Path, text: Path) -> dict[str, Any]:
 
 def _config(name: str) -> dict[str, Any]:
     """A bundled JSON whose fp16 begins with a loss scale that skips no step."""
-    config = read_document(bundled()[name]).config
-    return config | {"fp16": {**config["fp16"], "initial_scale_power": 8}}
+    config = read_for_run(name).config
+    return config | {"fp16": {**config.get("fp16", {}), "initial_scale_power": 8}}
 
 
 def _trained(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:

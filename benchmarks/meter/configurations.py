@@ -7,9 +7,7 @@ added for data parallelism on more ranks.
 
 from __future__ import annotations
 
-import json
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import psutil
 import torch
 
 from zerofit.app.prepare_folder import prepare
+from zerofit.config.ds_json import read_for_run
 from zerofit.data import open_data
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.events import Reporter
@@ -483,7 +482,7 @@ def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, 
     asked = {"data": "synthetic", **models[model], "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
     asked["optimizer"] = "adamw"  # whose states plan forecasts
     asked["micro_batch"] = int(micro[2:])
-    asked["ds_config"] = json.loads(resources.files("zerofit.ds_configs").joinpath(f"{stage}.json").read_text())
+    asked["ds_config"] = read_for_run(stage).config
     for word in more:
         if word in DEGREES:
             asked[DEGREES[word]] = 2

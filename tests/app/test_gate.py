@@ -21,7 +21,7 @@ from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import resolve_job
 from zerofit.app.simulation import KnobSimulations
-from zerofit.config.ds_json import find_config
+from zerofit.config.ds_json import read_for_run
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.simulate import processes
@@ -94,7 +94,7 @@ def test_the_forecast_is_what_simulate_says_and_is_kept(tmp_path, monkeypatch):
     assert found is not None and found.reserved_bytes == simulated.peak_bytes == max(found.phases.values())
     assert list(found.phases) == ["build", "init", "forward", "backward", "step", "save"]
     monkeypatch.setattr(forecasts, "simulate_ranks", lambda targets, show: pytest.fail("simulated"))
-    same = {"ds_config": json.loads(find_config("zero2").read_text())}  # the default
+    same = {"ds_config": read_for_run("zero2").config}  # the default
     again = held_against(zf.Run(**{**LLAMA, **same, "steps": 9, "lr": 1e-2, "seed": 5}), tmp_path)
     assert again and again.host_margin_bytes > 0
     assert replace(again, host_margin_bytes=found.host_margin_bytes) == found  # what is free changes

@@ -17,7 +17,7 @@ CASES = cases()
 ELSEWHERE = {
     *("yaml", "batch-ranks", "clipping-default", "flag-differs", "gather-weights", "hjson", "json-comment"),
     *("lightning-accumulation", "offload-own-optimizer", "zero-missing", "accelerate-beside-json", "flag-unread"),
-    *("neox-argument", "encoding", "batch-auto", "lightning-contiguous"),
+    *("neox-argument", "encoding", "batch-auto", "lightning-contiguous", "activations-host"),
 }
 # a fix of these moves, renames or corrects a type
 MENDED = {

@@ -225,7 +225,15 @@ def test_lightning_configures_activation_checkpointing(monkeypatch):
 def test_an_offloaded_optimizer_of_the_code():
     config = PLAIN | {"zero_optimization": {"stage": 2, "cpu_offload": True}}
     assert "offload-own-optimizer" in found(config, "deepspeed")
-    assert "offload-own-optimizer" not in found(config | {"zero_force_ds_cpu_optimizer": False}, "deepspeed")
+    for forced in (False, True):  # either way the file's author knows which optimizer the code has to bring
+        assert "offload-own-optimizer" not in found(config | {"zero_force_ds_cpu_optimizer": forced}, "deepspeed")
+
+
+def test_activations_on_the_host_are_zerofits_to_put_there():
+    config = PLAIN | {"activation_checkpointing": {"cpu_checkpointing": True}}
+    for reader in ("deepspeed", "trainer", "accelerate"):
+        assert found(config, reader).get("activations-host") == "warning"
+    assert not found(config, "zerofit") and not found(config, "lightning")
 
 
 @pytest.mark.parametrize(

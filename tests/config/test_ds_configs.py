@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.check.dotted import autos, drop, get
-from zerofit.config.ds_json import bundled
+from tests.config.ds_readers import GPU_ONLY
+from zerofit.app.checking import check
+from zerofit.check.dotted import autos, get
+from zerofit.check.reader import READERS
+from zerofit.config.ds_json import RUN_DECIDES, bundled, read_for_run
 
 NEEDS_GPU = {
     "zeropp": "quantized weights go through a CUDA kernel",
@@ -29,10 +36,9 @@ DEGREES = {
     "tensor_parallel_zero2": "tensor_parallel",
     "tensor_parallel_zero3": "tensor_parallel",
 }
-TOP_LEVEL = {
-    *("zero_optimization", "bf16", "fp16", "aio", "tensor_parallel", "sequence_parallel_size", "compile"),
-    *("activation_checkpointing", "flops_profiler", "comms_logger", "wall_clock_breakdown", "log_level"),
-}
+# README.md of ds_configs says why: torch, not DeepSpeed, checkpoints what others train, and the folder is the user's
+KNOWN_FINDINGS = {"activation_checkpointing": {"activations-host"}, "zero3_nvme": {"nvme-path", "nvme-disk"}}
+BY_RUN = (*RUN_DECIDES, "zero_force_ds_cpu_optimizer")
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 HOW = {"model": "llama-tiny", "model_args": TINY, "data": "synthetic", "seq_len": 32, "steps": 3, "global_batch": 8}
 HOW |= {"eval_samples": 4}
@@ -59,7 +65,7 @@ def test_a_file_trains_on_the_cpu(pools, tmp_path, plain_losses, monkeypatch, na
     trained = pools(2).train(tmp_path / "run", **HOW, **degree, ds_config=on_this_disk(name, tmp_path))
     assert len(trained.losses) == 3
     np.testing.assert_allclose(trained.losses, plain_losses, rtol=1e-2 if name in LOW_PRECISION else 1e-4)
-    assert as_written(content(name), trained.job.ds_config)
+    assert as_written(content(name), trained.job.ds_config, BY_RUN)
     assert trained.job.run.precision == LOW_PRECISION.get(name, "fp32")
     assert trained.job.layout.world_size == 2
     assert max(trained.job.layout.tp, trained.job.layout.pp, trained.job.layout.sp) == (2 if degree else 1)
@@ -91,7 +97,7 @@ def test_a_file_trains_on_a_gpu(pools, tmp_path, name):
     trained = pools(ranks).train(tmp_path / "run", **how, ds_config=name)
     assert len(trained.losses) == 3
     assert np.isfinite(trained.losses).all()
-    assert as_written(content(name), trained.job.ds_config)
+    assert as_written(content(name), trained.job.ds_config, BY_RUN)
 
 
 def test_the_files_that_need_a_gpu_exist():
@@ -104,16 +110,58 @@ def test_the_readme_names_every_file_once():
     assert sorted(line.split("`")[1] for line in table) == sorted(bundled())
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What DeepSpeed, the Trainer and Accelerate make of every file, in one process."""
+    folder = tmp_path_factory.mktemp("readers")
+    files = {name: str(path) for name, path in bundled().items()}
+    on_nvme = folder / "zero3_nvme.json"  # its folder is the user's to name
+    on_nvme.write_text(Path(files["zero3_nvme"]).read_text().replace("/local_nvme", str(folder)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "tests.config.ds_readers", str(folder / "said.json")]
+    done = subprocess.run(
+        [*command, *(files | {"zero3_nvme": str(on_nvme)}).values()],
+        env={**os.environ, "MASTER_PORT": port},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "said.json").read_text())
+
+
+@pytest.mark.versions
 @pytest.mark.parametrize("name", sorted(bundled()))
-def test_deepspeed_knows_every_key(name):
-    """Unknown keys inside DeepSpeed's strict sections raise; at the top level it would drop them without a word."""
-    from deepspeed.runtime.config import DeepSpeedConfig
+def test_deepspeed_the_trainer_and_accelerate_take_a_file_as_it_is(said, name):
+    found = said[name]
+    for program in ("trainer", "accelerate"):
+        assert as_written(content(name), found[program]), program
+        assert not list(autos(found[program]))
+    assert found["accelerate"]["train_micro_batch_size_per_gpu"] == 8  # DeepSpeed's word, not the data loader's
+    if name not in GPU_ONLY:
+        tolerance = 5e-3 if name in LOW_PRECISION else 1e-5
+        np.testing.assert_allclose(found["losses"], said["torch"], rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_check_has_nothing_to_say(name):
+    for reader in (None, *READERS):
+        found = check(bundled()[name], reader=reader)
+        codes = {finding.code for finding in found.findings}
+        assert codes <= KNOWN_FINDINGS.get(name, set()), (reader, found.findings)
+        assert reader or found.reader.name == "zerofit"
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_a_file_has_no_auto_and_no_key_that_deepspeed_drops(name):
+    from zerofit.check.catalog import catalog
 
     config = content(name)
-    for path in list(autos(config)):
-        drop(config, path)
-    DeepSpeedConfig(config | {"train_batch_size": 1})
-    assert set(config) <= TOP_LEVEL
+    assert not list(autos(config))
+    assert all(catalog().node(key) for key in config)
 
 
 def content(name: str) -> dict[str, Any]:
@@ -122,19 +170,19 @@ def content(name: str) -> dict[str, Any]:
 
 def on_this_disk(name: str, folder: Path) -> dict[str, Any] | str:
     """The file's name; where it has a path on an NVMe disk, its content with a path that exists here."""
-    config = content(name)
+    config = read_for_run(name).config
     parts = [part for part in config["zero_optimization"].values() if isinstance(part, dict) and "nvme_path" in part]
     for part in parts:
         part["nvme_path"] = str(folder)
     return config if parts else name
 
 
-def as_written(source: dict[str, Any], resolved: dict[str, Any], path: str = "") -> bool:
-    """Whether every value of the file that is neither "auto" nor a path stands in the engine's JSON."""
+def as_written(source: dict[str, Any], resolved: dict[str, Any], left: tuple[str, ...] = (), path: str = "") -> bool:
+    """Whether every value of the file that is no path stands in the engine's JSON; of a run, but what that decides."""
     for key, value in source.items():
         if isinstance(value, dict):
-            if not as_written(value, resolved, f"{path}{key}."):
+            if not as_written(value, resolved, left, f"{path}{key}."):
                 return False
-        elif value != "auto" and key != "nvme_path" and get(resolved, f"{path}{key}") != value:
+        elif key != "nvme_path" and f"{path}{key}" not in left and get(resolved, f"{path}{key}") != value:
             return False
     return True

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.decide import decide, with_recipe
-from zerofit.config.ds_json import bundled, find_config, read_document
+from zerofit.config.ds_json import bundled, find_config, read_document, read_for_run
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.spec.errors import Problems, UserError
@@ -37,7 +36,7 @@ CNN = ModelFacts(task="image", parameters=60_000, largest_parameter=9_000, hidde
 def resolved(config: dict | str, machine=CPU, facts=LLAMA, kind="transformer", **flags):
     """Decision and plain JSON; raises what is wrong."""
     if isinstance(config, str):
-        config = read_document(find_config(config)).config
+        config = read_for_run(config).config
     problems = Problems()
     decision = decide(load_run(None, flags), of_data(config), "ds.json", machine, problems, kind)
     check_machine(decision.run, decision.layout, machine, problems)
@@ -56,7 +55,7 @@ def refused(config: dict | str, **kwargs) -> list:
 
 
 def with_nvme_at(path: str, name: str = "zero3_nvme") -> dict:
-    return json.loads(Path(bundled()[name]).read_text().replace("/local_nvme", path))
+    return json.loads(json.dumps(read_for_run(name).config).replace("/local_nvme", path))
 
 
 @pytest.mark.parametrize("name", sorted(bundled()))

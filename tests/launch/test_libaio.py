@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from zerofit.app.clusters.restarts import _check_libaio
 from zerofit.cli.main import main
-from zerofit.config.ds_json import bundled
+from zerofit.config.ds_json import read_for_run
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.ops import libaio_problems
 from zerofit.spec.errors import UserError
@@ -48,7 +47,7 @@ def test_what_the_compiler_does_not_find(without, monkeypatch):
 def test_training_with_nvme_names_the_package(without, tmp_path):
     without("libaio.h", "-laio")
     config = tmp_path / "ds.json"
-    config.write_text(Path(bundled()["zero3_nvme"]).read_text().replace("/local_nvme", str(tmp_path)))
+    config.write_text(json.dumps(read_for_run("zero3_nvme").config).replace("/local_nvme", str(tmp_path)))
     run = [
         "llama-tiny",
         "--data",

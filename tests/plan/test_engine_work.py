@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import zerofit as zf
 from zerofit.app.requests import as_request
 from zerofit.app.simulation import prepare_simulation
-from zerofit.config.ds_json import bundled, read_document
+from zerofit.config.ds_json import read_for_run
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.measured_kernels import SGD_BYTES, UNSTEPPED_BYTES
@@ -53,7 +53,7 @@ def begin(path: Path, stage: int, precision: Any, ranks: int, accumulation: int)
         model_args={**SMALL, "vocab_size": 512},
         data="synthetic",
         seq_len=32,
-        ds_config=read_document(bundled()[f"zero{stage}"]).config,
+        ds_config=read_for_run(f"zero{stage}").config,
         precision=precision,
         optimizer="adamw",
         micro_batch=2,

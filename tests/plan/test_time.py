@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
-from zerofit.plan.time import Timer, model_flops
+from zerofit.plan.time import StepTime, Timer, model_flops
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES
 
 PARAMETERS = BLOCKS * BLOCK
@@ -214,6 +216,55 @@ def test_what_is_not_page_locked_is_copied_at_the_speed_of_pageable_memory(timer
     assert after.step_s - before.step_s == pytest.approx(moved / 7.2e9 - moved / timer.rates.pcie)
     slow = Timer(make_profile(), make_cluster(), replace(timer.rates, pcie=1e9))
     assert slow.step(pageable) == slow.step(pinned)  # page-locked copies are no faster there
+
+
+OWN = "memory: 96GiB\ntflops: {bf16: 989, fp32: 67}\nbandwidth: 4TB\nlink: 450GB\nnetwork: 50GB\ngpus: 1\n"
+
+
+def step_on(path: Path, layout: PlannedLayout, text: str) -> StepTime:
+    """The step on a device that a file describes."""
+    path.write_text(OWN + text)
+    cluster = Cluster(str(path))
+    return Timer(make_profile(), cluster, rates_of(cluster, "bf16")).step(layout)
+
+
+def test_a_device_files_host_decides_what_offloading_takes(tmp_path):
+    """One rank offloads its optimizer at stage 3: gradients go down in float32, stepped parameters up in bf16."""
+    layout, file = choose(zero_stage=3, dp=1, offload_optimizer="cpu"), tmp_path / "own.yaml"
+    slow = step_on(file, layout, "pcie: 63GB\nhost_bandwidth: 256GB\n")
+    link = step_on(file, layout, "pcie: 450GB\nhost_bandwidth: 256GB\n")
+    host = step_on(file, layout, "pcie: 63GB\nhost_bandwidth: 512GB\n")
+    copied, stepped = (
+        (2 * 2 + 4 + 2) * PARAMETERS / 0.8,
+        (ADAM_BYTES + 2) * PARAMETERS / 0.43,
+    )  # shares that are reached
+    assert slow.step_s - link.step_s == pytest.approx(copied * (1 / 63e9 - 1 / 450e9))
+    assert slow.step_s - host.step_s == pytest.approx(stepped * (1 / 256e9 - 1 / 512e9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "link", "host"),
+    [("gh200", 1, 450e9, 512e9), ("gh200", 4, 450e9, 2048e9), ("gb200", 4, 225e9, 1024e9)],
+)
+def test_superchips_copy_over_nvlink_c2c(kind, gpus, link, host):
+    """Each Grace CPU has its own link and memory; two GPUs of a GB200 share them."""
+    rates = rates_of(make_cluster(kind, gpus=gpus), "bf16")
+    assert (rates.pcie, rates.host) == (pytest.approx(0.75 * link), pytest.approx(0.43 * host))
+    assert rates.host_copy(pinned=False) == rates.pcie
+
+
+def test_superoffload_steps_beside_backward_where_nothing_is_clipped(timer):
+    """Four groups, each of which the host steps in a, beside a backward of B: done at B + a, or B/4 + 4a if slower."""
+    many = make_profile(blocks=24)
+    elements = 24 * BLOCK
+    plain, early = (choose(zero_stage=3, dp=1, offload_optimizer="cpu", steps_early=early) for early in (False, True))
+    for host, slower in ((1e13, False), (1e11, True)):
+        own = Timer(many, make_cluster(gpus=1), replace(timer.rates, host=host))
+        after, backward_s = own.step(plain), own.parts(plain).one.backward_s
+        step_s = (ADAM_BYTES + 2) * elements / host
+        left_s = backward_s / 4 + step_s - backward_s if slower else step_s / 4  # 302 million elements: four groups
+        assert (step_s / 4 > backward_s / 4) == slower
+        assert own.step(early).step_s == pytest.approx(after.step_s - step_s + left_s)
 
 
 def test_slower_hardware_is_never_faster(timer):

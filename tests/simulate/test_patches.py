@@ -39,6 +39,7 @@ MASKING, BUILDER = "transformers.masking_utils", "deepspeed.ops.op_builder.build
 MAMBA = "transformers.models.mamba.modeling_mamba"
 OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
+SUPER, SUPER_PROCESS = "deepspeed.runtime.superoffload", "SuperOffloadCPUOptimizer"
 CPU_INFO = "cpu_info = get_cpu_info()"
 # patch -> attributes that it replaces, and why; what has no source in Python has a test of its own below
 PATCHES = {
@@ -169,6 +170,24 @@ PATCHES = {
     "backend_keys": (
         ["torch:Tensor._make_subclass"],
         [Reason(FAKE_TENSOR, "FakeTensor.__new__", "cls", "device_for_backend_keys=device")],
+    ),
+    "superoffload": (
+        [f"{SUPER}.superoffload_stage3:{name}" for name in ("_validate_superoffload_accelerator", SUPER_PROCESS)],
+        [
+            Reason(f"{SUPER}.superoffload_stage3", "_validate_superoffload_accelerator", "", "device_name() == 'cuda'"),
+            Reason(
+                f"{SUPER}.superoffload_utils",
+                f"{SUPER_PROCESS}.__init__",
+                "self optimizer_config cpuadam_cores_perc max_grad_numel pin_memory",
+                "self.mp_context.Process(",
+            ),
+            Reason(
+                f"{SUPER}.superoffload_utils",
+                f"{SUPER_PROCESS}.async_step",
+                "self param_group_id sub_group_id fp32_param fp32_grad",
+                "self.param_queue.put(task)",
+            ),
+        ],
     ),
     "data_setter": (["torch._C:TensorBase.data"], []),
     "attention": (["torch.nn.functional:scaled_dot_product_attention"], []),

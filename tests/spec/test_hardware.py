@@ -13,6 +13,7 @@ ASKED = {
     *("v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h100-pcie-80gb", "h200", "b200", "l4", "a10"),
     *("a10g", "l40", "l40s", "rtx3090", "rtx4090", "t4", "mi250x", "mi300x", "cpu"),
     *("a800-80gb", "h800-80gb", "h20", "b300", "gb200", "rtx5090", "rtx-pro-6000", "a6000", "l20", "mi325x", "mi355x"),
+    *("gh200", "gh200-144gb"),
 }
 
 
@@ -28,7 +29,8 @@ def test_every_figure_is_plausible_and_has_a_source(device):
         assert 0.97 * int(size[:-2]) < device.memory_bytes / GIB < int(size[:-2])
     assert device.peak("fp32") < device.peak("fp16") and device.peak("bf16") in (None, device.peak("fp16"))
     assert 3e11 <= device.bandwidth < 1e13
-    assert 1e10 < device.pcie <= 64e9 and device.pcie <= device.link * 1.01 <= 1e12
+    most = 450e9 if device.host_link == "NVLink-C2C" else 64e9
+    assert 1e10 < device.pcie <= most and device.pcie <= device.link * 1.01 <= 1e12
     assert device.source and device.memory_source and device.node.source
     assert device.node.gpus >= 1 and 0 < device.node.nvme_write <= device.node.nvme_read
     assert device.node.network < device.link and device.node.host_bandwidth > device.pcie
@@ -49,6 +51,7 @@ def test_every_figure_is_plausible_and_has_a_source(device):
         ("NVIDIA H20", "h20"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA GeForce RTX 2080 Ti", None),

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.train.reference import Plan, follow, relative_difference, text_windows, train, write_corpus
-from zerofit.config.ds_json import bundled
+from zerofit.config.ds_json import read_for_run
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import Order, open_data
 from zerofit.data.loader import eval_indices
@@ -422,7 +422,7 @@ def test_fp16_follows_fp32_whatever_the_loss_is_scaled_by(pools, tmp_path, corpu
 
 def test_nvme_offload(pools, tmp_path, corpus, references):
     plans, get = references
-    config = Path(bundled()["zero3_nvme"]).read_text().replace("/local_nvme", str(tmp_path))
+    config = json.dumps(read_for_run("zero3_nvme").config).replace("/local_nvme", str(tmp_path))
     trained = pools(2).train(tmp_path / "run", **options(plans["llama"], corpus, ds_config=json.loads(config)))
     agree(trained, get("llama"))
     assert (tmp_path / "zero_stage_3" / "optimizer").is_dir(), "nothing was written to the disk"

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from zerofit.config.ds_json import bundled, read_document
+from zerofit.config.ds_json import read_for_run
 
 pytestmark = pytest.mark.gpu
 
@@ -17,8 +17,8 @@ HOW = {"model": "llama-tiny", "model_args": TINY, "data": "synthetic", "seq_len"
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp16_trains_through_a_forced_overflow(pools, tmp_path, stage):
-    config = read_document(bundled()[f"zero{stage}"]).config
-    config["fp16"] |= {"initial_scale_power": 32, "hysteresis": 1}  # gradients of a loss scaled by 2**32 overflow
+    config = read_for_run(f"zero{stage}").config
+    config["fp16"] = {"initial_scale_power": 32, "hysteresis": 1}  # gradients of a loss scaled by 2**32 overflow
     trained = pools(1).train(tmp_path / "run", **HOW, precision="fp16", ds_config=config)
     first, last = trained.steps[0], trained.steps[-1]
     assert first["skipped_steps"] >= 1

@@ -27,7 +27,7 @@ from zerofit.check.rules.sizes import ranks_of_batch
 from zerofit.check.settled import settle
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
-from zerofit.config.ds_json import bundled, find_config, read_document
+from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -251,7 +251,10 @@ def check(
     ranks = ranks or next((one.ranks for one in companions if one.ranks), None)
     if isinstance(cluster, str):
         cluster = Cluster(cluster, gpus=ranks or 1)
-    known = _reader(reader, file, document, companions)
+    ours = is_bundled(Path(file))
+    known = Reader(name="zerofit") if ours and not (reader or companions) else _reader(reader, document, companions)
+    if ours and known.name == "zerofit":
+        document = for_run(document)
     if ranks and known.name == "neox":
         ranks //= model_parallel(document.config)  # DeepSpeed's world is that of the data there
     hardware = TargetHardware(
@@ -294,14 +297,13 @@ def _document(ds_config: str | Path | Mapping[str, Any] | None, companions: list
     return accelerate.file, of_lines(*plugin_config(accelerate))
 
 
-def _reader(reader: str | None, file: str, document: Document, companions: list[Companion]) -> Reader:
+def _reader(reader: str | None, document: Document, companions: list[Companion]) -> Reader:
     """Return who reads the JSON: as said, as the files beside it show, else as it looks."""
-    ours = any(path.samefile(file) for path in bundled().values() if Path(file).is_file())
     if reader:
         return Reader(name=reader)
     if companions:
         return Reader(name="accelerate" if all(one.kind == "accelerate" for one in companions) else "trainer")
-    return Reader(name="zerofit") if ours else guess(document.config, yaml=document.yaml)
+    return guess(document.config, yaml=document.yaml)
 
 
 def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:

@@ -15,7 +15,7 @@ from zerofit.app.requests import assumed_inputs, from_saved
 from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
 from zerofit.config.decide import Decision, decide, where, with_recipe
-from zerofit.config.ds_json import find_config, read_document
+from zerofit.config.ds_json import read_for_run
 from zerofit.config.recipes import Kind
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
@@ -254,7 +254,7 @@ def ds_document(run: Run) -> Document:
     """Return the DeepSpeed JSON as the user wrote it: in the run itself, in a file, or a bundled one."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
-    return read_document(find_config(ds_name(run) or ""))
+    return read_for_run(ds_name(run) or "")
 
 
 def ds_name(run: Run) -> str | None:

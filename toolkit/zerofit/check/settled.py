@@ -63,7 +63,7 @@ def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware)
         elif value is not None and value != "auto" and asked.compared and not _same(value, asked.value):
             findings.append(_differs(asked, value, setting))
         elif value is None and asked.compared and (asked.place or setting.reader in HUGGING_FACE):
-            findings += _left_out(settled, asked, setting)
+            findings += _left_out(settled, asked)
         if value == "auto" and setting.reader in FILLING and not isinstance(asked.value, tuple):
             put(settled, asked.path, asked.value)
             filled[asked.path] = asked
@@ -116,10 +116,9 @@ def _refused(asked: Asked, value: Any) -> Finding:
     )
 
 
-def _left_out(settled: Mapping[str, Any], asked: Asked, setting: TargetHardware) -> Iterator[Finding]:
+def _left_out(settled: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
     """Yield what an argument asks for where the JSON has no key that takes it to DeepSpeed."""
-    hugging_face = {STEPS: (1, "")} if setting.reader in HUGGING_FACE else {}
-    default, needed = (LEFT_OUT | hugging_face).get(asked.path, (None, ""))
+    default, needed = LEFT_OUT.get(asked.path, (None, ""))
     if default is None or _same(default, asked.value) or (needed and get(settled, needed) is None):
         return
     yield Finding(

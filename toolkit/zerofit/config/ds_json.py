@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import hjson
 
 from zerofit.check.document import Document, of_hjson, parse, parse_yaml
+from zerofit.check.dotted import get, put
 from zerofit.check.neox import is_for_neox
 from zerofit.check.programs import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
+from zerofit.check.subject import MICRO, ZERO
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.foreign import parse_json
 
@@ -23,6 +26,13 @@ LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
 LARGEST_YAML = 2**18  # characters that are tried as YAML, of which PyYAML reads 100,000 a second
 YAML = "; the text looks like YAML"
 BESIDE = "Accelerate's YAML is for --accelerate-config; arguments, axolotl's and LLaMA-Factory's for --training-args"
+
+# The numbers of a bundled file for these are for programs that fill none in. A run of zerofit decides them itself.
+RUN_DECIDES = (
+    *(MICRO, "gradient_clipping", "tensor_parallel.autotp_size", "sequence_parallel_size"),
+    *(f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size", f"{ZERO}.stage3_prefetch_bucket_size"),
+    *(f"{ZERO}.stage3_param_persistence_threshold", f"{ZERO}.offload_param.buffer_size"),
+)
 
 
 def bundled() -> dict[str, Path]:
@@ -49,6 +59,28 @@ def find_config(name: str, where: str = "--ds-config") -> Path:
             where=where,
         )
     )
+
+
+def is_bundled(path: Path) -> bool:
+    """Return whether a file is one of those in ds_configs/, by whatever path."""
+    return path.is_file() and any(path.samefile(own) for own in bundled().values())
+
+
+def read_for_run(name: str, where: str = "--ds-config") -> Document:
+    """Parse the JSON that a run names; of a bundled one the run decides `RUN_DECIDES`. Raises UserError."""
+    path = find_config(name, where)
+    document = read_document(path, where)
+    return for_run(document) if is_bundled(path) else document
+
+
+def for_run(document: Document) -> Document:
+    """Return a bundled document as zerofit reads it: "auto" in place of each number that the run decides."""
+    config = copy.deepcopy(document.config)
+    for path in RUN_DECIDES:
+        if get(config, path) is not None:
+            put(config, path, "auto")
+    config.pop("zero_force_ds_cpu_optimizer", None)  # for programs that bring an optimizer of their own
+    return replace(document, root=replace(document.root, data=config))
 
 
 def read_document(path: Path, where: str = "--ds-config") -> Document:

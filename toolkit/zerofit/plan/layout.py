@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,6 +41,7 @@ class PlannedLayout:
     offload_param: Offload = "none"
     pin_optimizer: bool = True  # what is offloaded, in page-locked memory
     pin_param: bool = True
+    steps_early: bool = False  # SuperOffload without clipping: the host steps what backward is done with
     bucket: int = 50_000_000  # elements of reduce_bucket_size and allgather_bucket_size
     prefetch: int = 0  # elements of stage3_prefetch_bucket_size
     persistence: int = 0  # elements of stage3_param_persistence_threshold
@@ -92,6 +94,7 @@ class PlannedLayout:
             **{f"offload_{part}": one.get("device", "none") for part, one in offload.items()},
             **{f"pin_{part}": one.get("pin_memory", True) for part, one in offload.items()},
             **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
+            steps_early=steps_early(job.ds_config),
             overlap=zero.get("overlap_comm", zero3),
             **({"bucket": zero.get("reduce_bucket_size", DEFAULT_BUCKET)} if layout.zero_stage else {}),
         )
@@ -155,6 +158,12 @@ class PlannedLayout:
             "prefetch_elements": self.prefetch,
             "persistence_elements": self.persistence,
         }
+
+
+def steps_early(config: Mapping[str, Any]) -> bool:
+    """Return whether a DeepSpeed JSON has SuperOffload, and no clipping, for which it would wait for all gradients."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return offload.get("super_offload") is True and config.get("gradient_clipping") == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,7 @@ PRODUCTS: dict[str, ProductRate] = {
 _ALIKE = {  # of the same chip or generation
     "A800": "A100",
     "H800": "H100",
+    "GH200": "H100",
     "B300": "B200",
     "GB200": "B200",
     "L20": "RTX 4090",
@@ -91,7 +92,7 @@ UNALIGNED: dict[str, UnalignedShare] = {
         0.16, 0.34, "measured: 50,257 to 50,264 and 30,522 to 30,528 columns (benchmarks/results/gpu-kernels.json)"
     ),
 }
-UNALIGNED["H200"] = UNALIGNED["H100 PCIe"] = UNALIGNED["H800"] = UNALIGNED["H100"]
+UNALIGNED["H200"] = UNALIGNED["H100 PCIe"] = UNALIGNED["H800"] = UNALIGNED["GH200"] = UNALIGNED["H100"]
 UNALIGNED["A100"] = UNALIGNED["A800"] = UnalignedShare(
     0.42,
     0.42,
@@ -145,7 +146,12 @@ EFFICIENCIES: dict[str, SourcedRate] = {
         0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
     ),
     "adam": SourcedRate(0.82, "measured: fused AdamW on an H100 (benchmarks/results/gpu-environment.json)"),
-    "pcie": SourcedRate(0.8, "assumed: page-locked copies"),
+    "PCIe": SourcedRate(0.8, "assumed: page-locked copies"),
+    "NVLink-C2C": SourcedRate(
+        0.75,
+        "measured by others: Schieffer et al. 2024 (arXiv:2407.07850): a GH200 copies 375 GB/s from the host and 297 "
+        "to it, of 450",
+    ),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
     "cpu": SourcedRate(0.6, "assumed: oneDNN against the cores' peak, in a model's shapes"),
     "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so that it is converted to fp32 and back"),
@@ -315,6 +321,9 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         attention = SourcedRate(products.large, products.how)
     on_cpu, general = cluster.on_cpu, device.peak("fp32") or 0.0
     unaligned = UNALIGNED.get(device.name, OTHER_UNALIGNED)
+    # a superchip's GPU reads all host memory by its own page tables; with more GPUs there are more Grace CPUs
+    superchip = device.host_link == "NVLink-C2C"
+    hosts = max(1.0, cluster.gpus / node.gpus) if superchip else 1.0
     ring = EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]
     return {
         "flops": SourcedRate(peak * products.large, products.how),
@@ -336,9 +345,9 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "network": _share_of(node.network, _fitted(fitted.network)),
         "network_hop_s": _fitted(fitted.network_hop_s),
         "exposed_between": _fitted(fitted.exposed_between),
-        "pcie": _share_of(device.pcie, EFFICIENCIES["pcie"]),
-        "pageable": _share_of(device.pcie, EFFICIENCIES["pcie"]) if on_cpu else PAGEABLE,
-        "host": _share_of(node.host_bandwidth, EFFICIENCIES["cpu host" if on_cpu else "host"]),
+        "pcie": _share_of(device.pcie, EFFICIENCIES[device.host_link]),
+        "pageable": _share_of(device.pcie, EFFICIENCIES[device.host_link]) if on_cpu or superchip else PAGEABLE,
+        "host": _share_of(hosts * node.host_bandwidth, EFFICIENCIES["cpu host" if on_cpu else "host"]),
         "nvme_read": _share_of(node.nvme_read, EFFICIENCIES["nvme"]),
         "nvme_write": _share_of(node.nvme_write, EFFICIENCIES["nvme"]),
         "call_s": CALL_S,

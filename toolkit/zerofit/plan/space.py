@@ -26,7 +26,7 @@ LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
 IMAGES = 8
 # knobs in which the members of a family differ, and those that no search decides; a request has them for all members
-REPLACED = ("bucket", "overlap", "prefetch", "persistence", "pin_optimizer", "pin_param")
+REPLACED = ("bucket", "overlap", "prefetch", "persistence", "pin_optimizer", "pin_param", "steps_early")
 MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
 
 _SHARDED_BITS = Problem(

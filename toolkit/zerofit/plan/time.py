@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
@@ -21,6 +22,8 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
 from zerofit.spec.profile import Profile, setting
 
+# elements that SuperOffload hands to its process at a time: sub_group_size of the bundled JSON
+EARLY_GROUP = 100_000_000
 # of host memory beside what the optimizer moves: clipping reads and writes the gradient (8, stage3.py:2988), the
 # stepped parameter is converted (6, stage3.py:2858)
 HOST_BYTES = 14
@@ -350,7 +353,7 @@ class Timer:
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
-            yield StepTask("host", "optimizer", passed, passed * gpus / rates.host)
+            yield _left_of_step(StepTask("host", "optimizer", passed, passed * gpus / rates.host), layout, one, share)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "write optimizer states", states, states * gpus / rates.nvme_write)
             if layout.offload_param == "none":
@@ -382,6 +385,19 @@ def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> I
                 members, elements = [], 0
     if members:
         yield ReduceGroup(1, tuple(members), elements)
+
+
+def _left_of_step(task: StepTask, layout: PlannedLayout, one: RankPass, elements: float) -> StepTask:
+    """Return what is left of the host's step after backward, which SuperOffload steps beside without clipping.
+
+    A group is queued once backward has its gradients (superoffload_stage3.py, partition_grads), at even distances: the
+    last one is stepped after backward, and all but the first wait for the host where that is slower.
+    """
+    if not layout.steps_early:
+        return task
+    groups = max(1, math.ceil(elements / EARLY_GROUP))
+    left_s = max(task.seconds / groups, task.seconds - one.backward_s * (1 - 1 / groups))
+    return task.scaled(left_s / task.seconds)
 
 
 def _calls(layout: PlannedLayout, one: RankPass) -> float:

@@ -22,6 +22,7 @@ from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.device import NAME, fake_op
 from zerofit.simulate.fake_experts import expert_counts, expert_rows, experts
 from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, PADDED_MASKING, cuda_attention
+from zerofit.simulate.host_steps import HostSteps
 from zerofit.simulate.quick_ops import sharing_pieces
 from zerofit.simulate.small_values import small_values
 from zerofit.simulate.tracker import AllocationTracker
@@ -380,8 +381,19 @@ def sends_in_batches() -> None:
     torch.distributed.batch_isend_irecv = batch_isend_irecv
 
 
+def superoffload() -> None:
+    """Let SuperOffload run on the simulated device, and step in this process: fakes cannot be sent to another.
+
+    (superoffload_stage3.py:23, superoffload_utils.py:220)
+    """
+    from deepspeed.runtime.superoffload import superoffload_stage3
+
+    replace_in(superoffload_stage3, "_validate_superoffload_accelerator", lambda: None)
+    replace_in(superoffload_stage3, "SuperOffloadCPUOptimizer", HostSteps)
+
+
 OF_GPUS = (constants, backend_keys, attention, list_indices, sends_in_batches)  # of scripts, too
-ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows)
+ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows, superoffload)
 
 
 def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False, padded: bool = False) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zerofit.check.dotted import get
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
@@ -41,6 +42,13 @@ from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
 LINES = 3  # of an exception's message
+_NO_ZENFLOW = Problem(
+    kind="not-simulated",
+    message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
+    "(runtime/zenflow/engine_stage3.py:192)",
+    hint="simulate with --ds-config zero3_offload, the same without zenflow",
+    where="zero_optimization.zenflow",
+)
 
 
 def simulate(
@@ -50,6 +58,8 @@ def simulate(
 
     This process's torch and DeepSpeed are changed for good. `scratch` stands in for the device's own table.
     """
+    if get(target.job.ds_config, "zero_optimization.zenflow") is not None:
+        raise UserError(_NO_ZENFLOW)
     _set_environment(target)
     gpu = target.accelerator == "cuda"
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerofit.spec import nodes
-from zerofit.spec.device import PCIE3, PCIE4, PCIE5, Device, gib
+from zerofit.spec.device import C2C, PCIE3, PCIE4, PCIE5, Device, gib
 from zerofit.spec.nodes import GB
 
 # Where torch's messages give different totals for a kind (drivers differ by a few hundred MiB), the smallest seen.
@@ -16,10 +16,39 @@ DATACENTER_GPUS = (
         bandwidth=8000 * GB,
         link=900 * GB,
         link_name="NVLink 5",
-        pcie=PCIE5,
+        pcie=C2C / 2,
         node=nodes.GB200_TRAY,
-        source="NVIDIA GB200 NVL72 data sheet (2024), one of 72; NVLink-C2C to the host is faster than counted here",
+        source="NVIDIA GB200 NVL72 data sheet (2024), one of 72; two GPUs share a Grace CPU's 900 GB/s of NVLink-C2C",
         memory_source="assumed: 186 GB in the data sheet, less 1 % as on a B200",
+        host_link="NVLink-C2C",
+    ),
+    Device(
+        kind="gh200",
+        name="GH200",
+        memory_bytes=gib(94.50),
+        tflops={"bf16": 989, "fp16": 989, "fp32": 67},
+        bandwidth=4000 * GB,
+        link=450 * GB,
+        link_name="NVLink 4",
+        pcie=C2C,
+        node=nodes.GH200_SUPERCHIP,
+        source="NVIDIA GH200 Grace Hopper Superchip data sheet (2023), 96 GB of HBM3; NVLink as in quad GH200 nodes",
+        memory_source="torch says 94.50 GiB; nvidia-smi 97871 MiB",
+        host_link="NVLink-C2C",
+    ),
+    Device(
+        kind="gh200-144gb",
+        name="GH200",
+        memory_bytes=gib(142.5),
+        tflops={"bf16": 989, "fp16": 989, "fp32": 67},
+        bandwidth=4900 * GB,
+        link=450 * GB,
+        link_name="NVLink 4",
+        pcie=C2C,
+        node=nodes.GH200_SUPERCHIP,
+        source="NVIDIA GH200 Grace Hopper Superchip data sheet (2024), 144 GB of HBM3e",
+        memory_source="assumed: 144 GiB less 1 % as on an H200",
+        host_link="NVLink-C2C",
     ),
     Device(
         kind="b300",

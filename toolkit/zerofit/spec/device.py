@@ -18,10 +18,11 @@ class Device:
     bandwidth: float  # of its own memory
     link: float  # to the other devices of its node
     link_name: str
-    pcie: float  # to host memory
+    pcie: float  # to host memory, over PCIe or what takes its place
     node: Node  # what it usually stands in
     source: str  # of FLOP/s, bandwidth and link; data sheets are the makers'
     memory_source: str
+    host_link: str = "PCIe"  # the name of the link to host memory
 
     def peak(self, precision: str) -> float | None:
         """Return peak FLOP/s at "bf16", "fp16" or "fp32"; None where it has no such arithmetic."""
@@ -30,6 +31,9 @@ class Device:
 
 
 PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16, one direction, after encoding (PCI-SIG)
+
+# NVLink-C2C has 450 GB/s in one direction for each Grace CPU: a GH200's one GPU has it alone, two of a GB200 share it
+C2C = 450.0 * GB
 
 
 def gib(value: float) -> int:

@@ -19,15 +19,16 @@ KEYS = {
     "tflops": "dense peaks: {bf16: 989, fp16: 989, fp32: 67}",
     "bandwidth": "of its own memory, a second: 3.35TB",
     "link": "to the other devices of its node, a second and direction: 450GB",
-    "pcie": "to host memory, a second and direction: 63GB",
+    "pcie": "to host memory, a second and direction: 63GB; NVLink-C2C 450GB",
     "network": "to other nodes, a second and device: 50GB",
     "gpus": "devices of a node [8]",
     "host_memory": "of a node [1TiB]",
+    "host_bandwidth": "of a node's host memory, a second: 512GB [614.4GB]",
     "price": "US dollars of one device an hour",
     "price_date": "when that was the price: 2026-11-01",
 }
 REQUIRED = tuple(KEYS)[:6]
-SIZES = ("memory", "bandwidth", "link", "pcie", "network", "host_memory")
+SIZES = ("memory", "bandwidth", "link", "pcie", "network", "host_memory", "host_bandwidth")
 MOST_GPUS = 1024  # of a node
 LARGEST = 1e18  # what a figure of the file can be
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -86,13 +87,15 @@ def _device(path: Path, sizes: Mapping[str, float], tflops: dict[str, float], fo
     price, gpus, base = found.get("price"), found.get("gpus", 8), nodes.H100_PCIE_SERVER
     if price is not None:
         price = nodes.ListPrice(usd=price * gpus, date=str(found.get("price_date", "undated")), source=str(path))
+    assumed = "disks" if "host_bandwidth" in sizes else "host memory's speed and disks"
     node = replace(
         base,
         name=f"the node of {path.name}",
         gpus=gpus,
         host_bytes=int(sizes.get("host_memory", base.host_bytes)),
+        host_bandwidth=sizes.get("host_bandwidth", base.host_bandwidth),
         network=sizes["network"],
-        source=f"{path}; host memory's speed and disks assumed as in a {base.name}",
+        source=f"{path}; {assumed} assumed as in a {base.name}",
         price=price,
     )
     return Device(

@@ -92,6 +92,16 @@ GB200_TRAY = Node(
     nvme_write=12 * GB,
     source="NVIDIA GB200 NVL72 data sheet (2024); disks assumed",
 )
+GH200_SUPERCHIP = Node(
+    name="GH200 superchip (1 GPU)",
+    gpus=1,
+    host_bytes=480 * GIB,
+    host_bandwidth=512 * GB,  # LPDDR5X, "up to": 486 in STREAM (arXiv:2407.07850)
+    network=50 * GB,  # 400 Gb/s
+    nvme_read=12 * GB,
+    nvme_write=6 * GB,
+    source="NVIDIA GH200 Grace Hopper Superchip data sheet (2023); adapter and two gen 4 disks assumed",
+)
 H100_PCIE_SERVER = Node(
     name="server with 8 H100 PCIe",
     gpus=8,

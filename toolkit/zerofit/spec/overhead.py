@@ -91,11 +91,11 @@ _AMD = ByteRange(
 )
 _CONTEXTS = {
     **dict.fromkeys(("b200", "b300", "gb200", "rtx5090", "rtx-pro-6000"), _BLACKWELL),
-    **dict.fromkeys(("h100", "h200", "h20", "h800"), _HOPPER),
+    **dict.fromkeys(("h100", "h200", "h20", "h800", "gh200"), _HOPPER),
     **dict.fromkeys(("rtx4090", "l4", "l20"), _ADA),
     "mi": _AMD,
 }
-_FROM_HOPPER_ON = ("h1", "h2", "h8", "b2", "b3", "gb", "rtx5", "rtx-pro")
+_FROM_HOPPER_ON = ("h1", "h2", "h8", "gh", "b2", "b3", "gb", "rtx5", "rtx-pro")
 
 # A connection of a communicator to one peer over one channel: LL, LL128 and SIMPLE buffers (524,288 + 4,915,200 +
 # 4,194,304 bytes) in a 10 MiB allocation at the receiver, 2 MiB at the sender. NCCL src/init.cc (DEFAULT_LL_BUFFSIZE,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zerofit.config.ds_json import bundled
+from zerofit.config.ds_json import read_for_run
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.space import stage3_sizes
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -50,7 +49,7 @@ def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any
 def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
     """Return the bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
     base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
-    config = json.loads(bundled()[base].read_text(encoding="utf-8"))
+    config = read_for_run(base).config
     zero = config["zero_optimization"]
     if layout.zero_stage:
         zero["overlap_comm"] = layout.overlap

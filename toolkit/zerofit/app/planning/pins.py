@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict
 
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
-from zerofit.config.ds_json import find_config, read_document
-from zerofit.plan.layout import OFFLOADS, PLANNED, Offload
+from zerofit.config.ds_json import read_for_run
+from zerofit.plan.layout import OFFLOADS, PLANNED, Offload, steps_early
 from zerofit.spec.errors import Problems
 from zerofit.spec.optimizers import Optimizer, run_name
 from zerofit.spec.partial_training import Bits, LoraInit
@@ -108,6 +108,8 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
         found["checkpointing"] = True
+    if steps_early(config):
+        found["steps_early"] = True
     values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
     return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()} | ema
 
@@ -125,7 +127,7 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if ds_config is None:
         return {}
     if isinstance(ds_config, str):
-        return read_document(find_config(ds_config)).config
+        return read_for_run(ds_config).config
     return of_data(dict(ds_config)).config
 
 
@@ -151,8 +153,13 @@ def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> d
     return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
 
 
-def refuse_impossible(pins: Mapping[str, Any], knobs: Mapping[str, Any], problems: Problems) -> None:
-    """Note pins of the wrong kind, and knobs that DeepSpeed does not take together."""
+def refuse_impossible(
+    pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
+) -> None:
+    """Note pins of the wrong kind, knobs that DeepSpeed does not take together, and a JSON without a formula."""
+    if get(config, "zero_optimization.zenflow") is not None:
+        message = "the DeepSpeed JSON has zenflow, and plan has no formula for its selected columns and late updates"
+        problems.add("combination", message, "plan with zero3_offload, the same without zenflow", "--ds-config")
     for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):
         if pins.get(name) is not None and pins[name] not in allowed:
             flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))

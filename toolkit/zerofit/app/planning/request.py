@@ -138,7 +138,7 @@ class PlanningRequest:
         given = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
-            refuse_impossible(self.pins, knobs_of(self.pins, config), problems)
+            refuse_impossible(self.pins, knobs_of(self.pins, config), config, problems)
             partly = problems.attempt(lambda: Run(**self.part))
             if partly:
                 check_part(partly, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)

@@ -69,16 +69,21 @@ FEATURES = (
             code=code,
             severity="warning",
             path=f"{ACT}.{key}",
-            when=lambda c, key=key: c.on(f"{ACT}.{key}") and c.setting.reader != "lightning",  # which calls it
+            when=lambda c, key=key, does=does: c.on(f"{ACT}.{key}") and c.setting.reader not in does,
             message=f"activation_checkpointing.{key} does nothing by itself",
             why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go "
             "through deepspeed.checkpointing.checkpoint",
             fix=fix,
             source="runtime/activation_checkpointing/checkpointing.py:1121",
         )
-        for code, key, fix in (
-            ("activations-host", "cpu_checkpointing", "call it in your code; zerofit train does what it says without"),
-            ("activations-partition", "partition_activations", "remove it, or call it in your code"),
+        for code, key, fix, does in (  # programs that call it, or do by themselves what the key says
+            (
+                "activations-host",
+                "cpu_checkpointing",
+                "call it in your code; zerofit train does what it says without",
+                ("lightning", "zerofit"),
+            ),
+            ("activations-partition", "partition_activations", "remove it, or call it in your code", ("lightning",)),
         )
     ),
     Rule(

@@ -53,12 +53,13 @@ OFFLOAD = (
             and c.offload("optimizer")
             and c.stage > 0
             and not c.has("optimizer")
-            and not c.off("zero_force_ds_cpu_optimizer")
+            and not c.has("zero_force_ds_cpu_optimizer")  # a file that has it was written with this in mind
         ),
         message="the optimizer is offloaded, and the JSON names none",
         why='DeepSpeed stops if the code brings one of torch: "You are using ZeRO-Offload with a client provided '
         'optimizer"',
-        fix="name the optimizer in the JSON, bring DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer to false",
+        fix="name the optimizer in the JSON, or bring DeepSpeedCPUAdam and write zero_force_ds_cpu_optimizer: true, or "
+        "set that to false",
         source="runtime/engine.py:2345",
     ),
     Rule(

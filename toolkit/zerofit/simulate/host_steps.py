@@ -1,0 +1,37 @@
+"""SuperOffload's optimizer process as its rank sees it: what is queued is stepped at once.
+
+The process has moments and a buffer of its own in host memory. They are made here, since the rank of a simulation is
+the only process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+
+class HostSteps:
+    """Stands in for `SuperOffloadCPUOptimizer` (runtime/superoffload/superoffload_utils.py)."""
+
+    def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: Any):
+        from deepspeed.runtime.superoffload.superoffload_utils import _allocate_worker_grad_buffer
+
+        self._buffer = _allocate_worker_grad_buffer(max_grad_numel, pin_memory)
+        self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._done: deque[dict[str, Any]] = deque()
+
+    def async_step(
+        self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: Any
+    ) -> None:
+        """Step a group; its moments are made the first time."""
+        from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
+
+        if sub_group_id not in self._moments:
+            self._moments[sub_group_id] = torch.zeros_like(fp32_param), torch.zeros_like(fp32_param)
+        self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
+
+    def get_result(self, **_: Any) -> dict[str, Any] | None:
+        """Return the next group that is stepped, if there is one."""
+        return self._done.popleft() if self._done else None
