@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import ScaleLr
     from zerofit.app.comparing.laboratory import Laboratory
     from zerofit.app.comparing.rows import Comparison, ScalingRow, SizeRow, SizeSummary, StrategyRow
+    from zerofit.app.documents.compare_documents import DocumentComparison
 
 FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")  # of a run
 SCALES = ("none", "linear", "sqrt")
@@ -208,6 +209,23 @@ def all_experiments(
     answer_watched(work, as_json, show_laboratory)
 
 
+@compare.command()
+@click.argument("numbers", metavar="[DOCUMENT]...", nargs=-1)
+@click.option("--output", type=PATH, help="the page; its results are in a folder beside it [runs/documents.md]")
+@AS_JSON
+def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> None:
+    """Repeat the experiments of the documents 000 to 003, or of these alone: their figures beside ours, on one page.
+
+    The same command continues after a kill.
+    """
+    from zerofit.app.documents.compare_documents import compare_documents
+
+    def work(events: EventConsole) -> DocumentComparison:
+        return compare_documents(numbers, output=output, on_event=events)
+
+    answer_watched(work, as_json, show_documents)
+
+
 def _asked(model: str, options: dict[str, Any]) -> RunRequest:
     return load_run(None, {"model": model, **given(options)})
 
@@ -251,6 +269,17 @@ def show_laboratory(result: Laboratory) -> None:
         rows = done.compared.rows
         ran = sum(row.status == "ok" for row in rows)
         console.print(f"{done.experiment.name}: {done.experiment.question} {ran} of {len(rows)} rows have figures")
+    console.print(f"written: {result.written[0]}", soft_wrap=True)
+
+
+def show_documents(result: DocumentComparison) -> None:
+    """Print each document's figures beside ours, and where the page is."""
+    console = out(WIDTH)
+    for document in result.documents:
+        table = make_table(document.number, "the document", "here", "why they differ")
+        for figure in document.figures:
+            table.add_row(figure.name, figure.theirs, figure.ours, figure.why)
+        console.print(table)
     console.print(f"written: {result.written[0]}", soft_wrap=True)
 
 

@@ -145,11 +145,7 @@ def compare_all(
     done = []
     for one in experiments(job, samples, **study):
         report.status(f"{one.name}: {one.question}")
-        of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
-        options = {name: value for name, value in one.options.items() if name not in of_run}
-        mine = Run(**common | of_run, output=store.folder_of(one.name))
-        compared = COMPARISONS[one.kind](mine, **options, **shared, anyway=anyway, on_event=on_event)
-        done.append(Done(one, command(one, common | shared), compared))
+        done.append(conduct(one, store.folder_of(one.name), common, shared, anyway=anyway, on_event=on_event))
     sections = [
         Section(one.question, command, store.folder_of(one.name), *compared.short_table(), missing=compared.missing())
         for one, command, compared in done
@@ -157,6 +153,17 @@ def compare_all(
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
     title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"
     return Laboratory(experiments=done, written=[str(write_laboratory(store.folder, title, sections))])
+
+
+def conduct(
+    one: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
+) -> Done:
+    """Do one experiment in a folder; `common` are fields of the run, `shared` and `how` options of the comparison."""
+    shared = shared or {}
+    of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
+    options = {name: value for name, value in one.options.items() if name not in of_run}
+    compared = COMPARISONS[one.kind](Run(**{**common, **of_run}, output=folder), **options, **shared, **how)
+    return Done(one, command(one, {**common, **shared}), compared)
 
 
 def command(one: Experiment, common: Mapping[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""The experiments of four teaching documents on parallel training, repeated: one module a document."""

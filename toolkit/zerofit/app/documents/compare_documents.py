@@ -1,0 +1,60 @@
+"""All documents, one after the other, and one page about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.comparing.ranks import one_server
+from zerofit.app.documents import parallel_training
+from zerofit.app.documents.bench import Bench
+from zerofit.report.documents import TeachingDocument, write_documents
+from zerofit.spec.errors import Problems, nearest
+from zerofit.spec.events import OnEvent
+
+DOCUMENTS: dict[str, Callable[[Bench], TeachingDocument]] = {
+    "000": parallel_training.document,
+}
+PAGE = Path("runs/documents.md")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentComparison:
+    """The documents in their order, and the page about them."""
+
+    documents: Sequence[TeachingDocument]
+    written: Sequence[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit compare documents --json` prints."""
+        found = [document.to_dict() for document in self.documents]
+        return {"kind": "documents", "documents": found, "written": list(self.written)}
+
+
+@one_server()
+def compare_documents(
+    numbers: Sequence[str] = (), *, output: Path | None = None, on_event: OnEvent | None = None
+) -> DocumentComparison:
+    """Repeat the experiments of the documents, or of these alone, and write a page of their figures beside ours.
+
+    The same call continues after a kill, and keeps what was measured.
+
+    Args:
+        numbers: of the documents; all if empty.
+        output: the page; what was measured is in a folder of that name beside it.
+        on_event: hears the progress.
+
+    Raises UserError for unknown numbers, and if the folder contains other things.
+    """
+    problems = Problems()
+    for number in numbers:
+        if number not in DOCUMENTS:
+            problems.add("document", f"unknown document {number!r}", nearest(number, DOCUMENTS), "DOCUMENT")
+    problems.raise_if_any()
+    page = (output or PAGE).with_suffix(".md").absolute()
+    bench = Bench(page.with_suffix(""), on_event)
+    documents = [repeat(bench) for number, repeat in DOCUMENTS.items() if not numbers or number in numbers]
+    write_documents(page, documents)
+    return DocumentComparison(documents=documents, written=[str(page)])

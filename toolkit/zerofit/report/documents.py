@@ -1,0 +1,106 @@
+"""The page on the documents: for each its network and experiment, its figures beside ours, and our measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.files import write_text
+from zerofit.spec.local_machine import usable_cores, versions
+
+PAGE = """# The documents, to the letter
+
+Made with {{ versions }}, on {{ cores }} processor cores, by:
+
+```bash
+zerofit compare documents --output {{ name }}
+```
+
+After a kill the same command continues; it keeps what it has measured.
+{% for document in documents %}
+## {{ document.number }}: {{ document.title }}
+
+**Network.** {{ document.network }}
+
+**Experiment.** {{ document.experiment }}
+
+| figure | the document | here | why they differ |
+|---|---|---|---|
+{% for figure in document.figures -%}
+| {{ figure.name }} | {{ figure.theirs }} | {{ figure.ours }} | {{ figure.why }} |
+{% endfor %}
+{%- for one in document.evidence %}
+### {{ one.title }}
+{% if one.text %}
+{{ one.text }}
+{% endif %}{% if one.command %}
+```bash
+{{ one.command }}
+```
+{% endif %}
+| {{ one.columns | join(" | ") }} |
+|{{ "---|" * (one.columns | length) }}
+{% for row in one.rows -%}
+| {{ row | join(" | ") }} |
+{% endfor %}
+{%- if one.picture %}
+![{{ one.title }}]({{ one.picture.relative_to(home) }})
+{% endif %}{% for note in one.notes %}
+- {{ note.split() | join(" ") | replace("<", "&lt;") }}
+{%- endfor %}
+{% endfor %}{% endfor %}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of a document and ours. `theirs` is "-" where the document gives none."""
+
+    name: str
+    theirs: str
+    ours: str
+    why: str = ""  # they differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A table of what was measured or forecast here."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: str = ""  # Markdown above the table
+    command: str = ""  # that makes this table alone
+    notes: Sequence[str] = ()  # a list below it
+    picture: Path | None = None  # a file below the page's folder
+    figures: Mapping[str, Any] = field(default_factory=dict)  # the plain numbers, for `--json`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachingDocument:
+    """One document's network and experiment, its figures beside ours, and the tables that ours come from."""
+
+    number: str
+    title: str
+    network: str
+    experiment: str
+    figures: Sequence[Figure]
+    evidence: Sequence[Evidence]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        data = asdict(self)
+        for one in data["evidence"]:
+            one["picture"] = str(one["picture"]) if one["picture"] else None
+        return data
+
+
+def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
+    """Write the page. Pictures are shown from the folders that they are in, relative to the page."""
+    from jinja2 import Environment
+
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    text = Environment(keep_trailing_newline=True).from_string(PAGE)
+    about = {"versions": used, "cores": usable_cores(), "name": page.name, "home": page.parent}
+    write_text(page, text.render(documents=documents, **about))
