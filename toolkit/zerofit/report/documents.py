@@ -102,5 +102,5 @@ def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     text = Environment(keep_trailing_newline=True).from_string(PAGE)
-    about = {"versions": used, "cores": usable_cores(), "name": page.name, "home": page.parent}
+    about = {"versions": used, "cores": usable_cores(), "name": page.name, "home": page.parent.absolute()}
     write_text(page, text.render(documents=documents, **about))

@@ -53,7 +53,7 @@ def compare_documents(
         if number not in DOCUMENTS:
             problems.add("document", f"unknown document {number!r}", nearest(number, DOCUMENTS), "DOCUMENT")
     problems.raise_if_any()
-    page = (output or PAGE).with_suffix(".md").absolute()
+    page = (output or PAGE).with_suffix(".md")
     bench = Bench(page.with_suffix(""), on_event)
     documents = [repeat(bench) for number, repeat in DOCUMENTS.items() if not numbers or number in numbers]
     write_documents(page, documents)

@@ -1,0 +1,175 @@
+"""torch.nn.DataParallel on several GPUs that are not there: the memory of each, and what they copy to each other.
+
+torch's own code runs on fakes (torch/nn/parallel/data_parallel.py, replicate.py, _functions.py, comm.py). C++ sees one
+device, and Python the device that a tensor would be on: an op runs where its inputs are. Only what copies between
+devices is replaced (torch/csrc/cuda/comm.cpp), and the threads, which take turns here.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import comm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerofit.simulate.tracker import is_counted
+
+STEPS = 2  # the first makes the optimizer's states
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelCosts:
+    """What one step on each GPU costs, in bytes; the first one has the optimizer."""
+
+    peak: tuple[int, ...]  # of tensors; kernels' workspaces come on top
+    sent: tuple[int, ...]  # to other GPUs
+    received: tuple[int, ...]
+
+
+class DeviceMemory(TorchDispatchMode):
+    """Live and peak bytes of each device. An op's outputs are where its inputs are, or on the first device."""
+
+    def __init__(self, devices: int):
+        super().__init__()
+        self.live, self.peak = [0] * devices, [0] * devices
+        self.sent, self.received = [0] * devices, [0] * devices
+        self._places: dict[int, int] = {}  # address of a storage -> its device
+        self._target: int | None = None  # of the copy that is being made
+        self.is_inside = False  # an op, where the device is C++'s
+
+    def device_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's device."""
+        return self._places.get(tensor.untyped_storage()._cdata, 0)
+
+    def copy(self, tensor: Tensor, device: int) -> Tensor:
+        """Return a tensor on a device: itself, if it is there."""
+        source = self.device_of(tensor)
+        if source == device:
+            return tensor
+        self.send(tensor, device)
+        self._target = device
+        made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._target = None
+        return made
+
+    def send(self, tensor: Tensor, device: int) -> None:
+        """Count the bytes of a tensor that goes from its device to another one."""
+        size = tensor.numel() * tensor.element_size()
+        self.sent[self.device_of(tensor)] += size
+        self.received[device] += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and note what it allocated."""
+        self.is_inside = True
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self.is_inside = False
+        if is_counted(func):
+            inputs = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            device = next(map(self.device_of, inputs), 0) if self._target is None else self._target
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor):
+                    self._note(tensor.untyped_storage(), device)
+        return out
+
+    def _note(self, storage: torch.UntypedStorage, device: int) -> None:
+        """Note that a new storage is on a device, and its release when it comes."""
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._places:
+            self._places[address] = device
+            self.live[device] += size
+            self.peak[device] = max(self.peak[device], self.live[device])
+            weakref.finalize(storage, self._free, address, size).atexit = False
+
+    def _free(self, address: int, size: int) -> None:
+        self.live[self._places.pop(address)] -= size
+
+
+def data_parallel_costs(
+    build: Callable[[], nn.Module],
+    batch: Callable[[], tuple[Tensor, Tensor]],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    devices: int = 2,
+) -> DataParallelCosts:
+    """Return what a step of training a classifier under DataParallel costs each device.
+
+    `batch` makes inputs and labels of all devices together, which the script puts on the first one.
+    """
+    memory = DeviceMemory(devices)
+    with FakeTensorMode(allow_non_fake_inputs=True), memory, as_devices(memory):
+        model = nn.DataParallel(build(), device_ids=list(range(devices)))
+        stepped = optimizer(model.parameters())
+        for _ in range(STEPS):
+            memory.peak, memory.sent, memory.received = list(memory.live), [0] * devices, [0] * devices
+            x, y = batch()
+            stepped.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            stepped.step()
+    return DataParallelCosts(peak=tuple(memory.peak), sent=tuple(memory.sent), received=tuple(memory.received))
+
+
+@contextmanager
+def as_devices(memory: DeviceMemory) -> Iterator[None]:
+    """Let torch's DataParallel see the devices, and copy between them without a driver."""
+
+    def scatter(tensor: Tensor, devices: Any, sizes: Any, dim: int, streams: Any) -> list[Tensor]:
+        parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
+        return [memory.copy(part, device) for part, device in zip(parts, devices, strict=False)]
+
+    def broadcast(tensors: Any, devices: Any, buffer_bytes: int) -> list[list[Tensor]]:
+        found = [list(tensors), *([] for _ in devices[1:])]
+        for chunk in _take_tensors(tensors, buffer_bytes):
+            flat = _flatten_dense_tensors(chunk)
+            for device, copies in zip(devices[1:], found[1:], strict=True):
+                copies += _unflatten_dense_tensors(memory.copy(flat, device), chunk)
+        return found
+
+    def gather(tensors: Any, dim: int, device: int) -> Tensor:
+        for tensor in tensors:
+            if memory.device_of(tensor) != device:
+                memory.send(tensor, device)
+        return torch.cat(sorted(tensors, key=lambda tensor: memory.device_of(tensor) != device), dim)
+
+    def reduce_add(tensors: Any, device: int) -> Tensor:
+        """Add up as NCCL does, straight into the result. (comm.py, reduce_add)"""
+        (root,) = (tensor for tensor in tensors if memory.device_of(tensor) == device)
+        for tensor in tensors:
+            if tensor is not root:
+                memory.send(tensor, device)
+        return torch.empty_like(root)
+
+    def one_after_the_other(replicas: Any, inputs: Any, options: Any, devices: Any) -> list[Any]:
+        return [replica(*args, **kwargs) for replica, args, kwargs in zip(replicas, inputs, options, strict=True)]
+
+    seen: Any = FakeTensor.device
+
+    def shown(tensor: FakeTensor) -> torch.device:
+        return seen.fget(tensor) if memory.is_inside else torch.device("cuda", memory.device_of(tensor))
+
+    data_parallel = sys.modules[nn.DataParallel.__module__]  # the package has a function of this name
+    with ExitStack() as patches:
+        for place, name, new in (
+            (FakeTensor, "device", property(shown)),
+            (FakeTensor, "get_device", lambda tensor: memory.device_of(tensor)),
+            (torch._C, "_scatter", scatter),
+            (torch._C, "_broadcast_coalesced", broadcast),
+            (torch._C, "_gather", gather),
+            (comm, "reduce_add", reduce_add),
+            (data_parallel, "_get_available_device_type", lambda: "cuda"),
+            (data_parallel, "_check_balance", lambda devices: None),
+            (data_parallel, "parallel_apply", one_after_the_other),
+        ):
+            patches.enter_context(patch.object(place, name, new))
+        yield
