@@ -356,4 +356,7 @@ HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 
-CNNS = ("simplecnn", "simplecnn-112", "lenet", "lenet-scratch", "resnet18-small", "fcn-tiny")  # of ours
+CNNS = (  # of ours
+    *("simplecnn", "simplecnn-112", "lenet", "lenet-scratch"),
+    *("resnet18-small", "resnet18-bias", "fcn-tiny"),
+)

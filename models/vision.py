@@ -85,7 +85,7 @@ def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
 
 
 def mlp_table(inputs: TableInputs, hidden: int = 100) -> nn.Sequential:
-    """Build two linear layers on a row of numbers; 10 features and 2 classes give 1,302 parameters."""
+    """Build two linear layers on a row of numbers; 10 features and 10 classes give 2,110 parameters."""
     return _stages(
         hidden=nn.Sequential(nn.Linear(inputs.features, hidden), nn.ReLU()),
         head=nn.Linear(hidden, inputs.classes),
@@ -124,7 +124,7 @@ class ResidualBlock(nn.Module):
 def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> nn.Sequential:
     """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2).
 
-    `bias` gives the convolutions biases, which the batch norms after them make superfluous, as textbooks have it.
+    `bias` gives the convolutions biases, as textbooks do; the batch norms after them make these superfluous.
     """
     stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=bias), nn.BatchNorm2d(width), nn.ReLU())
     blocks: dict[str, nn.Module] = {}
@@ -136,6 +136,11 @@ def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> 
             channels = width << group
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, inputs.classes))
     return _stages(stem=stem, **blocks, head=head)
+
+
+def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
+    """Build `resnet18_small` with biases in its convolutions: 11,177,610 parameters on 1x28x28 images."""
+    return resnet18_small(inputs, width, bias=True)
 
 
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
@@ -234,6 +239,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "mlp-table": mlp_table,
     "resnet18-small": resnet18_small,
+    "resnet18-bias": resnet18_bias,
     "fcn-tiny": fcn_tiny,
 }
 
@@ -243,9 +249,10 @@ PUBLISHED_INPUTS: dict[str, ImageInputs | TableInputs] = {
     "simplecnn-112": ImageInputs(channels=3, size=112, classes=10),
     "lenet": ImageInputs(channels=1, size=28, classes=10),
     "lenet-scratch": ImageInputs(channels=1, size=28, classes=10),
-    "mlp-table": TableInputs(features=10, classes=2),
+    "mlp-table": TableInputs(features=10, classes=10),
     "mlp": ImageInputs(channels=1, size=28, classes=10),
     "resnet18-small": ImageInputs(channels=3, size=32, classes=10),
+    "resnet18-bias": ImageInputs(channels=1, size=28, classes=10),
     "fcn-tiny": SegmentationInputs(channels=3, size=64, classes=4),
     "dcgan": ImageInputs(channels=3, size=64, classes=1),
 }

@@ -146,3 +146,14 @@ def test_columns_of_words_are_named_at_once(tmp_path, refused):
     (problem,) = refused("table", data=name)
     assert problem.kind == "data-columns" and "'city' ('Oslo', ...), 'side' ('north', ...)" in problem.message
     assert "--skip-bad" not in problem.hint
+
+
+def test_made_up_rows_are_those_of_a_10_100_10_network_and_can_be_learned(opened):
+    data = opened("table", data="synthetic")
+    assert (data.inputs.features, data.inputs.classes) == (10, 10)
+    x, y, held, labels = everything(data)
+    assert sorted(set(y.tolist())) == sorted(set(labels.tolist())) == list(range(10))
+    centres = torch.stack([x[y == label].mean(0) for label in range(10)])
+    nearest = torch.cdist(held, centres).argmin(dim=1)
+    assert (nearest == labels).float().mean() > 0.6
+    assert opened("table", data="synthetic:2").inputs.classes == 2

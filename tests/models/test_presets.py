@@ -100,8 +100,9 @@ PUBLISHED = {
     "lenet": 61_706,
     "lenet-scratch": 129_068,
     "simplecnn-112": 2_008_842,
-    "mlp-table": 1_302,
+    "mlp-table": 2_110,
     "resnet18-small": 11_173_962,
+    "resnet18-bias": 11_177_610,
 }
 AUXILIARY = {"inception_v3": 3_326_696}  # the training head that we leave out; googlenet's figure is without
 # a 3x3 convolution of 1024 to 256 channels, batch norm, and 21 classes of each pixel

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torchvision
 
-from zerofit.models.build import build, check_forward
+from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import ImageInputs
+from zerofit.models.presets import NAMED
 
 OTHER_SIZES = {"inception_v3": 299}
 
@@ -20,7 +21,7 @@ def test_three_classes_and_one_channel(name):
     check_forward(model, find(name), inputs)
 
 
-@pytest.mark.parametrize("name", ["simplecnn", "lenet", "mlp", "resnet18-small"])
+@pytest.mark.parametrize("name", ["simplecnn", "lenet", "mlp", "resnet18-small", "resnet18-bias"])
 @pytest.mark.parametrize(("channels", "size", "classes"), [(1, 8, 10), (1, 28, 10), (3, 32, 7), (3, 224, 2)])
 def test_our_classifiers_fit_their_images(name, channels, size, classes):
     inputs = ImageInputs(channels=channels, size=size, classes=classes)
@@ -51,13 +52,48 @@ def test_the_lenet_from_scratch_is_the_textbook_s():
     torch.testing.assert_close(model(x), three @ w[6].t() + w[7], rtol=1e-4, atol=1e-5)
 
 
-def test_a_resnet_s_biases_are_those_of_its_convolutions():
+def linear(inputs, outputs):
+    return inputs * outputs + outputs
+
+
+def conv(inputs, outputs, kernel, bias=True):
+    return inputs * outputs * kernel**2 + bias * outputs
+
+
+def resnet18(channels, bias):
+    """Each convolution is followed by a batch norm of two vectors."""
+
+    def norm_conv(*sizes):
+        return conv(*sizes, bias) + 2 * sizes[1]
+
+    total = norm_conv(channels, 64, 3)
+    for inputs, outputs in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        total += norm_conv(inputs, outputs, 3) + 3 * norm_conv(outputs, outputs, 3)
+        total += norm_conv(inputs, outputs, 1) if inputs != outputs else 0
+    return total + linear(512, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand", "figure"),
+    [
+        ("simplecnn-112", conv(3, 64, 3) + linear(64 * 56 * 56, 10), 2_008_842),
+        ("lenet-scratch", conv(1, 20, 3) + conv(20, 50, 5) + linear(50 * 4 * 4, 128) + linear(128, 10), 129_068),
+        ("resnet18-bias", resnet18(channels=1, bias=True), 11_177_610),
+        ("resnet18-small", resnet18(channels=3, bias=False), 11_173_962),
+        ("mlp-table", linear(10, 100) + linear(100, 10), 2_110),
+    ],
+)
+def test_parameters_layer_by_layer(name, by_hand, figure):
+    assert (count_parameters(find(name)), NAMED[name].parameters) == (by_hand, by_hand) == (figure, figure)
+
+
+def test_resnet18_bias_has_the_biases_of_its_convolutions_and_nothing_else():
     inputs = ImageInputs(channels=3, size=32, classes=10)
     with torch.device("meta"):
-        plain, biased = (build(find("resnet18-small"), inputs, {"bias": bias}) for bias in (False, True))
-    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
-    channels = sum(m.out_channels for m in plain.modules() if isinstance(m, torch.nn.Conv2d))
-    assert count(biased) - count(plain) == channels == 4800
+        plain, biased = (build(find(name), inputs, {}) for name in ("resnet18-small", "resnet18-bias"))
+    convolutions = {path for path, module in plain.named_modules() if isinstance(module, torch.nn.Conv2d)}
+    added = {path for path, _ in biased.named_parameters()} - {path for path, _ in plain.named_parameters()}
+    assert added == {f"{path}.bias" for path in convolutions}
 
 
 def test_weights_come_from_the_global_seed():

@@ -58,8 +58,8 @@ def _synthetic_masks(name: str, run: Run) -> Data:
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open rows of 10 numbers around the centre of their class, of 2 classes (`synthetic:N`: N)."""
-    classes = _size(name, default=2, what="classes")
+    """Open rows of 10 numbers around the centre of their class, of 10 classes (`synthetic:N`: N)."""
+    classes = _size(name, default=10, what="classes")
     generator = np.random.Generator(np.random.Philox(key=run.seed))
     centres = generator.standard_normal((classes, FEATURES))
     labels = generator.integers(classes, size=ROWS)
