@@ -168,11 +168,16 @@ def conduct(
 
 def command(one: Experiment, common: Mapping[str, Any]) -> str:
     """Return the command line that does an experiment by itself; `common` are the run's fields of all experiments."""
-    words = ["zerofit", "compare", one.kind, common.get("model", Run().model)]
-    for name, value in {**common, **one.options}.items():
+    return shlex.join(["zerofit", "compare", one.kind, *flags({"model": Run().model, **common, **one.options})])
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line for fields of a run and options: the model first, then a flag for each."""
+    words = [options["model"]]
+    for name, value in options.items():
         if name != "model":
             words += [word for text in _texts(value) for word in (f"--{name.replace('_', '-')}", text)]
-    return shlex.join(words)
+    return words
 
 
 def _texts(value: Any) -> list[str]:

@@ -1,0 +1,40 @@
+"""Document 003: its commands are read as its trainings are meant, and a training leaves its row and its drawing."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from zerofit.app.comparing.laboratory import flags
+from zerofit.app.documents import shared_models
+from zerofit.app.documents.bench import Bench
+from zerofit.app.documents.shared_models import COMMON, TRAININGS, drawing, trained
+from zerofit.app.supervision import TrainingResult
+from zerofit.cli.options import given
+from zerofit.cli.train import train
+from zerofit.spec.run import Run, load_run
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_command_on_the_page_is_the_training(name):
+    words = shlex.split(shlex.join(flags(COMMON | TRAININGS[name])))
+    options = given(train.make_context("train", words).params)
+    fields = {key: value for key, value in options.items() if key in Run.model_fields}
+    assert load_run(None, {"model": options["target"], **fields}).run == Run(**COMMON | TRAININGS[name])
+
+
+def test_a_gan_leaves_a_row_and_a_drawing(tmp_path, monkeypatch, pools):
+    def on_waiting_ranks(run):
+        done = pools(2).train(**run.model_dump(exclude_unset=True, exclude={"ranks"}))
+        return TrainingResult.of(done.folder, done.result)
+
+    monkeypatch.setattr(shared_models, "train", on_waiting_ranks)
+    short = {**TRAININGS["GAN"], "model_args": {"width": 4}, "steps": 3}
+    monkeypatch.setitem(TRAININGS, "GAN", {key: value for key, value in short.items() if key != "epochs"})
+    bench = Bench(tmp_path / "documents")
+    row = trained(bench, "GAN")
+    assert row["steps"] == 3 and row["loss_before"] > 0 and row["seconds"] > 0
+    # 100 numbers to 4 maps of 4x4 with batch norm, to 1 image; mirrored: 1 image to 4 maps of 4x4, to 1 number
+    assert row["parameters"] == (100 * 4 * 16 + 2 * 4 + 4 * 16) + (16 * 4 + 4 * 16)
+    assert drawing(bench).read_bytes().startswith(b"\x89PNG") and not (bench.folder / "rows" / "003-GAN").exists()
