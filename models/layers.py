@@ -14,7 +14,9 @@ from torch.nn import functional
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
 from zerofit.models.hf import materialise
+from zerofit.models.quantized import elements
 from zerofit.models.router_loss import Carrier, RouterLoss
+from zerofit.spec.model_facts import LayerFacts
 
 if TYPE_CHECKING:
     from torchvision.models import VGG, ResNet
@@ -53,6 +55,17 @@ def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | 
             if layer.block:
                 checkpoint_block(layer.module)
     return layers
+
+
+def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
+    """Return the names and sizes of layers."""
+    found = []
+    for layer in layers:
+        parameters = list(layer.module.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        size = sum(map(elements, parameters))
+        found.append(LayerFacts(name=layer.name, parameters=size, trained=trained, tied=layer.tied))
+    return tuple(found)
 
 
 def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from zerofit.cli import console as module
-from zerofit.cli.console import EventConsole
+from zerofit.cli.console import EventConsole, stage_table
 from zerofit.doctor.check import FAIL, Check
-from zerofit.spec.events import Event, Reporter, shielded
+from zerofit.spec.events import Event, Reporter, shielded, stages_event
 
 HOSTILE = "[/x] [y]"
 
@@ -24,6 +24,7 @@ def events() -> list[Event]:
         Event(kind="note", text=HOSTILE),
         Event(kind="warning", text=f"reason {HOSTILE}", data={"where": f"/runs/{HOSTILE}/a.json"}),
         Event(kind="result", text=HOSTILE),
+        stages_event([{"stage": 0, "ranks": [0], "parts": [[HOSTILE]], "parameters": 1}]),
         Event(kind="training", data={"steps": 2, "done": 0}),
         Event(kind="metrics", text=f"step 1: {HOSTILE}", done=1, total=2, unit="steps"),
         Event(kind="evaluated", text=HOSTILE),
@@ -57,3 +58,13 @@ def test_a_renderer_that_raises_is_told_once_and_ends_nothing(caplog):
     report.note("two")
     assert len(caplog.records) == 1
     assert "the run goes on" in caplog.text
+
+
+def test_the_map_of_a_pipeline_has_eighty_columns():
+    names = [f"model.language_model.layers.{n}" for n in range(200)]
+    rows = [{"stage": 9, "ranks": [512, 575], "parts": [names[:9], names[9:]], "parameters": 70 * 10**9}]
+    screen = Console(width=200)
+    with screen.capture() as shown:
+        screen.print(stage_table(rows))
+    assert max(map(len, shown.get().splitlines())) == 80
+    assert {"512-575", "70,000,000,000"} < set(shown.get().split())

@@ -88,6 +88,7 @@ def test_a_run_is_loaded_from_its_file(tmp_path):
 
 WRONG = {
     "steps": [True, 1.5, "010", "1:30", "0x", "", "five", float("inf"), float("nan"), 0, 2**32, 1e30, [1]],
+    "pipeline": [True, 0, -1, 1.5, "0", "010", "Auto", "", float("nan"), float("inf"), 2**32],
     "micro_batch": [False, "1_0_", "1e-1", -1],
     "seed": [True, -1, 2**32, "99999999999"],
     "lr": [True, float("nan"), float("inf"), "nan", "inf", "0x10", "fast", 0],
@@ -116,6 +117,7 @@ def test_values_that_mean_one_thing_only():
     run = Run(**values | {"compile": "no", "save_async": "Yes"})
     assert (run.steps, run.seed, run.lr, run.epochs, run.compile, run.save_async) == (5, 2, 1e-4, 3.0, False, True)
     assert run.warmup_steps == 1000
+    assert [Run(pipeline=value).pipeline for value in ("4", 4.0, "auto")] == [4, 4, "auto"]
 
 
 def test_a_file_is_read_with_the_values_that_stand_there(tmp_path):

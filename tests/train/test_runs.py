@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.stages import stages_of
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,23 @@ def test_lenet_learns_digits(pools, tmp_path):
     assert trained.result["eval"]["accuracy"] >= 0.975  # 0.983 where it was written
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
     assert trained.job.steps == math.ceil(20 * len(open_data(Run(), "image", None, Reporter()).train) / 16)
+
+
+@pytest.mark.parametrize("balance", ["parameters", "time"])
+def test_the_map_of_a_pipeline_is_what_its_ranks_hold(pools, tmp_path, digits, balance):
+    how = {"pipeline": "auto", "pipeline_balance": balance, "micro_batch": 4, "steps": 1, "save_every": "1"}
+    trained = pools(2).train(tmp_path / "run", model="lenet", data="digits", **how)
+    stages, sizes = trained.result["stages"], dict(build(find("lenet"), digits.inputs, {}).named_parameters())
+    assert [stage["ranks"] for stage in stages] == [[0], [1]]
+    if balance == "parameters":
+        assert stages == json.loads(json.dumps([asdict(stage) for stage in stages_of(trained.job)]))
+    else:
+        assert '"event": "stages"' in trained.folder.events.read_text()
+    for stage in stages:
+        file = trained.folder.checkpoints / "step-00000001" / "ranks" / f"rank-{stage['stage']:05}.json"
+        held = json.loads(file.read_text())["engines"]["state"]["names"]
+        assert {name.partition(".")[0] for name in held} == set(*stage["parts"])
+        assert stage["parameters"] == sum(sizes[name].numel() for name in held)
 
 
 def test_the_saved_model_has_the_accuracy_that_was_reported(pools, tmp_path, digits):

@@ -28,12 +28,13 @@ from zerofit.check.settled import settle
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
 from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document
+from zerofit.config.pipelines import most_stages
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import AUTO, Run, RunRequest
 
 SEARCHED = 2 * 2**20  # bytes; larger files of a folder are data
 COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
@@ -257,13 +258,15 @@ def check(
         document = for_run(document)
     if ranks and known.name == "neox":
         ranks //= model_parallel(document.config)  # DeepSpeed's world is that of the data there
+    facts = _facts(request, on_event)
+    stages = request.run.pipeline
     hardware = TargetHardware(
         ranks=ranks,
-        pipeline=request.run.pipeline,
+        pipeline=most_stages(request.run, ranks or 1, facts and facts.layers) if stages == AUTO else stages,
         schedule=request.run.pipeline_schedule,
         accelerator=None if cluster is None else cluster.accelerator,
         precisions=tuple(cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")),
-        facts=_facts(request, on_event),
+        facts=facts,
         reader=known.name,
         asked=(*_asked(request.run), *asked_beside(companions, file, ranks)),
         guessed=bool(known.why),

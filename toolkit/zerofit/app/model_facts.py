@@ -34,7 +34,7 @@ def facts_of(
 
     Raises UserError where model and data do not go together.
     """
-    args, pipelined = dict(run.model_args), run.pipeline > 1
+    args, pipelined = dict(run.model_args), run.pipeline != 1
 
     if model is not None:
         return probe(source, task, inputs, args, pipelined, model)

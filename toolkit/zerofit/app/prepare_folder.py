@@ -29,6 +29,7 @@ from zerofit.spec.model_facts import Machine
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import Run, RunRequest, flag
 from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
+from zerofit.spec.stages import stages_of
 
 MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
@@ -75,6 +76,8 @@ def prepare(
         asked = replace(asked, run=asked.run.model_copy(update={"fit": False}))
     resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
     assert folder
+    if stages := stages_of(resolved.job):
+        report.stages(stages)
     forecast = gate(asked, resolved, folder.path) if gate else None
     step_s = forecast_step_s(resolved) if gate and machine is None else None
     start = find_start(resolved.job, folder, report)

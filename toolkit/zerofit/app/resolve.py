@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
 from zerofit.config.decide import Decision, decide, where, with_recipe
 from zerofit.config.ds_json import read_for_run
+from zerofit.config.pipelines import most_stages
 from zerofit.config.recipes import Kind
 from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
@@ -35,7 +37,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task,
 from zerofit.spec.named_code import unrelated_modules
 from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.spec.profiling import Numbers
-from zerofit.spec.run import LARGEST, Run, RunRequest
+from zerofit.spec.run import AUTO, LARGEST, Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.train.optimizer import missing_kernels
 from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
@@ -98,7 +100,7 @@ def resolve_job(
     report, problems = report or Reporter(), Problems() if problems is None else problems
     asked = from_saved(asked)
     at = machine or this_machine()
-    asked = with_local_model(asked, report)
+    asked = with_stages(with_local_model(asked, report), at.devices, report)
     source, task, document, decision = _decide(
         asked, at, problems, local=machine is None, check_task=check_task, model=model
     )
@@ -119,6 +121,19 @@ def resolve_job(
     settled = {"run": decision.run, "layout": decision.layout, "batch": decision.batch}
     job = Job(**settled, steps=steps, facts=opened.facts, ds_config=ds_config)
     return ResolvedJob(job=job, ds_source=written, decision=decision, machine=at, inputs=opened.inputs)
+
+
+def with_stages(asked: RunRequest, devices: int, report: Reporter) -> RunRequest:
+    """Return the request with the number of stages that `--pipeline auto` stands for on these devices."""
+    run, layers = asked.run, None
+    if run.pipeline != AUTO:
+        return asked
+    with suppress(UserError):  # `_decide` raises it with all else that is wrong
+        layers = facts_of(*find_model(asked), None, run).layers
+    stages = most_stages(run, ranks := run.ranks or devices, layers)
+    if stages == 1:
+        report.note(f"{asked.place('pipeline')}: auto is 1 stage here, so no pipeline (ranks: {ranks})")
+    return replace(asked, run=run.model_copy(update={"pipeline": stages}))
 
 
 def _decide(
@@ -263,7 +278,7 @@ def ds_name(run: Run) -> str | None:
         return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
     for name in ("tensor_parallel", "sequence_parallel", "pipeline"):  # the last takes the fewest stages of ZeRO
-        default = name if getattr(run, name) > 1 else default
+        default = name if getattr(run, name) != 1 else default
     return default
 
 

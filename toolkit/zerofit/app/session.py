@@ -177,7 +177,7 @@ class Session:
             message = f"{run.ranks} ranks are asked for, and {world} were started"
             problems.add("ranks", message, "leave ranks out", self._asked.place("ranks"))
         for field in ("pipeline", "sequence_parallel", "expert_parallel"):
-            if getattr(run, field) > 1:
+            if getattr(run, field) != 1:
                 message = f"{field} {getattr(run, field)}: the batches and the loss of such a layout are zerofit's own"
                 problems.add("layout", message, "take `zerofit.train`", self._asked.place(field))
         if model is None and find_model(self._asked)[1] == "gan":

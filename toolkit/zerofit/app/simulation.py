@@ -31,6 +31,7 @@ from zerofit.spec.model_facts import Task, is_text
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
+from zerofit.spec.stages import stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,8 @@ def simulate(
     if cluster is None:
         cluster = Cluster.here() if asked.run.ranks is None else replace(Cluster.here(), gpus=asked.run.ranks)
     prepared = prepare_simulation(asked, cluster, image=image, alloc_conf=alloc_conf, report=report)
+    if found := stages_of(prepared.job):
+        report.stages(found)
     if trace is not None:
         refuse_place(Path(trace))
         exact = True  # an extrapolated rank has no memory over time
@@ -202,7 +205,7 @@ def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
     if task == "gan":
         message = f"{asked.run.model} trains two engines, which `zerofit simulate` does not"
         problems.add("model-task", message, "take another model", "MODEL")
-    if asked.run.pipeline > 1 and asked.run.pipeline_balance == "time":
+    if asked.run.pipeline != 1 and asked.run.pipeline_balance == "time":
         message = "--pipeline-balance time measures the layers, and nothing is computed here"
         problems.add("layout", message, "take --pipeline-balance parameters", "--pipeline-balance")
     if not is_text(task) and task != "gan":

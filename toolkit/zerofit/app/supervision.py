@@ -6,7 +6,7 @@ import html
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from zerofit.launch.host import RUN_ID, end_all
 from zerofit.launch.local import LaunchSite, started
 from zerofit.launch.outcome import outcome
-from zerofit.spec.events import Event, Reporter
+from zerofit.spec.events import Event, Reporter, stages_event
 from zerofit.spec.files import JsonlTail
 from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.run_folder import Job, RunFolder
@@ -48,6 +48,7 @@ class TrainingResult:
     resumed_from: str | None  # the checkpoint from which the last start went on
     unigram_entropy_nats: float | None = None  # loss of a model that only knows how often each token occurs
     sample: str | None = None  # what a language model writes
+    stages: Sequence[Mapping[str, Any]] = ()  # of a pipeline: stage, its ranks, its parts of the layers, parameters
     conversations: Mapping[str, int] | None = None  # all, truncated, left out, their tokens
     # name in metrics.jsonl -> measured, forecast (None: not known) and difference, as a share of the forecast
     against_forecast: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
@@ -60,8 +61,9 @@ class TrainingResult:
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit train --json` prints."""
         values = asdict(self)
-        if self.sample is None:
-            del values["sample"]
+        for name in ("sample", "stages"):
+            if not values[name]:
+                del values[name]
         return values
 
     def plot(self, path: str | Path) -> Path:
@@ -160,6 +162,8 @@ def _event_of(line: dict[str, Any]) -> Event | None:
         return Event(kind="phase", text=text)
     if kind == "note":
         return Event(kind="note", text=text)
+    if kind == "stages":
+        return stages_event(data["stages"])
     if kind == "training":
         return Event(kind="training", text="training", data=data)
     if kind == "saved":

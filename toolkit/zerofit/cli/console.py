@@ -42,6 +42,7 @@ NAMED = 4  # hosts in one line
 GAP = 2  # blanks between columns of a table
 WRAPPED = 30  # letters of the column that may wrap, at least
 _UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
+STAGES_WIDTH = 80  # columns
 
 
 class SafeConsole(Console):
@@ -110,6 +111,17 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]], indent: int 
         console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True)
 
 
+def stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
+    """Return which ranks hold which layers of a pipeline, at most 80 columns wide."""
+    table = make_table("stage", "ranks", "layers", "parameters", right=(3,), width=STAGES_WIDTH)
+    for row in stages:
+        first, last = row["ranks"][0], row["ranks"][-1]
+        ranks = str(first) if first == last else f"{first}-{last}"
+        parts = (f"{len(names)}: " + " .. ".join(dict.fromkeys((names[0], names[-1]))) for names in row["parts"])
+        table.add_row(str(row["stage"]), ranks, "\n".join(parts), f"{row['parameters']:,}")
+    return table
+
+
 def err() -> Console:
     """Return the console of everything else."""
     return SafeConsole(stderr=True, markup=False, highlight=False)
@@ -176,6 +188,8 @@ class EventConsole:
             self._update(completed=event.done, figures=event.text.partition(": ")[2])
             if not self.live and (event.done == 1 or event.done % self._log_every == 0):
                 self.say(_step_line(event))
+        elif event.kind == "stages":
+            self.console.print(stage_table(event.data["stages"]))
         elif event.kind == "checks":
             show_checks(event.data["checks"], event.data["hosts"], self.console)
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import click
 
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import Unreadable, parse_json
-from zerofit.spec.run import Run, plain_type
+from zerofit.spec.run import AUTO, Run, plain_type
 
 if TYPE_CHECKING:
     from zerofit.spec.cluster import Cluster
@@ -65,6 +65,20 @@ class JsonObject(click.ParamType):
         return parsed
 
 
+class CountOrAuto(click.ParamType):
+    """A whole number, or auto; the run says which numbers it takes."""
+
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Parse; anything else is a usage error (exit code 2)."""
+        if value == AUTO or isinstance(value, int):
+            return value
+        if not value.isdecimal():
+            self.fail(f"{value!r} is neither auto nor a whole number", param, ctx)
+        return int(value)
+
+
 class Number(click.FloatRange):
     """A number within bounds; nan lies within any for click, and an infinity has no use."""
 
@@ -110,6 +124,8 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
         return click.option(name, field, multiple=True, callback=lambda c, p, v: v or None, help=info.description)
     if get_origin(kind) is Literal:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
+    if get_origin(kind) is Union:
+        return click.option(name, field, type=CountOrAuto(), **extra)
     types_of = {int: int, float: float, str: str, Path: PATH}
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
 

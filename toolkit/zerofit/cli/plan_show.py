@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerofit.cli.console import fitting_table, make_table, out, print_facts
+from zerofit.cli.console import fitting_table, make_table, out, print_facts, stage_table
+from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
 from zerofit.spec.run_folder import Layout
@@ -51,7 +52,10 @@ def show(plan: Plan, mesh: bool, details: bool) -> None:
         console.print()
     print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
     if result.layouts and mesh:
-        console.print(_mesh(result.layouts[0].layout))
+        best = result.layouts[0].layout
+        console.print(_mesh(best))
+        if stages := planned_stages(plan.profile, best):
+            console.print(stage_table([asdict(stage) for stage in stages]))
     print_facts(console, _rejected(result, details))
     for one in plan.confirmed:
         console.print(str(one))

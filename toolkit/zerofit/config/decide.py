@@ -147,7 +147,7 @@ def where(finding: Finding, document: Document, place: str) -> str:
 def _check_json(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
     """Return warnings about the JSON, or None where it has errors, which are noted in `problems`."""
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
-    setting = TargetHardware(pipeline=run.pipeline, accelerator=machine.accelerator, precisions=precisions)
+    setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=precisions)
     found = [f for f in check(document, setting) if f.code not in SETTLED]
     fatal = FATAL if machine.here else frozenset()
     errors = [f for f in found if f.severity == "error" or f.code in fatal]
@@ -207,7 +207,7 @@ def _layout(
     asked: RunRequest, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
 ) -> Layout:
     run = asked.run
-    tp, pp, sp = merged.get("tensor_parallel", 1), run.pipeline, merged.get("sequence_parallel", 1)
+    tp, pp, sp = merged.get("tensor_parallel", 1), run.stages, merged.get("sequence_parallel", 1)
     inner = tp * pp * sp
     ranks = run.ranks or max(machine.devices // inner * inner, inner)
     if ranks % inner:

@@ -14,6 +14,18 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 
+def most_stages(run: Run, ranks: int, layers: int | None) -> int:
+    """Return how many stages `--pipeline auto` stands for: as many as ranks that tensor and sequence degrees leave.
+
+    Fewer where the model has too few layers (None: not known), so that the rest of the ranks can be data parallel.
+    """
+    most = max(1, ranks // (run.tensor_parallel * run.sequence_parallel))
+    for stages in range(most, 1, -1):
+        if most % stages == 0 and (layers is None or pipeline_parts(stages, run.pipeline_schedule) <= layers):
+            return stages
+    return 1
+
+
 def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check what DualPipeV takes (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104); `run` has everything settled."""
     if run.pipeline_schedule != "dualpipev":

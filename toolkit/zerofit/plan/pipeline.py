@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from zerofit.plan.backward import upper
 from zerofit.plan.dualpipev import EXCHANGE, order
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add
-from zerofit.spec.mesh import parts_of_stage, pipeline_parts
+from zerofit.spec.mesh import AXES, parts_of_stage, pipeline_parts
+from zerofit.spec.model_facts import LayerFacts
 from zerofit.spec.profile import Profile
+from zerofit.spec.run_folder import Layout
+from zerofit.spec.stages import Bounds, StageLayers, cut_layers, stage_layers
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
-def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
-    """Return first and last layer (exclusive, each of a run counted) of each stage, balanced by parameters.
+@lru_cache(maxsize=64)
+def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
+    """Return the layers that a pipeline cuts, each of a run by itself: `block 0`, `block 1`, and so on."""
+    first, counts, found = profile.layers[0], Counter[str](), []
+    shared = {layer.tied_to for layer in profile.layers}
+    for layer in profile.layers:
+        trained = sum(layer.matrices) + sum(layer.vectors)
+        size = (
+            trained + sum(layer.frozen + layer.quantized) + (max(first.matrices + first.frozen) if layer.tied_to else 0)
+        )
+        tied = layer.tied_to or (layer.name if layer.name in shared else None)
+        for _ in range(layer.count):
+            name = f"{layer.name} {counts[layer.name]}" if layer.count > 1 else layer.name
+            counts[layer.name] += 1
+            found.append(LayerFacts(name=name, parameters=size, trained=trained, tied=tied))
+    return tuple(found)
 
-    As train/pipeline.py has it cut by deepspeed.runtime.utils.partition_balanced. Raises ValueError for more stages
-    than layers.
+
+def stage_bounds(profile: Profile, stages: int) -> Bounds:
+    """Return first and last layer (exclusive) of each stage, as training cuts them by parameters.
+
+    Raises ValueError for more stages than layers.
     """
-    tied = max(profile.layers[0].matrices + profile.layers[0].frozen)
-    every = [layer for layer in profile.layers for _ in range(layer.count)]
-    trained = tuple(sum(layer.matrices) + sum(layer.vectors) for layer in every)
-    weights = tuple(
-        own + sum(layer.frozen + layer.quantized) + (tied if layer.tied_to else 0)
-        for layer, own in zip(every, trained, strict=True)
-    )
-    if stages > len(weights):
-        raise ValueError(f"{profile.model} has {len(weights)} layers, too few for {stages} pipeline stages")
-    bounds = _balanced(weights, stages)
-    if all(sum(trained[first:last]) for first, last in bounds):
-        return bounds
-    return _balanced(trained, stages)  # a stage must train something: train/pipeline.py, _bounds
+    stack = layer_stack(profile)
+    if stages > len(stack):
+        raise ValueError(f"{profile.model} has {len(stack)} layers, too few for {stages} pipeline stages")
+    return cut_layers([layer.parameters for layer in stack], [layer.trained for layer in stack], stages)
+
+
+def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[StageLayers, ...]:
+    """Return what each stage of a layout holds; nothing without a pipeline."""
+    if layout.pp == 1:
+        return ()
+    bounds = stage_bounds(profile, pipeline_parts(layout.pp, layout.schedule))
+    degrees = Layout(**{axis: getattr(layout, axis) for axis in AXES})
+    return stage_layers(layer_stack(profile), bounds, degrees, layout.schedule)
 
 
 def stage_parts(profile: Profile, layout: PlannedLayout) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -158,40 +176,3 @@ class _Walk:
 
     def _hold(self, size: Point, times: int = 1) -> None:
         self.held = self.held[0] + times * size[0], self.held[1] + times * size[1]
-
-
-@lru_cache(maxsize=256)
-def _balanced(weights: tuple[int, ...], stages: int) -> tuple[tuple[int, int], ...]:
-    """Cut with the least difference between the heaviest and the lightest stage, ties cut as late as possible.
-
-    The same dynamic programme as DeepSpeed's, over (heaviest, lightest) of the best cut of the first layers.
-    """
-    sums = list(accumulate(weights, initial=0))
-    best: list[tuple[float, float]] = [(0, math.inf), *[(math.inf, math.inf)] * len(weights)]
-    cuts: list[list[int]] = []
-    for stage in range(1, stages + 1):
-        found = [_best_cut(best, sums, end) if end >= stage else (0, (math.inf, math.inf)) for end in range(len(sums))]
-        cuts.append([cut for cut, _ in found])
-        best = [value for _, value in found]
-    bounds, end = [], len(weights)
-    for cut in reversed(cuts):
-        bounds.append((cut[end], end))
-        end = cut[end]
-    return tuple(reversed(bounds))
-
-
-def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[int], end: int) -> tuple[int, tuple[float, float]]:
-    """Return where the last of the stages over the first `end` layers begins, and the heaviest and lightest stage."""
-    cost, found = math.inf, (0, (math.inf, math.inf))
-    for cut in range(end):
-        heaviest, lightest = best[cut]
-        if heaviest == math.inf:
-            continue
-        mine = sums[end] - sums[cut]
-        if mine > heaviest:  # the innermost loop of a plan: max and min would take twice as long
-            heaviest = mine
-        if mine < lightest:
-            lightest = mine
-        if heaviest - lightest <= cost:
-            cost, found = heaviest - lightest, (cut, (heaviest, lightest))
-    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Kind = Literal[
@@ -16,6 +16,7 @@ Kind = Literal[
     "note",  # something a user should know
     "warning",  # something a user should look at; `data["where"]` says where
     "result",  # of one part of the work, a trial or a row: `data` has its figures
+    "stages",  # where the layers of a pipeline go: `data["stages"]` has a row for each stage
     "ranks",  # how the ranks of a run are, where that is worth a word; empty: as they should be
     "training",  # ranks begin to train: `data` has steps, and done where a run goes on
     "metrics",  # one record of metrics.jsonl
@@ -48,6 +49,11 @@ class Event:
 
     def __str__(self) -> str:
         return self.text
+
+
+def stages_event(stages: Sequence[Mapping[str, Any]]) -> Event:
+    """Return the event of a pipeline's stages, each `StageLayers` as a dictionary."""
+    return Event(kind="stages", text=f"layers on {len(stages)} pipeline stages", data={"stages": stages})
 
 
 OnEvent = Callable[[Event], None]
@@ -124,6 +130,10 @@ class Reporter:
     def warning(self, text: str, where: str = "") -> None:
         """Tell something that a user should look at, and where it stands."""
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
+
+    def stages(self, stages: Sequence[Any]) -> None:
+        """Tell which ranks hold which layers of a pipeline (`StageLayers`)."""
+        self.on_event(stages_event([asdict(stage) for stage in stages]))
 
     def result(self, text: str, data: Mapping[str, Any]) -> None:
         """Tell what a part of the work, a trial or a row, has come to."""

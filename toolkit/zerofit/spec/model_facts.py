@@ -62,6 +62,16 @@ TILED_MLP_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """A layer of the list that a pipeline cuts."""
+
+    name: str
+    parameters: int  # a tied one counts in each layer that shares it
+    trained: int
+    tied: str | None = None  # layers with the same key share all of their parameters
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Figures of one model, taken from it on the meta device (no memory used)."""
 
@@ -75,6 +85,7 @@ class ModelFacts:
     experts: int | None = None  # that a layer's router chooses from; None without a mixture of experts
     model_type: str | None = None  # transformers' model_type
     layers: int | None = None  # length of the list of layers that a pipeline cuts; None where it cannot
+    stack: tuple[LayerFacts, ...] = ()  # these layers, where a pipeline cuts them
     own: bool = False  # the user's own model
     trained: int | None = None  # of the parameters, where some are frozen; None: all
     packed: bool = False  # a sample holds documents that must not see each other

@@ -44,6 +44,7 @@ from zerofit.spec.units import MOST_RANKS, Interval
 PipelineSchedule = Literal["1f1b", "dualpipev"]
 LARGEST = 2**32 - 1  # of any whole number here: what NumPy takes as a seed, and far above any step, sample or rank
 _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+AUTO = "auto"
 _WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -85,6 +86,17 @@ def _listed(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+def _stages(value: Any) -> Any:
+    """Return "auto" or the whole number above 0 that is meant. Raises ValueError."""
+    number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
+    if number == AUTO:
+        return number
+    if type(number) in (int, float) and 0 < number <= LARGEST and number == int(number):
+        return int(number)
+    raise ValueError("neither auto nor a whole number above 0")
+
+
+Stages = Annotated[int | Literal["auto"], BeforeValidator(_stages)]
 ByRank = Annotated[str, BeforeValidator(_listed), AfterValidator(_by_rank)]
 Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
 Chosen = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_numbers)]
@@ -97,7 +109,7 @@ def plain_type(annotation: Any) -> Any:
         return plain_type(get_args(annotation)[0])
     if get_origin(annotation) in (typing.Union, types.UnionType):
         kinds = [plain_type(kind) for kind in get_args(annotation) if kind is not type(None)]
-        return str if str in kinds else kinds[0]
+        return str if str in kinds else annotation if get_origin(kinds[-1]) is Literal else kinds[0]
     return annotation
 
 
@@ -234,7 +246,9 @@ class Run(BaseModel):
     )
     ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)", le=MOST_RANKS)
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
-    pipeline: PositiveInt = _option(1, "pipeline parallel degree")
+    pipeline: Stages = _option(
+        1, "pipeline parallel degree; auto: as many stages as ranks that no other degree takes (--fit: the fastest)"
+    )
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what stages are balanced by")
     pipeline_schedule: PipelineSchedule = _option(
         "1f1b", "order of a pipeline's micro batches; dualpipev: each stage holds two parts of the layers"
@@ -296,6 +310,11 @@ class Run(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 raise UserError(*map(_problem, error.errors())) from None
+
+    @property
+    def stages(self) -> int:
+        """The pipeline stages; 1 while "auto" is not settled."""
+        return 1 if self.pipeline == AUTO else self.pipeline
 
     @property
     def partial(self) -> PartialTraining | None:

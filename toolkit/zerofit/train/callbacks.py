@@ -12,13 +12,14 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from zerofit.spec.errors import Problems
 from zerofit.spec.files import open_jsonl
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.stages import StageLayers
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
 
@@ -156,6 +157,10 @@ class EventLog(Callback):
     def note(self, text: str) -> None:
         """Note what was decided on the way."""
         self._write("note", text=text)
+
+    def stages(self, stages: Sequence[StageLayers]) -> None:
+        """Note which ranks hold which layers of a pipeline."""
+        self._write("stages", stages=[asdict(stage) for stage in stages])
 
     def warning(self, text: str) -> None:
         """Note what a user should look at."""

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
-from deepspeed.runtime.utils import partition_balanced
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,14 +23,14 @@ from zerofit.models.build import build, empty_batch
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.models.layers import Layer, RotaryBlock, as_layers, state_tensors
-from zerofit.models.quantized import elements
+from zerofit.models.layers import Layer, RotaryBlock, as_layers, layer_facts, state_tensors
 from zerofit.models.router_loss import Carried, RouterLoss, ends, router_loss
 from zerofit.models.sections import ModelSection, numbered
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job
+from zerofit.spec.stages import StageLayers, cut_layers, stage_layers
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.expert_split import build_spread, make_expert_groups, published_names
@@ -52,7 +51,7 @@ class PipelineTrainer(EngineTrainer):
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
         self.device = rank_device()
-        self._layers, bounds, self._head, self._router_loss = _build_stage(job, coords, inputs)
+        self._layers, bounds, self.stages, self._head, self._router_loss = _build_stage(job, coords, inputs)
         self.parts = _parts_of(coords.pp_rank, job, bounds)
         self._own_layers = [self._layers[index] for index in chain(*self.parts)]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -297,14 +296,17 @@ class _Tied(TiedLayerSpec):
 
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
-) -> tuple[list[Layer], list[int], HeadLoss | None, RouterLoss | None]:
-    """Return all layers, of which only this stage's have memory, the parts' bounds, and what the losses are of."""
+) -> tuple[list[Layer], list[int], tuple[StageLayers, ...], HeadLoss | None, RouterLoss | None]:
+    """Return all layers (only this stage's have memory), the parts' bounds, the stages, and what the losses are of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
-    weights = [float(sum(map(elements, layer.module.parameters()))) for layer in layers]
+    stack = layer_facts(layers)
+    weights = [layer.parameters for layer in stack]
     if run.pipeline_balance == "time":
         weights = _measured(job, source_of(run), inputs)
-    bounds = _bounds(weights, layers, pipeline_parts(layout.pp, run.pipeline_schedule))
+    parts = cut_layers(weights, [layer.trained for layer in stack], pipeline_parts(layout.pp, run.pipeline_schedule))
+    stages = stage_layers(stack, parts, layout, run.pipeline_schedule)
+    bounds = [0, *(last for _, last in parts)]
     mine = chain(*_parts_of(coords.pp_rank, job, bounds))
     keep = {name for index in mine for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
@@ -324,7 +326,7 @@ def _build_stage(
         layer.names = {key: published.get(name, name) for key, name in layer.names.items()}
     if layout.sp > 1:
         _share_sequences(job, coords, model.config, layers, groups)
-    return layers, bounds, head_loss(model, run.loss_chunk, inside=False), routers
+    return layers, bounds, stages, head_loss(model, run.loss_chunk, inside=False), routers
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
@@ -335,18 +337,6 @@ def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
             message = f"stage {stage} of --pipeline {job.layout.pp} has no layer with experts to spread"
             hint = "take fewer stages, or leave --expert-parallel at 1"
             raise RunFailed(Problem(kind="layout", message=message, hint=hint, where="--pipeline"))
-
-
-def _bounds(weights: list[float], layers: list[Layer], parts: int) -> list[int]:
-    """Return the bounds of parts of equal weight; where one would train nothing, of equally many trained parameters.
-
-    DeepSpeed fails in a stage without a trained parameter (runtime/engine.py:2493).
-    """
-    trained = [float(sum(p.numel() for p in one.module.parameters() if p.requires_grad)) for one in layers]
-    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=parts)]
-    if all(sum(trained[first:last]) for first, last in pairwise(bounds)):
-        return bounds
-    return [int(b) for b in partition_balanced(weights=trained, num_parts=parts)]
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:

@@ -16,12 +16,12 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import EXPERTS
 from zerofit.models.inputs import ImageInputs, Inputs, are_packed
-from zerofit.models.layers import as_layers
+from zerofit.models.layers import as_layers, layer_facts
 from zerofit.models.quantized import quantized_share, without_bits
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.image_sizes import ImageSizes
-from zerofit.spec.model_facts import ModelFacts, Task, width
+from zerofit.spec.model_facts import LayerFacts, ModelFacts, Task, width
 from zerofit.spec.run import Run
 
 TABLES = ("csv:", "npy:")  # data that only a table's models are fed
@@ -51,7 +51,7 @@ def probe(
             refuse_lazy(model, source.name)
             bits = (0, 0)
         flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
-        layers = _layer_count(model, needed=pipelined)
+        stack = _stack(model, needed=pipelined)
     config = getattr(model, "config", None)
     heads = of_all_layers(config, "num_attention_heads")
     largest = max((p.numel() for p in model.parameters()), default=0)
@@ -68,7 +68,8 @@ def probe(
         kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
         experts=expert_count(config),
         model_type=getattr(config, "model_type", None),
-        layers=layers,
+        layers=None if stack is None else len(stack),
+        stack=stack if stack and pipelined else (),
         own=source.family == "custom",
         trained=trained_count(model),
         packed=are_packed(inputs),
@@ -132,9 +133,9 @@ def models_say(where: str) -> Iterator[None]:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where=where)) from None
 
 
-def _layer_count(model: nn.Module, needed: bool) -> int | None:
+def _stack(model: nn.Module, needed: bool) -> tuple[LayerFacts, ...] | None:
     try:
-        return len(as_layers(model))
+        return layer_facts(as_layers(model))
     except ModelError:
         if needed:
             raise

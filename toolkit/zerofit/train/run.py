@@ -6,7 +6,7 @@ import random
 import shutil
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,8 @@ class RankRun:
         self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         events.phase("building the model and the DeepSpeed engine")
         self.trainer = _make_trainer(job, coords, self.data, model)
+        if isinstance(self.trainer, PipelineTrainer) and job.run.pipeline_balance == "time":
+            events.stages(self.trainer.stages)  # which nobody has known before
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
             callbacks = [*callbacks, EpochDrawings(self.trainer, folder, len(self.data.train))]
         _seed_rank(job, coords)
@@ -154,6 +156,8 @@ class RankRun:
                 save_model(self.trainer, job, self.data.inputs, folder.averaged_model, scratch=folder.model_parts)
         assert self.loop.recorder.last
         result = _result(job, self.loop.recorder.last, ended.figures, self.data)
+        if isinstance(self.trainer, PipelineTrainer):
+            result["stages"] = [asdict(stage) for stage in self.trainer.stages]
         result["against_forecast"] = {name: figure.to_dict() for name, figure in self._against_forecast().items()}
         if self.rank == 0:
             write_json(folder.result, result)

@@ -30,7 +30,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.model_facts import Machine
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import AUTO, Run, RunRequest
 from zerofit.spec.run_folder import Batch, FittedLayout, RunFolder
 from zerofit.spec.units import shown_bytes
 
@@ -67,6 +67,9 @@ def fitted(
         asked = _as_given(asked, known)
     if not asked.run.fit:
         return asked, None
+    if asked.run.pipeline == AUTO:  # to be chosen, as if it were not given
+        places = {name: place for name, place in asked.places.items() if name != "pipeline"}
+        asked = replace(asked, run=asked.run.model_copy(update={"pipeline": 1}), places=places)
     if asked.run.micro_batch_by_rank:
         message = f"{asked.place('micro_batch_by_rank')} with --fit, which takes the same micro batch for every rank"
         hint = "leave --fit out (`zerofit plan --micro-batch-by-rank 4,2` tells what fits), or take equal micro batches"

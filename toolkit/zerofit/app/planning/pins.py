@@ -70,7 +70,7 @@ class LayoutPins(TypedDict, total=False):
     activation_checkpointing: bool | None
     ema: float | None
     tensor_parallel: int | None
-    pipeline: int | None
+    pipeline: int | Literal["auto"] | None
     pipeline_schedule: PipelineSchedule | None
     sequence_parallel: int | None
     expert_parallel: int | None

@@ -146,7 +146,7 @@ class TuneJob:
         }
         candidates, considered = list[Candidate](), 0
         calibration = read_calibration(cluster.device.kind)
-        degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
+        degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel}
         degrees["ep"] = run.expert_parallel
         keep = {"optimizer": PlannedLayout.of(job).optimizer}
         fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
