@@ -109,7 +109,8 @@ def plain_type(annotation: Any) -> Any:
         return plain_type(get_args(annotation)[0])
     if get_origin(annotation) in (typing.Union, types.UnionType):
         kinds = [plain_type(kind) for kind in get_args(annotation) if kind is not type(None)]
-        return str if str in kinds else annotation if get_origin(kinds[-1]) is Literal else kinds[0]
+        mixed = len(kinds) > 1 and get_origin(kinds[-1]) is Literal  # a number, or a word in its place
+        return str if str in kinds else annotation if mixed else kinds[0]
     return annotation
 
 
