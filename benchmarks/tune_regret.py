@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"zero_stage": [0, 1, 3], "micro_batch": [8, 16], "tp": [1, 2], "pp": 1, "sp": 1},
     ),
     "resnet18-small": (
-        {"model": "resnet18-small", "data": "digits", "global_batch": 32},
+        {"model": "resnet18-small", "data": "digits", "global_batch": 32, "optimizer": "adamw"},
         {"micro_batch": [4, 8, 16], "pp": 1},
     ),
     "bert": (

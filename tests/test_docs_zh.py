@@ -19,6 +19,7 @@ ENGLISH = {page.name: [ROOT / "docs" / page.name] for page in PAGES}  # what eac
 ENGLISH["README.md"] = [ROOT / "README.md"]
 ENGLISH["fit.md"] += [ROOT / "docs" / "simulate.md", ROOT / "docs" / "plan.md", ROOT / "README.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SEPARATORS = set(";|&><")  # between the words of a command and what comes after it
 CHECKED = click.types.IntParamType | click.types.FloatParamType | click.Choice  # values that need no file
 
 pages = pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
@@ -50,17 +51,31 @@ def code(text: str) -> Iterator[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words behind `zerofit` of every command in a code block."""
     for language, block in blocks(text):
-        for line in block.splitlines() if language in ("bash", "console") else ():
-            if language == "console" and not line.startswith("$ "):
-                continue
+        shown = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+        lines = {"bash": block, "console": "\n".join(shown)}.get(language, "").splitlines()
+        while lines:
             found: list[str] = []
-            for word in [*words(line), "&&"]:
-                if word not in ("&&", ">"):
+            for word in [*_command_words(lines), ";"]:
+                if not set(word) <= SEPARATORS or not word:
                     found.append(word)
                     continue
                 if found[:1] == ["zerofit"]:
                     yield found[1:]
                 found = []
+
+
+def _command_words(lines: list[str]) -> list[str]:
+    """Take the first line, and those after it up to the end of its quotes, and return their words."""
+    line = lines.pop(0)
+    while True:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="".join(SEPARATORS))
+        lexer.whitespace_split = True
+        try:
+            return list(lexer)
+        except ValueError:  # no closing quotation
+            if not lines:
+                raise
+            line += "\n" + lines.pop(0)
 
 
 def fault(line: list[str]) -> str | None:

@@ -17,7 +17,7 @@ from zerofit.spec.overhead import REPLAYED
 
 MOST = 6  # options that are simulated
 # Of options this near to the fastest the plainest is taken: a forecast of time knows them apart no better
-# (benchmarks/fit.py: with 0 the choice reaches 87 % of the best throughput that fits, with this 98 %)
+# (benchmarks/fit.py: with 0 the choice reaches 97 % of the best throughput that fits, with this 98 %)
 ALIKE = 0.1
 
 Simulate = Callable[[LayoutOption], Sequence[Simulation]]  # raises Refused
