@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_docs_zh import FENCE, ROOT
+from tests.test_docs_zh import FENCE, ROOT, code
 from zerofit.compare.job import STRATEGIES
 
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e-?\d+)?")
@@ -184,14 +184,14 @@ def test_pages_have_the_figures_of_the_results(figures, pages):
 
 
 def sections(text: str) -> Iterator[tuple[str, Counter[str]]]:
-    """Yield the title of each section and the numbers in it, outside of code and links."""
+    """Yield the title of each section, and the numbers and names in it, outside of code blocks and links."""
     prose = re.sub(r"\]\([^)]+\)", "]", FENCE.sub("", text))
     for part in re.split(r"^(?=#+ )", prose, flags=re.MULTILINE)[1:]:
-        yield part.partition("\n")[0], Counter(NUMBER.findall(part))
+        yield part.partition("\n")[0], Counter(NUMBER.findall(part) + re.findall(r"`[^`\n]+`", part))
 
 
 def differences(page: str, translation: str, before: int) -> dict[str, tuple[Counter[str], Counter[str]]]:
-    """Return the sections whose numbers differ: those that only the page has, and only the translation."""
+    """Return the sections that differ: what only the page has, and only the translation."""
     theirs, ours = list(sections(page)), list(sections(translation))[before:]
     assert len(theirs) == len(ours)
     pairs = {title: (own - other, other - own) for (title, own), (_, other) in zip(theirs, ours, strict=True)}
@@ -199,15 +199,16 @@ def differences(page: str, translation: str, before: int) -> dict[str, tuple[Cou
 
 
 @pytest.mark.parametrize("page", TRANSLATIONS)
-def test_a_section_and_its_translation_have_the_same_figures(page):
-    name = TRANSLATIONS[page]
+def test_a_page_and_its_translation_have_the_same_figures_names_and_code(page):
+    name, text = TRANSLATIONS[page], (ROOT / page).read_text()
     translation = (ROOT / "docs" / "zh" / name).read_text()
-    assert differences((ROOT / page).read_text(), translation, BEFORE.get(name, 0)) == {}
+    assert differences(text, translation, BEFORE.get(name, 0)) == {}
+    assert set(code(text)) - set(code(translation)) == set()
 
 
 def test_a_figure_of_one_page_alone_is_found():
-    english, chinese = "# A\n1 of 20 runs\n## B\n5 % [x](b9.md)\n", "# 甲\n20 次中的 1 次\n## 乙\n6 %\n"
-    assert differences(english, chinese, 0) == {"## B": (Counter(["5"]), Counter(["6"]))}
+    english, chinese = "# A\n1 of 20 runs\n## B\n5 % [x](b9.md) `a`\n", "# 甲\n20 次中的 1 次\n## 乙\n6 %\n"
+    assert differences(english, chinese, 0) == {"## B": (Counter(["5", "`a`"]), Counter(["6"]))}
 
 
 def test_every_translation_is_compared():
