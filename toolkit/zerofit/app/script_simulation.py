@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.script_trace import trace_of_script
-from zerofit.config.ds_json import bundled
+from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.endings import note_failed
@@ -166,7 +166,7 @@ class ScriptKnobSimulations:
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
-            targets = [self._changed(knob) for knob in knobs]
+            targets = [self._changed(knob, Path(folder)) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         note_failed(records, "knobs", report)
         for number, (knob, target, record) in enumerate(zip(knobs, targets, records, strict=True)):
@@ -174,9 +174,12 @@ class ScriptKnobSimulations:
                 rows.append(KnobResult.of(_answer(target, record, self.cluster), knob.change, knob.config, number))
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
 
-    def _changed(self, knob: ScriptKnob) -> ScriptTarget:
-        config = {"deepspeed": str(bundled()[knob.config])} if knob.config else {}
-        arguments = {**knob.arguments, **config}
+    def _changed(self, knob: ScriptKnob, folder: Path) -> ScriptTarget:
+        arguments = dict(knob.arguments)
+        if knob.config:
+            file = folder / f"{knob.config}.json"
+            write_for_trainer(knob.config, file)
+            arguments["deepspeed"] = str(file)
         return replace(self.target, command=knob.command, arguments=arguments, received=None, traced=False)
 
 

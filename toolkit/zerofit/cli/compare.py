@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out
+from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import RunRequest, load_run
@@ -274,12 +274,12 @@ def show_laboratory(result: Laboratory) -> None:
 
 def show_documents(result: DocumentComparison) -> None:
     """Print each document's figures beside ours, and where the page is."""
-    console = out(WIDTH)
+    console = out()
     for document in result.documents:
-        table = make_table(document.number, "the document", "here", "why they differ")
+        console.print(f"{document.number}  {document.title}", style="bold")
         for figure in document.figures:
-            table.add_row(figure.name, figure.theirs, figure.ours, figure.why)
-        console.print(table)
+            console.print(figure.name)
+            print_facts(console, [("  here", figure.ours), ("  document", figure.theirs)])
     console.print(f"written: {result.written[0]}", soft_wrap=True)
 
 

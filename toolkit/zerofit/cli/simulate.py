@@ -27,10 +27,9 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.simulate_show import show, show_knobs
-from zerofit.config.ds_json import bundled
+from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.files import write_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
@@ -131,7 +130,7 @@ def _write_config(result: Simulation, path: Path) -> None:
     if best is None or best.config is None:
         click.echo("note: no change that fits takes another DeepSpeed JSON: nothing was written", err=True)
         return
-    write_text(path, bundled()[best.config].read_text())
+    write_for_trainer(best.config, path)
     click.echo(f"written: {path}, the DeepSpeed JSON of {best.change}", err=True)
 
 

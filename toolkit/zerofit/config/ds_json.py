@@ -20,6 +20,7 @@ from zerofit.check.programs import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import MICRO, ZERO
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.files import write_text
 from zerofit.spec.foreign import parse_json
 
 LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
@@ -81,6 +82,11 @@ def for_run(document: Document) -> Document:
             put(config, path, "auto")
     config.pop("zero_force_ds_cpu_optimizer", None)  # for programs that bring an optimizer of their own
     return replace(document, root=replace(document.root, data=config))
+
+
+def write_for_trainer(name: str, path: Path) -> None:
+    """Write a bundled JSON with "auto" for what Trainer and Accelerate fill in: their arguments need not repeat it."""
+    write_text(path, json.dumps(read_for_run(name).config, indent=2) + "\n")
 
 
 def read_document(path: Path, where: str = "--ds-config") -> Document:
