@@ -19,6 +19,7 @@ if ! usable "$python"; then
         echo "zerofit is not in the active environment: installing it into $here/.venv (torch is large)" >&2
         python3 -m venv "$here/.venv"
         "$python" -m pip install --constraint "$here/.ci/constraints.txt" --editable "$here$extra" >&2
+        echo "installed; to call it as 'zerofit': source $here/.venv/bin/activate" >&2
     fi
 fi
 

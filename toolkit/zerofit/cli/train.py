@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
@@ -113,6 +114,8 @@ def show(result: TrainingResult) -> None:
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
     figures |= {FIGURES[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = result.run_dir
+    if shutil.which("zerofit") is None:
+        figures["next"] = f"source {sys.prefix}/bin/activate, and the command is `zerofit`"
     print_facts(stdout(), figures.items(), indent=22)
     if result.sample:
         click.echo("\nA sample of what it writes:\n")
