@@ -64,7 +64,7 @@ def vision(name):
     return lambda: torchvision.models.get_model(name, weights=None, num_classes=10)
 
 
-@pytest.mark.versions
+@pytest.mark.versions(of="torch")
 @pytest.mark.parametrize("make", [Encoder, vision("resnet18"), vision("vit_b_16"), vision("swin_t")])
 def test_the_weights_are_those_of_the_whole_model(make):
     torch.manual_seed(3)

@@ -150,7 +150,7 @@ def test_blocks_of_max_split_size_are_not_cut():
     assert (found.flushes, found.end_reserved_bytes) == (0, 120 * MIB + 60 * MIB)
 
 
-@pytest.mark.versions
+@pytest.mark.versions(of="torch")
 @pytest.mark.parametrize(
     "divisions",
     ["4", "1", "[64:8,256:4,1024:2,>:1]", "[256:1,512:2,1024:4,>:8]", "[>:8]", "[1:2,2:4,4:8]", "[65536:4]"],

@@ -16,13 +16,13 @@ from tests.simulate.targets import target
 from zerofit.simulate.autocast import policies
 from zerofit.simulate.processes import simulate_all
 
-pytestmark = pytest.mark.versions
 # registered for CUDA in autocast_mode.cpp itself: cuDNN's ops, which nothing here comes to, one that raises, and one
 # that no torch has
 BESIDE = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "binary_cross_entropy"}
 BESIDE |= {"linalg_matrix_sqrth"}
 
 
+@pytest.mark.versions(of="torch")
 def test_the_list_is_the_installed_torchs():
     names: list[str] = torch._C._dispatch_get_all_op_names()
     aten = [name for name in names if name.startswith("aten::")]
@@ -38,10 +38,12 @@ def seen(device: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.versions(of="torch")
 def test_types_and_casts_are_those_of_cuda():
     assert seen("simgpu") == seen("cuda")
 
 
+@pytest.mark.versions
 def test_a_simulated_gpu_keeps_what_autocast_casts(cache: Any):
     """At ZeRO 0: weights of linear layers in bf16, beside the float32 ones."""
     config = {"zero_optimization": {"stage": 0}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -44,14 +44,14 @@ def test_what_is_missing_is_named_with_the_version():
 MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 
-@pytest.mark.versions
+@pytest.mark.versions(of="deepspeed")
 def test_engines_import_muon_without_what_compiles_it():
     code = "import sys; from zerofit.train.engines import import_muon; import_muon(); "
     code += f"sys.exit('torch._inductor.compile_fx' in sys.modules or '{MUON}' not in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.versions
+@pytest.mark.versions(of="deepspeed")
 def test_muon_is_compiled_when_it_is_first_called(monkeypatch):
     compiled = []
     monkeypatch.delitem(sys.modules, MUON, raising=False)

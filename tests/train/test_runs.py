@@ -81,7 +81,7 @@ def test_evaluation_is_the_same_on_any_layout(pools, tmp_path):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
 
 
-@pytest.mark.versions
+@pytest.mark.versions(of="deepspeed")
 def test_dcgan_trains_both_networks_on_all_ranks_alike(pools, tmp_path):
     # the run fails where check_replicas finds a parameter whose sum is not the same on all ranks
     trained = pools(2).train(tmp_path / "run", model="dcgan", data="digits", epochs=1.2, global_batch=64, lr=2e-4)

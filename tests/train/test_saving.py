@@ -14,7 +14,7 @@ from zerofit.checkpoint.store import verify
 MLP = {"model": "mlp", "data": "digits"}
 
 
-@pytest.mark.versions
+@pytest.mark.versions(of="deepspeed")
 def test_in_the_background_the_same_is_written(pools, tmp_path):
     """The copies are of the step that was saved, though training went on while they were written."""
     how = {**MLP, "steps": 12, "save_every": 4, "micro_batch": 4}
