@@ -12,7 +12,7 @@ from tests.simulate.targets import TINY, target
 from zerofit.simulate import run
 from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 
-DENSE, LAYERS = 3, 16  # of them have no experts, in all
+DENSE, LAYERS = 2, 12  # of them have no experts, in all
 SMALL_DEEPSEEK: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "first_k_dense_replace": DENSE,
@@ -27,7 +27,7 @@ SMALL_DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "n_routed_experts": 16,
+    "n_routed_experts": 8,
     "n_group": 4,
     "topk_group": 2,
     "num_experts_per_tok": 4,
@@ -47,7 +47,7 @@ def test_ranks_that_divide_flat_groups_are_not_extended(monkeypatch):
 
 
 def test_layers_without_experts_are_not_extended(monkeypatch):
-    """A DeepSeek-V3 of 3 and 13 layers, against all of them: every kind, phase and place."""
+    """A DeepSeek-V3 of 2 and 10 layers, against all of them: every kind, phase and place."""
     monkeypatch.setattr(run, "WORTH", 3)  # else so few layers would all be simulated
     (few,), (exact,) = (simulate([deepseek(3)], lambda text: None, exact=all_) for all_ in (False, True))
     assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
@@ -108,18 +108,18 @@ def test_what_changes_with_more_layers_is_not_extended(case):
 
 
 @pytest.mark.parametrize(
-    ("layers", "zero"),
+    ("layers", "sub_group", "zero"),
     [
         # the last sub-group has least of the states to make, and with the simulated layers more and more
-        (30, {}),
+        (30, 34_000, {}),
         # host memory: a gradient for each sub-group, the last one smaller; torch locks powers of two
-        (26, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
+        (13, 17_000, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
     ],
 )
-def test_sub_groups_are_no_line(layers, zero, monkeypatch):
-    """Two ranks have 5,888 elements each of a layer's matrices: sub-groups of six layers, as they fall."""
+def test_sub_groups_are_no_line(layers, sub_group, zero, monkeypatch):
+    """Two ranks have 5,888 elements each of a layer's matrices: sub-groups of six layers, or of three, as they fall."""
     monkeypatch.setattr(run, "WORTH", 3)
-    zero |= {"stage": 3, "sub_group_size": 34_000, "reduce_bucket_size": 12_000}
+    zero |= {"stage": 3, "sub_group_size": sub_group, "reduce_bucket_size": 12_000}
     zero |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 12_000)  # few, so that all else
     zero |= dict.fromkeys(
         ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), 100
