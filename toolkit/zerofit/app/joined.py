@@ -37,7 +37,7 @@ FOLDER = "folder"  # what is kept for a restart
 def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
     """Train as the first process of a world; SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
 
-    All processes end with the exit code that the result or the error of this one has.
+    All processes end with the exit code that the result or the error of this one has, right after it.
     Raises UserError, DoesNotFit, RunFailed and Stopped.
     """
     end_with_parent(os.getppid())
@@ -54,7 +54,8 @@ def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, an
         code = getattr(error, "exit_code", FAILED)
         raise
     finally:
-        leading.dismiss(code)
+        # once all is printed: a launcher ends this process, too, after one that has ended with a failure
+        atexit.register(leading.dismiss, code)
 
 
 class _Leading:
@@ -86,9 +87,7 @@ class _Leading:
             self._meeting.keep(FOLDER, str(prepared.folder.path))
             if several:
                 self._check_folder(prepared.folder, hosts)
-            self._watch = Watch("" if several else LOOPBACK)
-            # the guards stay while it is open: a launcher ends this process after one that has ended with a failure
-            atexit.register(self._watch.close)
+            self._watch = Watch("" if several else LOOPBACK)  # open to the end of the process: the guards stay so long
             threads = threads_of(members, hosts)
             site = self._site(prepared, hosts, {"OMP_NUM_THREADS": str(threads)} if threads else {})
             signals = {"attempt": self._world.attempt, "handle_signals": True}

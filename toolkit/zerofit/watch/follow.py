@@ -17,6 +17,7 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import JOINED
 
 SEEN_S = 15.0  # a network file system shows a new folder late
+LAST_S = 0.5  # for the first process to end before this one
 
 
 def follow(world: World) -> int:
@@ -35,6 +36,7 @@ def follow(world: World) -> int:
             os.execve(sys.executable, argv, {**os.environ, **world.place})
         else:
             meeting.leave()
+            time.sleep(LAST_S)
             return order["exit"]
     raise AssertionError("orders end with the first process")
 
