@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zerofit.launch.outcome import outcome
-from zerofit.spec.errors import RunFailed
+from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, RunFailed
 from zerofit.spec.run_folder import RunFolder
 from zerofit.worker import translate
 
@@ -31,6 +31,11 @@ def test_the_cause_is_shown_not_the_consequences(tmp_path):
         outcome(folder, 1)
     assert error.value.problem.kind == "out-of-memory"
     assert error.value.problem.message == "rank 1: out-of-memory on 1"
+
+
+def test_a_host_without_room_is_a_finding_as_for_a_command_that_could_ask_it(tmp_path):
+    with pytest.raises(DoesNotFit):
+        outcome(folder_with(tmp_path, word(1, DOES_NOT_FIT, 1.0)), 1)
 
 
 def test_an_error_outweighs_a_result(tmp_path):

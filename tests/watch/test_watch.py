@@ -140,6 +140,21 @@ def test_orders_to_the_guards(watch):
     assert watch.stop()
 
 
+def test_ranks_have_ended_once_their_guards_say_so(watch):
+    """Guards that a launcher of the user's has started stay connected, for the exit code of the run."""
+    first, second = guard(watch, 0), guard(watch, 1)
+    until(watch, lambda: all(s.here for s in watch.states))
+    first.send({"ended": 0, "last": {}})
+    second.send({"ended": -9, "last": {}})
+    until(watch, lambda: all(s.ended is not None for s in watch.states))
+    began = time.monotonic()
+    watch.await_failures()
+    assert watch.stop()
+    assert time.monotonic() - began < 1
+    watch.send_all({"code": 75})
+    assert {"code": 75} in received(watch, second)
+
+
 def test_lines_come_whole_however_they_are_cut():
     left, right = socket.socketpair()
     wire = JsonLineSocket(right, 5.0)

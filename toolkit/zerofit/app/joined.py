@@ -105,7 +105,7 @@ class _Leading:
         ranks, world = asked.run.ranks, self._world
         if ranks not in (None, world.size):
             message = f"{asked.place('ranks')} asks for {ranks} ranks, and {world.launcher} has started {world.size}"
-            hint = f"leave it out, or have {world.launcher} start {ranks}"
+            hint = f"take --ranks {world.size}, or have {world.launcher} start {ranks}"
             raise UserError(Problem(kind="ranks", message=message, hint=hint, where=asked.place("ranks")))
         asked = replace(asked, run=asked.run.model_copy(update={"ranks": world.size}))
         folder = asked.run.output or self._meeting.kept(FOLDER)
