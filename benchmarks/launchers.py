@@ -35,17 +35,19 @@ def main() -> int:
     """Try the launchers and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PLACES)}")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write; what it has of other launchers stays")
     asked = parser.parse_args()
-    found = []
+    found = {}
+    if asked.out and asked.out.exists():
+        found = {one["launcher"]: one for one in json.loads(asked.out.read_text())["runs"]}
     for name in asked.names or PLACES:
         with tempfile.TemporaryDirectory() as folder, PLACES[name](name, Path(folder)) as begin:
-            found.append({"launcher": name, **tried(begin, Path(folder))})
-        print(json.dumps(found[-1]), flush=True)
-    if asked.out:
-        written = {"date": f"{datetime.date.today()}", "versions": versions(), "cores": os.cpu_count(), "runs": found}
-        asked.out.write_text(json.dumps(written, indent=1) + "\n")
-    return 0 if all(one["ok"] for one in found) else 1
+            found[name] = {"launcher": name, "date": f"{datetime.date.today()}", **tried(begin, Path(folder))}
+        print(json.dumps(found[name]), flush=True)
+        if asked.out:
+            written = {"versions": versions(), "cores": os.cpu_count(), "runs": list(found.values())}
+            asked.out.write_text(json.dumps(written, indent=1) + "\n")
+    return 0 if all(one["ok"] for one in found.values()) else 1
 
 
 def tried(begin: Begin, folder: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["app"] = {*MAY_IMPORT} - {"worker"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"worker"}
+MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["hf"] = {"app", "check", "config", "models", "simulate", "spec"}
 # what these programs print is read by the process that starts them, or is a rank's log
 PROTOCOLS = {"zerofit.worker", "zerofit.doctor.serve", "zerofit.watch.rank_guard", "zerofit.check.derive"}
