@@ -42,9 +42,14 @@ STEP |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[08
 STEP |= {"PMI_RANK": "3", "PMI_SIZE": "4"}  # with --mpi=pmi2
 
 
-def place(env):
+def world_of(env) -> World:
     world = given_world(env)
     assert world
+    return world
+
+
+def place(env):
+    world = world_of(env)
     return world.launcher, world.rank, world.size, world.local_rank, *world.master
 
 
@@ -70,15 +75,15 @@ def test_each_launcher_gives_a_place(env, expected):
 
 
 def test_torchrun_s_store_and_restarts():
-    world = given_world(TORCHRUN)
+    world = world_of(TORCHRUN)
     assert (world.agent_store, world.attempt) == (True, 3)
-    assert not given_world(DEEPSPEED).agent_store
+    assert not world_of(DEEPSPEED).agent_store
 
 
 def test_a_step_s_port_is_that_of_all_its_tasks_and_of_no_other_step():
-    ports = {given_world(STEP | {"SLURM_PROCID": rank, "PMI_RANK": rank}).master[1] for rank in "0123"}
+    ports = {world_of(STEP | {"SLURM_PROCID": rank, "PMI_RANK": rank}).master[1] for rank in "0123"}
     assert len(ports) == 1
-    assert ports != {given_world(STEP | {"SLURM_STEP_ID": "2"}).master[1]}
+    assert ports != {world_of(STEP | {"SLURM_STEP_ID": "2"}).master[1]}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_no_launcher_has_started_this(env):
     ("nodes", "first"), [("n[08-09],m1", "n08"), ("m1,n2", "m1"), ("r[1-2]n[3,5]-ib,x", "r1n3-ib"), ("one", "one")]
 )
 def test_the_first_node_of_a_list(nodes, first):
-    assert given_world(STEP | {"SLURM_STEP_NODELIST": nodes}).master[0] == first
+    assert world_of(STEP | {"SLURM_STEP_NODELIST": nodes}).master[0] == first
 
 
 @pytest.mark.parametrize(

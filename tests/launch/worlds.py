@@ -28,7 +28,7 @@ LOCAL = {  # without what starts it: the launchers that need no hosts or daemons
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # hosts that are made of one machine do not share its cores by themselves
 SRUN = ["srun", "-n", "2", str(BIN / "zerofit")]
-START_S = 240.0  # of two ranks on busy cores
+START_S = 600.0  # of two ranks on cores that are busy otherwise
 
 
 def missing(name: str) -> str:
