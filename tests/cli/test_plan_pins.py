@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from tests.plan.stub import make_profile
 from zerofit.cli.main import main
+from zerofit.config.ds_json import bundled
 
 H100 = ["--gpus", "8", "--gpu", "h100-80gb"]
 
@@ -63,6 +64,27 @@ def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, 
     assert {row["tp"] for row in found["layouts"]} > {1}  # of which it says nothing
     found = asked(*stored, "--ds-config", file, "--micro-batch", 4, "--no-overlap-comm", "--top", 100)
     assert values(found, *names) == {(3, "none", False, 12_345_678, 4, 64)}
+
+
+def test_a_bundled_file_leaves_the_run_its_batch(stored):
+    found = asked(*stored, "--ds-config", "zero2", "--global-batch", 64, "--top", 100)
+    assert values(found, "zero_stage", "micro_batch") > {(2, 8), (2, 4)}
+
+
+def test_superoffload_steps_beside_backward_where_nothing_is_clipped(stored, tmp_path):
+    early = tmp_path / "early.json"
+    early.write_text(
+        bundled()["superoffload"].read_text().replace('"gradient_clipping": 1.0', '"gradient_clipping": 0')
+    )
+    flags = (*stored[:2], "--gpu", "gh200", "--gpus", 1, "--micro-batch", 8, "--top", 1)
+    clipped, beside = (asked(*flags, "--ds-config", file)["layouts"][0] for file in ("superoffload", early))
+    assert beside["step_s"] < clipped["step_s"]
+    assert beside["offload"] == clipped["offload"] == "optimizer:cpu"
+
+
+def test_zenflow_is_refused_with_what_to_plan_instead(stored):
+    (wrong,) = refused(*stored, "--ds-config", "zenflow")
+    assert "no formula" in wrong["message"] and "zero3_offload" in wrong["hint"]
 
 
 def test_what_is_written_is_the_json_that_was_given(stored, tmp_path):

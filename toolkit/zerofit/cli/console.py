@@ -42,7 +42,6 @@ NAMED = 4  # hosts in one line
 GAP = 2  # blanks between columns of a table
 WRAPPED = 30  # letters of the column that may wrap, at least
 _UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
-STAGES_WIDTH = 80  # columns
 
 
 class SafeConsole(Console):
@@ -111,15 +110,16 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]], indent: int 
         console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True)
 
 
-def stage_table(stages: Sequence[Mapping[str, Any]]) -> Table:
-    """Return which ranks hold which layers of a pipeline, at most 80 columns wide."""
-    table = make_table("stage", "ranks", "layers", "parameters", right=(3,), width=STAGES_WIDTH)
+def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
+    """Return which ranks hold which layers of a pipeline."""
+    rows = []
     for row in stages:
         first, last = row["ranks"][0], row["ranks"][-1]
         ranks = str(first) if first == last else f"{first}-{last}"
         parts = (f"{len(names)}: " + " .. ".join(dict.fromkeys((names[0], names[-1]))) for names in row["parts"])
-        table.add_row(str(row["stage"]), ranks, "\n".join(parts), f"{row['parameters']:,}")
-    return table
+        cells = {"stage": str(row["stage"]), "ranks": ranks, "layers": "\n".join(parts)}
+        rows.append({**cells, "parameters": f"{row['parameters']:,}"})
+    return fitting_table(console, rows, ("parameters",), tuple(rows[0]), "layers")
 
 
 def err() -> Console:
@@ -189,7 +189,7 @@ class EventConsole:
             if not self.live and (event.done == 1 or event.done % self._log_every == 0):
                 self.say(_step_line(event))
         elif event.kind == "stages":
-            self.console.print(stage_table(event.data["stages"]))
+            self.console.print(stage_table(self.console, event.data["stages"]))
         elif event.kind == "checks":
             show_checks(event.data["checks"], event.data["hosts"], self.console)
 

@@ -53,9 +53,9 @@ def show(plan: Plan, mesh: bool, details: bool) -> None:
     print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
     if result.layouts and mesh:
         best = result.layouts[0].layout
-        console.print(_mesh(best))
+        _print_mesh(console, best)
         if stages := planned_stages(plan.profile, best):
-            console.print(stage_table([asdict(stage) for stage in stages]))
+            console.print(stage_table(console, [asdict(stage) for stage in stages]))
     print_facts(console, _rejected(result, details))
     for one in plan.confirmed:
         console.print(str(one))
@@ -121,14 +121,19 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
         yield "table", f"the fastest bucket and overlap of each of {len(result.layouts)} layouts"
 
 
-def _mesh(layout: PlannedLayout) -> Table:
-    """Return the ranks by pipeline stage, data and sequence rank, tensor ranks together."""
-    degrees = {axis: getattr(layout, axis) for axis in AXES}
-    titles, *rows = mesh_table(Layout(**degrees))
-    table = make_table(*(title or f"layout 1, {layout.world_size} ranks" for title in titles))
+def _print_mesh(console: Console, layout: PlannedLayout) -> None:
+    """Print the ranks by pipeline stage, data and sequence rank, tensor ranks together."""
+    titles, *rows = mesh_table(Layout(**{axis: getattr(layout, axis) for axis in AXES}))
+    table = make_table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    return table
+    console.print(f"\nlayout 1, {layout.world_size} ranks")
+    if console.measure(table).maximum <= console.width:
+        console.print(table)
+        return
+    for first, *cells in rows:
+        pairs = zip(titles[1:], cells, strict=True)
+        print_facts(console, [(first, ", ".join(f"{title}: {cell}" for title, cell in pairs))])
 
 
 def _row(number: int, one: RankedLayout) -> dict[str, str]:
