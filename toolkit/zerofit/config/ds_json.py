@@ -18,7 +18,7 @@ from zerofit.check.dotted import get, put
 from zerofit.check.neox import is_for_neox
 from zerofit.check.programs import MARKS, program_of, where_to_look
 from zerofit.check.scan import SyntaxFault
-from zerofit.check.subject import MICRO, ZERO
+from zerofit.check.subject import MICRO, STEPS, ZERO
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.files import write_text
 from zerofit.spec.foreign import parse_json
@@ -75,11 +75,14 @@ def read_for_run(name: str, where: str = "--ds-config") -> Document:
 
 
 def for_run(document: Document) -> Document:
-    """Return a bundled document as zerofit reads it: "auto" in place of each number that the run decides."""
+    """Return a bundled document as zerofit reads it: "auto" wherever the run decides."""
     config = copy.deepcopy(document.config)
     for path in RUN_DECIDES:
         if get(config, path) is not None:
             put(config, path, "auto")
+    left_out = [STEPS] if {"bf16", "fp16"} & config.keys() else [STEPS, "bf16.enabled", "fp16.enabled"]
+    for path in left_out:  # so that other programs have their own
+        put(config, path, "auto")
     config.pop("zero_force_ds_cpu_optimizer", None)  # for programs that bring an optimizer of their own
     return replace(document, root=replace(document.root, data=config))
 
