@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 import pytest
 
-from zerofit.app.tuning.job import KNOBS, allows, read_space
+from zerofit.app.tuning.job import KNOBS, TuneJob, allows, read_space
 from zerofit.cli.launch import launch
 from zerofit.cli.options import HOST_FIELDS, host_arguments, host_options
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import UserError
+from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.trial import Candidate
 
 
@@ -48,6 +49,12 @@ def test_everything_that_is_wrong_in_a_space(tmp_path):
         read(tmp_path, "- 3\n")
     with pytest.raises(UserError, match="cannot read"):
         read_space(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(("name", "key"), [("zenflow", "zenflow"), ("superoffload", "super_offload")])
+def test_a_json_whose_offloading_no_trial_would_have_is_refused(name, key):
+    with pytest.raises(UserError, match=f"none has .*{key}"):
+        TuneJob.of(RunRequest.of(Run(model="lenet", ds_config=name)))
 
 
 def test_flags_of_hosts_say_the_same_again():

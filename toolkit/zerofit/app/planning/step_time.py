@@ -8,6 +8,7 @@ from itertools import product
 from zerofit.app.planning.profiles import ProfileRequest, kept_profile
 from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
+from zerofit.check.dotted import get
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
@@ -25,7 +26,7 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     traced or measured here.
     """
     job = resolved.job
-    if job.layout.ep > 1:
+    if job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None:
         return None
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)

@@ -14,7 +14,8 @@ from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.files import layout_fields
 from zerofit.app.planning.of_run import cluster_of, profile_of
 from zerofit.app.planning.question import forecast_of
-from zerofit.app.resolve import resolve_job
+from zerofit.app.resolve import ds_document, resolve_job
+from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
@@ -132,6 +133,11 @@ class TuneJob:
             message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
             hint = "leave it out here, and give it to `zerofit train` with what was found"
             raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
+        for key in ("zenflow", "offload_optimizer.super_offload"):
+            if get(ds_document(asked.run).config, f"zero_optimization.{key}"):
+                message = f"trials have a section zero_optimization of their own, and none has {key}"
+                hint = "leave --ds-config out, and compare what was found with `zerofit train --ds-config ...`"
+                raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--ds-config"))
         allowed = read_space(space) if space else {}
         machine = machine_of(on.hosts, None) if on.hosts else None
         resolved = resolve_job(asked, machine=machine, report=report)
