@@ -17,11 +17,12 @@ TREES = (ROOT / "docs", ROOT / "ds_configs", ROOT / "benchmarks")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for tree in TREES for page in tree.rglob("*.md"))])
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which has what was called otherwise once
 OTHERS = {  # options of other programs, and of scripts in benchmarks/
-    *("--case", "--config_file", "--configs", "--count", "--cpus-per-task", "--from-env-file", "--gpus-per-node"),
-    *("--gradient_checkpointing", "--kinds", "--limit", "--limits", "--local_rank", "--log", "--nproc_per_node"),
-    *("--ntasks-per-node", "--num_gpus", "--offload_optimizer_device", "--only", "--open-mode", "--plan-only"),
-    *("--per_device_train_batch_size", "--rehearse", "--requeue", "--safe_serialization", "--signal", "--stages"),
-    *("--zero_stage", "--delay"),
+    *("--bf16", "--case", "--config_file", "--configs", "--count", "--cpu", "--cpus-per-task", "--delay", "--fp16"),
+    *("--from-env-file", "--gpus-per-node", "--gpus-per-task", "--gradient_checkpointing", "--kinds", "--limit"),
+    *("--limits", "--log", "--map-by", "--mpirun_hostfile", "--multi_gpu", "--nproc_per_node", "--ntasks-per-node"),
+    *("--num_gpus", "--offload_optimizer_device", "--only", "--open-mode", "--per_device_train_batch_size"),
+    *("--plan-only", "--rehearse", "--requeue", "--safe_serialization", "--signal", "--stages", "--use_deepspeed"),
+    *("--zero_stage",),
 }
 pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
