@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import ModelError, find, shape_named
+from zerofit.models.presets import NAMED
 
 
 def test_a_config_in_the_hubs_cache_is_a_shape(monkeypatch):
@@ -98,7 +100,7 @@ def test_the_task_of_a_config(tmp_path, config, task):
         ("resnet5", "resnet50"),
         ("simple-cnn", "simplecnn"),
         ("qwen3:7b", "qwen3-8b"),
-        ("gpt3-xl", "gpt2"),
+        ("gpt3-xl", "gpt-3-175b"),
         ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
         ("./nowhere/config.json", "existing config.json"),
         ("zzzzzz", "zerofit models"),
@@ -124,3 +126,15 @@ def test_a_config_of_no_use(tmp_path, text):
 def test_a_folder_without_a_config(tmp_path):
     with pytest.raises(ModelError, match=r"holds no config\.json"):
         find(str(tmp_path))
+
+
+def test_gpt_3_by_its_formula():
+    """12 d² + 13 d a layer (attention 4 d² + 4 d, MLP 8 d² + 5 d, two norms 4 d), embeddings, a last norm."""
+
+    def formula(layers: int, width: int = 12288) -> int:
+        return layers * (12 * width**2 + 13 * width) + (50257 + 2048) * width + 2 * width
+
+    with torch.device("meta"):
+        shallow = build(find("gpt-3-175b"), None, {"n_layer": 2})
+    assert parameter_count(shallow) == formula(2)
+    assert NAMED["gpt-3-175b"].parameters == formula(96) == 174_604_259_328

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zerofit.plan.outlook import Outlook
 
 LINES = 8  # of reasons
+ANY = 1000  # columns, more than any table has
 RIGHT = ("", "memory", "margin", "host", "NVMe", "step", "tokens/s", "images/s", "MFU", "hours", "GPU hours", "cost")
 # columns by importance: a narrow terminal shows the first of them
 KEEP = ("", "layout", "memory", "step", "tokens/s", "images/s", "cost", "hours", "MFU", "margin", "host", "NVMe")
@@ -128,7 +129,7 @@ def _print_mesh(console: Console, layout: PlannedLayout) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(f"\nlayout 1, {layout.world_size} ranks")
-    if console.measure(table).maximum <= console.width:
+    if console.measure(table, options=console.options.update(width=ANY)).maximum <= console.width:
         console.print(table)
         return
     for first, *cells in rows:

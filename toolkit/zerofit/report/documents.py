@@ -29,7 +29,7 @@ After a kill the same command continues; it keeps what it has measured.
 | figure | the document | here | why they differ |
 |---|---|---|---|
 {% for figure in document.figures -%}
-| {{ figure.name }} | {{ figure.theirs }} | {{ figure.ours }} | {{ figure.why }} |
+{{ line([figure.name, figure.theirs, figure.ours, figure.why]) }}
 {% endfor %}
 {%- for one in document.evidence %}
 ### {{ one.title }}
@@ -40,10 +40,10 @@ After a kill the same command continues; it keeps what it has measured.
 {{ one.command }}
 ```
 {% endif %}
-| {{ one.columns | join(" | ") }} |
+{{ line(one.columns) }}
 |{{ "---|" * (one.columns | length) }}
 {% for row in one.rows -%}
-| {{ row | join(" | ") }} |
+{{ line(row) }}
 {% endfor %}
 {%- if one.picture %}
 ![{{ one.title }}]({{ one.picture.relative_to(home) }})
@@ -96,11 +96,22 @@ class TeachingDocument:
         return data
 
 
+def _line(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
 def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
     """Write the page. Pictures are shown from the folders that they are in, relative to the page."""
     from jinja2 import Environment
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
     text = Environment(keep_trailing_newline=True).from_string(PAGE)
-    about = {"versions": used, "cores": usable_cores(), "name": page.name, "home": page.parent.absolute()}
+    about = {
+        "versions": used,
+        "cores": usable_cores(),
+        "name": page.name,
+        "home": page.parent.absolute(),
+        "line": _line,
+    }
     write_text(page, text.render(documents=documents, **about))

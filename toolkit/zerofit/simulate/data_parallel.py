@@ -23,8 +23,9 @@ from torch.nn.parallel import comm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.tracker import is_counted
+from zerofit.models.inputs import ImageInputs
 
+GPUS = 2
 STEPS = 2  # the first makes the optimizer's states
 
 
@@ -76,7 +77,7 @@ class DeviceMemory(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         finally:
             self.is_inside = False
-        if is_counted(func):
+        if not func.is_view:
             inputs = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             device = next(map(self.device_of, inputs), 0) if self._target is None else self._target
             for tensor in tree_leaves(out):
@@ -97,26 +98,21 @@ class DeviceMemory(TorchDispatchMode):
         self.live[self._places.pop(address)] -= size
 
 
-def data_parallel_costs(
-    build: Callable[[], nn.Module],
-    batch: Callable[[], tuple[Tensor, Tensor]],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    devices: int = 2,
-) -> DataParallelCosts:
-    """Return what a step of training a classifier under DataParallel costs each device.
+def data_parallel_costs(build: Callable[[], nn.Module], inputs: ImageInputs, batch: int) -> DataParallelCosts:
+    """Return what a step of SGD with momentum on a batch costs each of two GPUs.
 
-    `batch` makes inputs and labels of all devices together, which the script puts on the first one.
+    The script puts the batch and the model on the first one, as torch's documentation shows it.
     """
-    memory = DeviceMemory(devices)
+    memory = DeviceMemory(GPUS)
     with FakeTensorMode(allow_non_fake_inputs=True), memory, as_devices(memory):
-        model = nn.DataParallel(build(), device_ids=list(range(devices)))
-        stepped = optimizer(model.parameters())
+        model = nn.DataParallel(build(), device_ids=list(range(GPUS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
         for _ in range(STEPS):
-            memory.peak, memory.sent, memory.received = list(memory.live), [0] * devices, [0] * devices
-            x, y = batch()
-            stepped.zero_grad()
+            memory.peak, memory.sent, memory.received = list(memory.live), [0] * GPUS, [0] * GPUS
+            x, y = torch.empty(batch, inputs.channels, inputs.size, inputs.size), torch.empty(batch, dtype=torch.long)
+            optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
-            stepped.step()
+            optimizer.step()
     return DataParallelCosts(peak=tuple(memory.peak), sent=tuple(memory.sent), received=tuple(memory.received))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.comparing.ranks import one_server
-from zerofit.app.documents import parallel_training, several_devices, shared_models
+from zerofit.app.documents import batch_sizes, parallel_training, several_devices, shared_models
 from zerofit.app.documents.bench import Bench
 from zerofit.report.documents import TeachingDocument, write_documents
 from zerofit.spec.errors import Problems, nearest
@@ -16,6 +16,7 @@ from zerofit.spec.events import OnEvent
 
 DOCUMENTS: dict[str, Callable[[Bench], TeachingDocument]] = {
     "000": parallel_training.document,
+    "001": batch_sizes.document,
     "002": several_devices.document,
     "003": shared_models.document,
 }
