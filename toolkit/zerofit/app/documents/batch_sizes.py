@@ -22,7 +22,7 @@ HOURS = {"COCO": (115_000, 40.0), "Open Images": (1_740_000, 40.0 * 24)}  # samp
 GPU, GPUS = "v100-16gb", 8
 TEXT = f"""`{MODEL}` ({PARAMETERS:,} parameters) on scikit-learn's {SAMPLES:,} training digits of 8x8 pixels, SGD
 with momentum 0.9. The remaining digits are divided into 180 for validation and 179 for the test score, which is
-that of the epoch with the best validation score. Seconds are of one core, without evaluation. A time with "~" is
+that of the epoch with the best validation score. Seconds are of one rank, without evaluation. A time with "~" is
 extrapolated from the epochs that were trained."""
 FIXED_TEXT = f"All sizes have the learning rate {LR}."
 TUNED_TEXT = f"""Each size was run with {LR} and with {LEAST_RATES} times its square root. Its row is of the
@@ -37,7 +37,7 @@ def document(bench: Bench) -> TeachingDocument:
     for epochs in dict.fromkeys(FEWER.get(size, EPOCHS) for size in SIZES):
         sizes = [size for size in SIZES if FEWER.get(size, EPOCHS) == epochs]
         fixed += _rows(bench, f"001-fixed-{epochs}", sizes=sizes, epochs=epochs, lr=LR)
-    tried = [fixed]
+    tried: list[Sequence[SizeRow]] = [fixed]
     for number, least in enumerate(LEAST_RATES):
         for name, sizes, epochs in (("small", SMALL, FEW), ("large", [s for s in SIZES if s not in SMALL], EPOCHS)):
             lr = least * min(sizes) ** 0.5
