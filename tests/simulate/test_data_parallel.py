@@ -20,6 +20,17 @@ def test_one_linear_layer_by_hand():
     assert costs.peak[1] == weights + half_input + half_logits
 
 
+def test_statistics_of_batch_norm_travel_at_every_step():
+    inputs = ImageInputs(channels=1, size=2, classes=3)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False))
+
+    costs = data_parallel_costs(build, inputs, 6)
+    weights, statistics, half_input, half_logits = 48 + 2 * 16, 2 * 16 + 8, 3 * 16, 3 * 12
+    assert costs.sent == (weights + statistics + half_input + half_logits, half_logits + weights)
+
+
 def test_the_first_gpu_has_the_optimizer_and_all_inputs():
     inputs = ImageInputs(channels=3, size=112, classes=10)
     costs = data_parallel_costs(lambda: simplecnn_112(inputs), inputs, 32)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -125,12 +125,12 @@ def as_devices(memory: DeviceMemory) -> Iterator[None]:
         return [memory.copy(part, device) for part, device in zip(parts, devices, strict=False)]
 
     def broadcast(tensors: Any, devices: Any, buffer_bytes: int) -> list[list[Tensor]]:
-        found = [list(tensors), *([] for _ in devices[1:])]
-        for chunk in _take_tensors(tensors, buffer_bytes):
+        found: list[list[Tensor]] = [[] for _ in devices[1:]]
+        for chunk in _take_tensors(tensors, buffer_bytes):  # of one type each
             flat = _flatten_dense_tensors(chunk)
-            for device, copies in zip(devices[1:], found[1:], strict=True):
+            for device, copies in zip(devices[1:], found, strict=True):
                 copies += _unflatten_dense_tensors(memory.copy(flat, device), chunk)
-        return found
+        return [list(tensors), *(list(_reorder_tensors_as(copies, tensors)) for copies in found)]
 
     def gather(tensors: Any, dim: int, device: int) -> Tensor:
         for tensor in tensors:
