@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from matplotlib import colormaps
+from PIL import Image
+
 from zerofit.app.comparing.laboratory import Done, Experiment
 from zerofit.app.comparing.rows import Comparison, SizeRow
 from zerofit.app.documents.several_devices import EPOCHS, _accuracies, _doubled, _sums, run_collectives
+from zerofit.report.documents import draw_epochs
 
 
 def test_two_ranks_add_up_and_share_a_matrix():
@@ -32,6 +36,13 @@ def test_what_devices_and_what_seeds_change():
     first, second = _accuracies(one, two)
     assert (first.theirs, first.ours, second.theirs, second.ours) == ("0.80", "0.85", "0.84", "0.85")  # means of seeds
     assert "differ by 0.010 at most, with another seed by up to 0.100" in second.why
+
+
+def test_the_picture_has_the_lines_of_runs_that_ended(tmp_path):
+    draw_epochs({"1 device": [[0.1, 0.8], [0.1, 0.9]], "2 devices": []}, "accuracy", tmp_path / "x.png")
+    shown = {colour for _, colour in Image.open(tmp_path / "x.png").convert("RGB").getcolors(700 * 360)}
+    first, second = (tuple(round(255 * part) for part in colormaps["viridis"](at)[:3]) for at in (0.0, 0.75))
+    assert first in shown and second not in shown
 
 
 def test_a_run_that_failed_has_no_figures():

@@ -115,3 +115,22 @@ def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
         "line": _line,
     }
     write_text(page, text.render(documents=documents, **about))
+
+
+def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:
+    """Draw a line over the epochs for each run into a PNG; runs of one name share a colour. `label`: of the values."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import MaxNLocator
+
+    canvas = Canvas(figsize=(7, 3.6), layout="constrained")
+    axes, shades = canvas.subplots(), colormaps["viridis"]
+    for number, (name, runs) in enumerate(lines.items()):
+        for first, values in zip((name, *[None] * len(runs)), runs, strict=False):
+            axes.plot(range(1, len(values) + 1), values, color=shades(0.75 * number), marker=".", label=first)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend()
+    canvas.savefig(out, dpi=100)

@@ -16,7 +16,7 @@ from zerofit.app.comparing.laboratory import Done
 from zerofit.app.documents.bench import Bench
 from zerofit.compare.collectives import COLUMNS, ROWS
 from zerofit.models.presets import NAMED
-from zerofit.report.documents import Evidence, Figure, TeachingDocument
+from zerofit.report.documents import Evidence, Figure, TeachingDocument, draw_epochs
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.foreign import read_json
 
@@ -49,7 +49,7 @@ def document(bench: Bench) -> TeachingDocument:
         figures=[*_parameters(), *_sums(seen), *_accuracies(one, two), *_doubled(doubled)],
         evidence=[
             _collectives(seen),
-            _curves(one, two),
+            _curves(bench, one, two),
             bench.evidence(doubled, "ResNet-18: batch and learning rate doubled on two devices", text=text),
         ],
     )
@@ -148,8 +148,11 @@ def _collectives(seen: Sequence[dict[str, Any]]) -> Evidence:
     )
 
 
-def _curves(one: Done, two: Done) -> Evidence:
-    """Return test accuracy against epochs, a row for each run."""
+def _curves(bench: Bench, one: Done, two: Done) -> Evidence:
+    """Return test accuracy against epochs, a row and a line for each run."""
+    picture = bench.folder / "rows" / "002-lenet.png"
+    lines = {"1 device": _test_accuracies(one).tolist(), "2 devices": _test_accuracies(two).tolist()}
+    draw_epochs(lines, "test accuracy of LeNet", picture)
     rows = [
         [str(row.ranks), str(row.seed), *(f"{point['test_accuracy']:.3f}" for point in row.curve or ())]
         for done in (one, two)
@@ -163,6 +166,7 @@ def _curves(one: Done, two: Done) -> Evidence:
         columns=["devices", "seed", *(f"epoch {n}" for n in range(1, EPOCHS + 1))],
         rows=rows,
         notes=[*(reason for done in (one, two) for _, reason in done.compared.missing()), fashion],
+        picture=picture,
         figures={"1": one.compared.to_dict(), "2": two.compared.to_dict()},
     )
 
