@@ -9,10 +9,11 @@ import pytest
 from zerofit.app.comparing.laboratory import flags
 from zerofit.app.documents import shared_models
 from zerofit.app.documents.bench import Bench
-from zerofit.app.documents.shared_models import COMMON, TRAININGS, drawing, trained
+from zerofit.app.documents.shared_models import COMMON, TRAININGS, drawing, train_all, trained
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.options import given
 from zerofit.cli.train import train
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.run import Run, load_run
 
 
@@ -22,6 +23,22 @@ def test_the_command_on_the_page_is_the_training(name):
     options = given(train.make_context("train", words).params)
     fields = {key: value for key, value in options.items() if key in Run.model_fields}
     assert load_run(None, {"model": options["target"], **fields}).run == Run(**COMMON | TRAININGS[name])
+
+
+def test_one_that_fails_is_a_reason_and_is_tried_again(tmp_path, monkeypatch):
+    def fails(bench, name):
+        if name == "VGG":
+            raise RunFailed(Problem(kind="out-of-memory", message="rank 0: out of memory", hint=""))
+        return {"steps": 1}
+
+    bench = Bench(tmp_path / "documents")
+    monkeypatch.setattr(shared_models, "trained", fails)
+    kept, missing = train_all(bench)
+    assert [*kept] == ["Transformer", "BERT", "ResNet", "GAN"] and missing == ["VGG: rank 0: out of memory"]
+    monkeypatch.setattr(shared_models, "trained", lambda bench, name: {"steps": 2})
+    kept, missing = train_all(bench)
+    assert {name: row["steps"] for name, row in kept.items()} == {name: 1 + (name == "VGG") for name in TRAININGS}
+    assert not missing
 
 
 def test_a_gan_leaves_a_row_and_a_drawing(tmp_path, monkeypatch, pools):
