@@ -33,8 +33,8 @@ SLOW = "VGG's many parameters take seconds a step on processor cores. Its few st
 TRAININGS: dict[str, dict[str, Any]] = {
     "Transformer": {"model": "llama-tiny", **TEXT, "steps": 40},
     "BERT": {"model": "bert-base", "model_args": SMALL_BERT, **TEXT, "steps": 40},
-    "VGG": {"model": "vgg11_bn", **PIXELS, "ranks": 1, "steps": 6, "lr": 0.05},  # 0.5 GB of gradients a step on two
-    "ResNet": {"model": "resnet18", **PIXELS, "steps": 25},
+    "VGG": {"model": "vgg11_bn", **PIXELS, "ranks": 1, "steps": 8, "lr": 0.02},  # 0.5 GB of gradients a step on two
+    "ResNet": {"model": "resnet18", **PIXELS, "steps": 40},
     "GAN": {
         "model": "dcgan",
         "model_args": {"width": 32},
