@@ -21,7 +21,7 @@ def test_three_classes_and_one_channel(name):
     check_forward(model, find(name), inputs)
 
 
-@pytest.mark.parametrize("name", ["simplecnn", "lenet", "mlp", "resnet18-small", "resnet18-bias"])
+@pytest.mark.parametrize("name", ["simplecnn", "lenet", "mlp", "resnet18-small"])
 @pytest.mark.parametrize(("channels", "size", "classes"), [(1, 8, 10), (1, 28, 10), (3, 32, 7), (3, 224, 2)])
 def test_our_classifiers_fit_their_images(name, channels, size, classes):
     inputs = ImageInputs(channels=channels, size=size, classes=classes)
