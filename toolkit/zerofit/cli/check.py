@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -163,12 +164,12 @@ def _unread(name: str, error: UserError) -> UnreadFile:
 
 
 def _show_total(reports: CheckReports) -> None:
-    """Print the version that was judged by and, of several files, how many are at fault."""
-    from zerofit.check.catalog import catalog
-
+    """Print, of several files, how many are at fault, and the version that was judged by."""
+    if not reports.several:
+        return
     faulty = [one for one in reports.results if isinstance(one, UnreadFile) or one.errors]
-    total = f"{len(reports.results)} files, {len(faulty)} with errors; " if reports.several else ""
-    click.echo(f"{total}judged by DeepSpeed {catalog().version}", err=True)
+    total = f"{len(reports.results)} files, {len(faulty)} with errors"
+    click.echo(f"{total}; judged by DeepSpeed {version('deepspeed')}", err=True)
 
 
 @click.command()
@@ -201,7 +202,13 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     result = report.result
     if several and not (result.findings or report.new_text or report.explained):
         return
-    click.echo(f"{result.file}: {result.reader.sentence()}", err=True)
+    errors, warnings = len(result.errors), len(result.warnings)
+    total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    total = total if result.findings else "nothing wrong"
+    if result.allowed_ranks:
+        total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
+    judge = "" if several else f"; judged by DeepSpeed {version('deepspeed')}"
+    click.echo(f"{result.file}: {total}; {result.reader.sentence()}{judge}", err=True)
     show_findings(result, every, err=report.resolved is not None)
     if report.resolved:
         print(json.dumps(report.resolved.config, indent=2))
@@ -219,12 +226,6 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
         click.echo("nothing to change" if result.errors or report.migrated else "nothing to fix", err=True)
     for line in report.undecided:
         click.echo(f"{style('for you to decide', fg='yellow')}: {line}", err=True)
-    errors, warnings = len(result.errors), len(result.warnings)
-    total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-    total = total if result.findings else "nothing wrong"
-    if result.allowed_ranks:
-        total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
-    click.echo(f"{result.file}: {total}", err=True)
 
 
 def _show_explained(report: CheckReport) -> None:
