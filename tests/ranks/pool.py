@@ -1,4 +1,4 @@
-"""Ranks that are started once, through the deepspeed launcher, and train many jobs: a launch costs 10 s and more."""
+"""Ranks that are started once and train many jobs: a launch costs 10 s and more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -110,13 +111,17 @@ class RankPool:
         self._inbox = self._inbox / f"pool-{time.time_ns()}"
         self._inbox.mkdir(parents=True)
         self._number = 0
-        machine = this_machine()
+        machine, port = this_machine(), free_port()
+        served = ["zerofit.spec.server_process", "tests.ranks.server", str(self._inbox)]
+        group = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # forked ranks cannot use GPUs that the process before them has asked for
+        forks = machine.accelerator == "cpu"
+        argv = [sys.executable, "-m", *served] if forks else [*launcher(self.ranks, port), "--module", *served]
         with (self._inbox / "log").open("wb") as log:
-            served = ["--module", "zerofit.spec.server_process", "tests.ranks.server", str(self._inbox)]
             self._process = subprocess.Popen(
-                [*launcher(self.ranks, free_port()), *served],
+                argv,
                 cwd=ROOT,
-                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": PATHS},
+                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": PATHS} | group,
                 stdout=log,
                 stderr=log,
             )

@@ -1,7 +1,9 @@
-"""One rank of a pool: joins the process group once, then trains every job that is put before it.
+"""The ranks of a pool, forked from one process that has imported torch and DeepSpeed: 3 s of CPU once, not for each.
 
-`python -m zerofit.spec.server_process tests.ranks.server FOLDER`, started by the deepspeed launcher. A job is
-FOLDER/NNNN.job, which holds the path of a run folder; each rank answers with FOLDER/NNNN.rankR: "ok" or a traceback.
+`python -m zerofit.spec.server_process tests.ranks.server FOLDER`, with WORLD_SIZE and the master's address in the
+environment; where DeepSpeed's launcher has put RANK there too, it is that rank alone. Each rank joins the process group
+once, then trains every job that is put before it. A job is FOLDER/NNNN.job, which holds the path of a run folder; each
+rank answers with FOLDER/NNNN.rankR: "ok" or a traceback.
 """
 
 from __future__ import annotations
@@ -40,9 +42,34 @@ MODULES = (groups, parallel_state_sp)
 
 
 def serve() -> None:
+    """Fork the ranks; where one fails, the others end with it, as under DeepSpeed's launcher."""
     end_with_parent()
     faulthandler.register(signal.SIGUSR1)  # the pool asks hanging ranks where they are
-    inbox = Path(sys.argv[-1])
+    if "RANK" in os.environ:
+        _serve(Path(sys.argv[-1]))
+    gc.freeze()  # what is imported, half a million objects, is not walked through by collections, and stays shared
+    ranks = list[int]()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        child = os.fork()
+        if child == 0:
+            end_with_parent()
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
+            try:
+                _serve(Path(sys.argv[-1]))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)  # `_serve` ends by itself
+        ranks.append(child)
+    while ranks:
+        child, status = os.wait()
+        ranks.remove(child)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+
+
+def _serve(inbox: Path) -> None:
     engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
     # DeepSpeed refuses fp16 where a CPU has no instructions for it, although torch computes it everywhere
     type(get_accelerator()).is_fp16_supported = lambda _: True
@@ -56,7 +83,7 @@ def serve() -> None:
         if not job.exists():
             time.sleep(0.05)
             continue
-        gc.freeze()  # what is imported, half a million objects, is not walked through by the job's collections
+        gc.freeze()  # what has been imported since
         word = _do(RunFolder(Path(job.read_text())), rank)
         aside = inbox / f".{number:04}.rank{rank}"
         aside.write_text(word)
