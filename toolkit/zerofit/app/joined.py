@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class _Leading:
     def __init__(self, world: World, report: Reporter, anyway: bool):
         self._world, self._report, self._anyway = world, report, anyway
         self._meeting = Meeting(world)
-        self._watch: Watch | None = None  # once the others are guards
+        self._watch: Watch | None = None  # once the others become guards
 
     def train(self, asked: RunRequest) -> TrainingResult:
         """Prepare the run on all hosts, start its ranks and supervise them."""
@@ -87,18 +87,19 @@ class _Leading:
             self._meeting.keep(FOLDER, str(prepared.folder.path))
             if several:
                 self._check_folder(prepared.folder, hosts)
-            self._watch = Watch("" if several else LOOPBACK)  # open to the end of the process: the guards stay so long
+            watch = Watch("" if several else LOOPBACK)  # open to the end of the process: the guards stay so long
             threads = threads_of(members, hosts)
-            site = self._site(prepared, hosts, {"OMP_NUM_THREADS": str(threads)} if threads else {})
+            site = self._site(prepared, hosts, watch, {"OMP_NUM_THREADS": str(threads)} if threads else {})
             signals = {"attempt": self._world.attempt, "handle_signals": True}
-            return train_at(site, prepared, self._watch, self._report, **signals)
+            return train_at(site, prepared, watch, self._report, **signals)
 
     def dismiss(self, code: int) -> None:
         """Have all other processes end with this exit code."""
         if self._watch:
             self._watch.send_all({"code": code})
         else:
-            self._meeting.dismiss(code)
+            with suppress(RuntimeError):  # torchrun's store is gone
+                self._meeting.dismiss(code)
 
     def _request(self, asked: RunRequest) -> RunRequest:
         """Return the request for as many ranks as there are; that of a restart goes on. Raises UserError."""
@@ -123,7 +124,7 @@ class _Leading:
                 problems.add("output-not-shared", f"on {names[rank]}: {answer}", hint, names[rank])
         problems.raise_if_any()
 
-    def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], extra: dict[str, str]) -> LaunchSite:
+    def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:
         """Return the site of ranks whose processes are there: what it starts is the guard of the first."""
         world, machine = self._world, prepared.machine
         several = len(hosts) > 1
@@ -132,6 +133,7 @@ class _Leading:
 
         def argv(spec: str) -> list[str]:
             self._meeting.order(spec=spec)
+            self._watch = watch
             return [sys.executable, str(GUARD), spec]
 
         return LaunchSite(

@@ -23,7 +23,7 @@ from zerofit.spec.errors import DoesNotFit, ModelError, Problem, RunFailed, Stop
 from zerofit.spec.files import cache_root
 from zerofit.spec.process import stop_requests
 
-FINDING, BAD_INPUT, FAILED, INTERNAL, RUN_AGAIN, STOPPED = 1, 2, 3, 70, 75, 130
+BAD_INPUT, INTERNAL, STOPPED = 2, 70, 130  # beside those of the errors in zerofit.spec.errors
 
 
 class Result(Protocol):

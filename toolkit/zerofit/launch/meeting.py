@@ -71,9 +71,10 @@ class Meeting:
 
     def orders(self) -> Iterator[dict[str, Any]]:
         """Yield the first process's orders as they come. Raises RunFailed where it does not come, or is gone."""
-        self._all(["rank-0"], PATIENCE_S, lambda _: None)
         for number in itertools.count():
             try:
+                if number == 0:
+                    self._all(["rank-0"], PATIENCE_S, lambda _: None)
                 while not self._store.check([f"order-{number}"]):
                     time.sleep(LOOK_S)
                 yield json.loads(self._store.get(f"order-{number}"))
