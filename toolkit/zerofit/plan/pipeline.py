@@ -15,7 +15,7 @@ from zerofit.spec.mesh import AXES, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import LayerFacts
 from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Layout
-from zerofit.spec.stages import Bounds, StageLayers, cut_layers, stage_layers
+from zerofit.spec.stages import Bounds, PipelineStage, cut_layers, stage_layers
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -50,7 +50,7 @@ def stage_bounds(profile: Profile, stages: int) -> Bounds:
     return cut_layers([layer.parameters for layer in stack], [layer.trained for layer in stack], stages)
 
 
-def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[StageLayers, ...]:
+def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[PipelineStage, ...]:
     """Return what each stage of a layout holds; nothing without a pipeline."""
     if layout.pp == 1:
         return ()

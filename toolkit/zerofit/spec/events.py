@@ -52,7 +52,7 @@ class Event:
 
 
 def stages_event(stages: Sequence[Mapping[str, Any]]) -> Event:
-    """Return the event of a pipeline's stages, each `StageLayers` as a dictionary."""
+    """Return the event of a pipeline's stages, each `PipelineStage` as a dictionary."""
     return Event(kind="stages", text=f"layers on {len(stages)} pipeline stages", data={"stages": stages})
 
 
@@ -132,7 +132,7 @@ class Reporter:
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
 
     def stages(self, stages: Sequence[Any]) -> None:
-        """Tell which ranks hold which layers of a pipeline (`StageLayers`)."""
+        """Tell which ranks hold which layers of a pipeline (`PipelineStage`)."""
         self.on_event(stages_event([asdict(stage) for stage in stages]))
 
     def result(self, text: str, data: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def _listed(value: Any) -> str:
 
 def _stages(value: Any) -> Any:
     """Return "auto" or the whole number above 0 that is meant. Raises ValueError."""
-    number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
+    number: Any = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if number == AUTO:
         return number
     if type(number) in (int, float) and 0 < number <= LARGEST and number == int(number):

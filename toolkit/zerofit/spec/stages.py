@@ -17,7 +17,7 @@ Bounds = tuple[tuple[int, int], ...]  # first and last layer (exclusive) of each
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageLayers:
+class PipelineStage:
     """The layers of one pipeline stage, and the ranks that hold them."""
 
     stage: int
@@ -26,7 +26,7 @@ class StageLayers:
     parameters: int  # of all its layers; with tensor or expert parallelism its ranks divide them
 
 
-def stages_of(job: Job) -> tuple[StageLayers, ...]:
+def stages_of(job: Job) -> tuple[PipelineStage, ...]:
     """Return the stages of a job; none where no pipeline cuts it, or a measurement at the start decides."""
     run, layout, stack = job.run, job.layout, job.facts.stack
     if layout.pp == 1 or run.pipeline_balance == "time":
@@ -38,7 +38,7 @@ def stages_of(job: Job) -> tuple[StageLayers, ...]:
 
 def stage_layers(
     stack: Sequence[LayerFacts], bounds: Bounds, layout: Layout, schedule: PipelineSchedule
-) -> tuple[StageLayers, ...]:
+) -> tuple[PipelineStage, ...]:
     """Return what each stage of a layout holds of layers that are cut at these bounds."""
     ranks = list(zip(*ranks_along(layout, "pp"), strict=True))
     found = []
@@ -46,7 +46,7 @@ def stage_layers(
         parts = [stack[slice(*bounds[part])] for part in parts_of_stage(stage, layout.pp, schedule)]
         held = {layer.tied or layer.name: layer.parameters for layer in chain(*parts)}
         names = tuple(tuple(layer.name for layer in part) for part in parts)
-        found.append(StageLayers(stage=stage, ranks=ranks[stage], parts=names, parameters=sum(held.values())))
+        found.append(PipelineStage(stage=stage, ranks=ranks[stage], parts=names, parameters=sum(held.values())))
     return tuple(found)
 
 

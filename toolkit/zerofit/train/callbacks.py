@@ -19,7 +19,7 @@ from typing import Any, NotRequired, TypedDict
 from zerofit.spec.errors import Problems
 from zerofit.spec.files import open_jsonl
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.spec.stages import StageLayers
+from zerofit.spec.stages import PipelineStage
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
 
@@ -158,7 +158,7 @@ class EventLog(Callback):
         """Note what was decided on the way."""
         self._write("note", text=text)
 
-    def stages(self, stages: Sequence[StageLayers]) -> None:
+    def stages(self, stages: Sequence[PipelineStage]) -> None:
         """Note which ranks hold which layers of a pipeline."""
         self._write("stages", stages=[asdict(stage) for stage in stages])
 

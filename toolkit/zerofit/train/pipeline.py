@@ -30,7 +30,7 @@ from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job
-from zerofit.spec.stages import StageLayers, cut_layers, stage_layers
+from zerofit.spec.stages import PipelineStage, cut_layers, stage_layers
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.expert_split import build_spread, make_expert_groups, published_names
@@ -296,7 +296,7 @@ class _Tied(TiedLayerSpec):
 
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
-) -> tuple[list[Layer], list[int], tuple[StageLayers, ...], HeadLoss | None, RouterLoss | None]:
+) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
     """Return all layers (only this stage's have memory), the parts' bounds, the stages, and what the losses are of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
