@@ -23,8 +23,8 @@ WAYS_TEXT = """80 of scikit-learn's digits, enlarged to 3x112x112 and randomly c
 image folder is. One device is one CPU rank with one core; the other ways share the batch of 32 among two ranks.
 `torch.nn.DataParallel` needs two CUDA devices: `threads` does the same by hand on a CPU, and the next table
 forecasts it for GPUs. Autocast with GradScaler is `amp-fp16`, DeepSpeed is `zero2`."""
-ROUNDING = """Weights of the ways that share the batch differ from those of one device by rounding: sums are taken in
-another order, and training amplifies it. In float64 they agree to 1e-15 after ten steps, in float32 to 1e-6."""
+ROUNDING = """Weights of the ways that share the batch differ from those of one device by rounding only: sums are
+taken in another order, and training amplifies it. `amp-fp16` computes products in 16 bits."""
 THREADS_TEXT = """torch's own `nn.DataParallel` runs on fake tensors for two GPUs, and zerofit notes what every
 operation allocates on each of them and what they copy to each other in one step, for the batch of both GPUs
 together. The last column is what a rank of DistributedDataParallel sends with a ring all-reduce of 2 ranks: its
@@ -134,7 +134,8 @@ def _large_trainings(bench: Bench) -> dict[str, Any]:
 def _large_table(large: dict[str, Any]) -> Evidence:
     rows = []
     for name, found in large.items():
-        figures = [shown_bytes(found["peak_bytes"]), f"{found['step_s']:.3g} s", _hours(found)]
+        step = f"{found['step_s']:.3g} s" if found["step_s"] < 100 else f"{found['step_s']:,.0f} s"
+        figures = [shown_bytes(found["peak_bytes"]), step, _hours(found)]
         rows.append([name, found["layout"], *figures, f"`{found['command']}`"])
     columns = ["training", "best layout", "memory of a GPU", "step", "time", "command"]
     return Evidence(title="Hours of large trainings", text=LARGE_TEXT, columns=columns, rows=rows, figures=large)
