@@ -22,8 +22,8 @@ class Bench:
     def __init__(self, folder: Path, on_event: OnEvent | None = None):
         """Use a new folder, or one of the same command. Raises UserError for any other."""
         self.report, self._on_event = Reporter(on_event), on_event
+        self.folder = folder
         self._store = RowStore(folder, "documents", {"job": {"model": "documents"}})
-        self.folder = self._store.folder  # absolute
 
     def compare(self, name: str, model: str, kind: str, question: str = "", **options: Any) -> Done:
         """Do one of `zerofit compare`'s experiments; `options` are fields of the run and options of the comparison."""

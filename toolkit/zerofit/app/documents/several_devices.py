@@ -150,7 +150,7 @@ def _collectives(seen: Sequence[dict[str, Any]]) -> Evidence:
 
 def _curves(bench: Bench, one: Done, two: Done) -> Evidence:
     """Return test accuracy against epochs, a row and a line for each run."""
-    picture = bench.folder / "rows" / "002-lenet.png"
+    picture = bench.folder.absolute() / "rows" / "002-lenet.png"
     lines = {"1 device": _test_accuracies(one).tolist(), "2 devices": _test_accuracies(two).tolist()}
     draw_epochs(lines, "test accuracy of LeNet", picture)
     rows = [

@@ -114,7 +114,7 @@ def trained(bench: Bench, name: str) -> dict[str, Any]:
 
 def drawing(bench: Bench) -> Path:
     """Return the file of the GAN's drawing."""
-    return bench.folder / "rows" / "003-drawing.png"
+    return bench.folder.absolute() / "rows" / "003-drawing.png"
 
 
 def _of(done: Done, strategy: str, show: Callable[[StrategyRow], str]) -> str:
