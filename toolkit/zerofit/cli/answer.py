@@ -116,7 +116,7 @@ def _write_traceback(error: Exception) -> Path:
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
     """Say what is wrong, on standard error for people and as the last line of standard output for scripts."""
     for problem in problems:
-        label = "" if code in (RUN_AGAIN, STOPPED) else f"{style('error', fg='red', bold=True)}: "
+        label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)
         if problem.where:
             click.echo(f"   at: {problem.where}", err=True)
