@@ -9,6 +9,7 @@ import pytest
 
 from tests.simulate.script.scripts import CONFIG, facts, refused, simulated
 from zerofit.app.script_simulation import simulate_script
+from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 
@@ -387,6 +388,31 @@ def test_changes_of_the_json_are_simulated(folder):
     assert set(rows) == {"ds.json: buckets of 10,000,000 elements"} and offload.host_node_bytes > third.host_node_bytes
     (folder / "ds.json").write_text(json.dumps({**CONFIG, "zero_optimization": {"stage": 3}}))
     assert simulated(LOOP).peak_bytes == third.peak_bytes
+
+
+TRAINER = """\
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2, vocab_size=256)
+rows = [{"input_ids": torch.zeros(64, dtype=torch.long), "labels": torch.zeros(64, dtype=torch.long)}] * 64
+args = TrainingArguments("out", per_device_train_batch_size=8, bf16=True, report_to="none")
+Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows).train()
+"""
+
+
+def test_a_trainer_without_deepspeed_is_tried_with_it(folder):
+    """Each change of TrainingArguments is what the script with these arguments needs; it is written with "auto"."""
+    rows = {row.change: row for row in simulated(TRAINER).knobs()}
+    changes = ("gradient_checkpointing=True", "deepspeed='zero3.json'")
+    assert {f"TrainingArguments({change})" for change in changes} < set(rows)
+    best = rows["TrainingArguments(gradient_checkpointing=True, deepspeed='zero3.json')"]
+    assert best.config == "zero3"
+    write_for_trainer("zero3", folder / "zero3.json")
+    assert json.loads((folder / "zero3.json").read_text())["train_micro_batch_size_per_gpu"] == "auto"
+    for changed, row in ((changes[0], rows[f"TrainingArguments({changes[0]})"]), (", ".join(changes), best)):
+        result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {changed}"))
+        assert (result.peak_bytes, result.reserved_bytes) == (row.peak_bytes, row.reserved_bytes)
+    assert not any("deepspeed" in row.change for row in result.knobs())  # it has it
 
 
 def test_weights_that_cannot_be_simulated(folder):
