@@ -112,8 +112,8 @@ def test_several_dimensions_are_planned_and_drawn(stored):
     layouts = asked(*flags)["layouts"]
     assert {(one["dp"], one["tp"], one["pp"], one["zero_stage"]) for one in layouts} <= {(2, 2, 2, 0), (2, 2, 2, 1)}
     rows = run(*flags, "--show-mesh").stdout.splitlines()
-    (last,) = (row for row in rows if "stage 1" in row)
-    assert [cell.strip() for cell in last.strip("│").split("│")] == ["stage 1", "4-5", "6-7"]
+    (last,) = (row for row in rows if row.startswith("stage 1"))
+    assert last.split() == ["stage", "1", "4-5", "6-7"]
 
 
 def test_nothing_fits_is_a_finding(stored):

@@ -32,7 +32,7 @@ def test_a_trial_that_crashed(reason, capsys):
     printed = capsys.readouterr().out
     assert reason in printed
     assert "ZeRO [2]" in printed
-    assert "written: tuned[/b]/run.yaml" in printed
+    assert "tuned[/b]/run.yaml" in printed
 
 
 @pytest.mark.parametrize("reason", REASONS)

@@ -67,7 +67,8 @@ def test_a_run_file_with_a_flag_over_it(tmp_path, monkeypatch):
     assert set(env["versions"]) == {"zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate"}
 
 
-def test_the_end_shows_what_was_measured_beside_its_forecast(capsys):
+def test_the_end_shows_what_was_measured_beside_its_forecast(capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # else the end says how to get the command
     row = {"measured": 3 << 29, "forecast": 1 << 30, "difference": 0.5}
     result = TrainingResult(
         run_dir="run",
@@ -85,7 +86,9 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys):
     )
     show(result)
     lines = capsys.readouterr().out.splitlines()
-    shown = {line[2:22].rstrip(): line[23:] for line in lines if line.startswith("  ")}
+    assert lines[1] == "DONE  3 steps on 1 rank, ZeRO-0"
+    shown = {line[:22].rstrip(): line[22:] for line in lines[2:]}
+    assert shown.pop("run folder") == "run"
     assert shown == {
         "training loss": "1.0000",
         "memory": "1.50 GiB  (1.00 GiB forecast, +50.0%)",

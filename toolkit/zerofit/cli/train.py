@@ -115,7 +115,7 @@ def show(result: TrainingResult) -> None:
     figures |= {FIGURES[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = result.run_dir
     if shutil.which("zerofit") is None:
-        figures["next"] = f"source {sys.prefix}/bin/activate, and the command is `zerofit`"
+        figures["next"] = f"source {sys.prefix}/bin/activate"
     print_facts(stdout(), figures.items(), indent=22)
     if result.sample:
         click.echo("\nA sample of what it writes:\n")

@@ -91,20 +91,29 @@ def show(result: TuneResult) -> None:
         {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
         for number, row in enumerate(result.trials, start=1)
     ]
-    keep = ("", "configuration", "measured", "forecast", "+-", "note")
+    keep = ("", "configuration", "measured", "forecast", "+-")
     table = fitting_table(console, rows, ("measured", "forecast", "+-"), keep, "configuration")
     for row, line in zip(result.trials, table.rows, strict=True):
         line.style = "bold green" if row.trial.measured_step_s == result.step_s else None
     console.print(table)
+    notes = [
+        (f"trial {number}", note) for number, row in enumerate(result.trials, start=1) if (note := _note(row.trial))
+    ]
+    print_facts(console, notes)
     print_facts(console, [("regret", _regret(result.regret)), *(("written", str(path)) for path in result.written)])
 
 
 def _figures(trial: Trial) -> dict[str, str]:
-    measured, note = trial.status, trial.reason[:REASON]
-    if trial.measured_step_s is not None:
-        measured, note = f"{trial.measured_step_s:.4f} s", "cut short" if trial.cut_short else "-"
+    measured = trial.status if trial.measured_step_s is None else f"{trial.measured_step_s:.4f} s"
     spread = "-" if trial.spread is None else f"{trial.spread:.1%}"
-    return {"forecast": f"{trial.forecast_step_s:.4f} s", "measured": measured, "+-": spread, "note": note or "-"}
+    return {"forecast": f"{trial.forecast_step_s:.4f} s", "measured": measured, "+-": spread}
+
+
+def _note(trial: Trial) -> str:
+    """Return why a trial has no figure, or that it was cut short; "" for all others."""
+    if trial.measured_step_s is None:
+        return trial.reason[:REASON]
+    return "cut short" if trial.cut_short else ""
 
 
 def _regret(regret: Regret) -> str:
