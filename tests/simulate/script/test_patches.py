@@ -160,6 +160,10 @@ PATCHES = {
             )
         ],
     ),
+    "replaced_arguments": (
+        ["transformers:TrainingArguments.__post_init__"],
+        [Reason("transformers.training_args", "TrainingArguments.__post_init__", "self", "self.deepspeed")],
+    ),
     "trainer_arguments": (["transformers:Trainer.__init__"], []),
     "batches": ([f"{DATA}:_BaseDataLoaderIter.__next__"], []),
 }
