@@ -40,7 +40,7 @@ TASK_EVERY_S = 5.0  # between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 NAMED = 4  # hosts in one line
 GAP = 2  # blanks between columns of a table
-WRAPPED = 30  # letters of the column that may wrap, at least
+WRAPPED = 40  # letters of the column that may wrap, at least
 _UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
 
 
