@@ -110,6 +110,15 @@ def test_bad_input_comes_all_at_once():
     assert error["where"] == "--rank"
 
 
+def test_a_json_is_written_only_where_it_can_be(tmp_path: Path):
+    (tmp_path / "there.json").write_text("mine")
+    args = ["llama-tiny", "--gpu", "l4", "--write-config"]
+    for name, kind in (("there.json", "exists"), ("nowhere/zero3.json", "bad-value")):
+        assert answer(*args, str(tmp_path / name), code=2)["error"]["kind"] == kind
+    assert answer(*args, str(tmp_path / "new.json"), "--no-knobs", code=2)["error"]["kind"] == "usage"
+    assert (tmp_path / "there.json").read_text() == "mine"
+
+
 def test_a_model_that_cannot_be_simulated_says_where():
     error = answer("tests.simulate.own:looks_at_values", "--gpus", "1", "--gpu", "l4", "--no-knobs", code=2)["error"]
     assert error["kind"] == "not-simulated"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
 from zerofit.simulate.assess import assess
 from zerofit.simulate.caching import MIB
+from zerofit.simulate.result import severity
 from zerofit.simulate.run import SimulatedRank, simulate
 from zerofit.simulate.verdict import (
     FITS,
@@ -131,3 +133,11 @@ def test_what_plan_calls_large_enough_a_simulation_lets_fit():
         needed = check_fit(planned(rank.target), PlannedLayout.of(rank.target.job), cluster(2, "l4")).device_bytes
         smallest = replace(cluster(2, "l4"), device_memory=round(needed) + 1)
         assert assess(rank, smallest).verdict == FITS
+
+
+def test_the_worst_rank_is_one_that_does_not_fit_whatever_others_reserve():
+    sizes = ((FITS, 9), (NOT, 1), (WITHIN, 5))
+    ranks: list[Any] = [SimpleNamespace(verdict=word, reserved_bytes=size) for word, size in sizes]
+    assert max(ranks, key=severity).verdict == NOT
+    ranks = [ranks[0], SimpleNamespace(verdict=FITS, reserved_bytes=10)]
+    assert max(ranks, key=severity).reserved_bytes == 10

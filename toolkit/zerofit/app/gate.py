@@ -19,8 +19,8 @@ from zerofit.simulate.alloc_conf import alloc_conf_of
 from zerofit.simulate.assess import assess
 from zerofit.simulate.endings import optional
 from zerofit.simulate.processes import end_server
-from zerofit.simulate.result import Simulation
-from zerofit.simulate.verdict import FITS, NOT, WITHIN
+from zerofit.simulate.result import Simulation, severity
+from zerofit.simulate.verdict import FITS, NOT, ORDER, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import by_name
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, UserError
@@ -228,9 +228,6 @@ class MemoryGate:
             self._report.warning(f"{problem.message}; started all the same")
 
 
-ORDER = (FITS, WITHIN, NOT)
-
-
 def _free(cluster: Cluster, rooms: Sequence[HostRoom]) -> Cluster:
     """Return nodes with the memory of the host that has least of it for a rank; as they are where none is known."""
     if not rooms:
@@ -281,7 +278,7 @@ def _device_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
     elif room.gpu_bytes is not None:
         shares = {id(rank): max(1, room.gpu_bytes) for rank in representing}
     assessed = [assess(rank, replace(cluster, device_memory=shares.get(id(rank)))) for rank in representing]
-    worst = max(assessed, key=lambda one: (ORDER.index(one.verdict), one.reserved_bytes))
+    worst = max(assessed, key=severity)
     here = room.place if len(room.ranks) == 1 else f"for each of {len(room.ranks)} ranks {room.place}"
     here += room.beside_reserved(on_gpus=not found.cluster.on_cpu)
     there = f"{shown_bytes(worst.device_total_bytes)} are free {here}"

@@ -16,7 +16,7 @@ from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.endings import note_failed
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak
+from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak, severity
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
 from zerofit.simulate.script.knobs import ScriptKnob, script_knobs
 from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
@@ -93,7 +93,7 @@ def simulate_script(
         one, *more = [_answer(*pair, cluster) for pair in zip(targets, records, strict=True)]
         assert isinstance(records[0], RankRecord)
         seen.append((targets[0], records[0], _with_longest(one, more[0]) if more else one))
-    target, record, worst = max(seen, key=lambda found: found[2].reserved_bytes)
+    target, record, worst = max(seen, key=lambda found: severity(found[2]))
     if trace is not None:
         write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
     names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
@@ -101,7 +101,6 @@ def simulate_script(
     return replace(
         worst,
         stages=peaks if len(peaks) > 1 else (),
-        fits=all(one.fits for *_, one in seen),
         trace=Path(trace) if trace is not None else None,
         seconds=round(time.perf_counter() - start, 1),
         simulate_knobs=ScriptKnobSimulations(target=target, seen=worst, cluster=cluster),

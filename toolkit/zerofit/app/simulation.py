@@ -20,7 +20,7 @@ from zerofit.simulate.assess import assess, decided
 from zerofit.simulate.endings import note_failed
 from zerofit.simulate.knobs import Knob, knobs
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.result import KnobResult, Simulation, StagePeak
+from zerofit.simulate.result import KnobResult, Simulation, StagePeak, severity
 from zerofit.simulate.run import SimulatedRank, heaviest_of
 from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
@@ -160,7 +160,7 @@ def simulate(
     if failed:
         raise UserError(*dict.fromkeys(failed))  # stages may fail alike
     stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
-    worst = max(stages, key=lambda stage: stage.reserved_bytes)
+    worst = max(stages, key=severity)
     names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
     if trace is not None:
         write_trace(Path(trace), trace_of_simulation(worst, prepared.job, prepared.inputs, cluster, report))
@@ -168,7 +168,6 @@ def simulate(
     return replace(
         worst,
         stages=peaks if len(peaks) > 1 else (),
-        fits=all(stage.fits for stage in stages),
         seconds=round(time.perf_counter() - start, 1),
         trace=Path(trace) if trace is not None else None,
         simulate_knobs=prepared.knobs(worst.rank, heaviest=rank is None, exact=exact),

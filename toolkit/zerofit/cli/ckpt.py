@@ -141,10 +141,7 @@ def show_list(result: CheckpointList) -> None:
     console.print(str(result.folder), soft_wrap=True)
     if rows:
         keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
-        table = fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state")
-        for line, look in zip(table.rows, styles, strict=True):
-            line.style = look
-        console.print(table)
+        console.print(fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state", styles))
     if result.checked == "sizes":
         console.print("checked: names and sizes of all files; --deep compares checksums", style="dim")
 

@@ -306,10 +306,8 @@ def _print_rows(result: Comparison[Any]) -> Console:
     console = out()
     names, rows = result.table()
     filled = [dict(zip(names, [*row, *["-"] * (len(names) - len(row))], strict=True)) for row in rows]
-    table = fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0])
-    for row, line in zip(result.rows, table.rows, strict=True):
-        line.style = STYLES.get(row.status)
-    console.print(table)
+    styles = [STYLES.get(row.status) for row in result.rows]
+    console.print(fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0], styles))
     for row in result.rows:
         if row.status != "ok":
             console.print(f"{result.name_of(row)}: {row.reason}", style="dim")

@@ -69,12 +69,17 @@ def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
 
 
 def fitting_table(
-    console: Console, rows: Sequence[Mapping[str, str]], right: Iterable[str], keep: Sequence[str], wraps: str
+    console: Console,
+    rows: Sequence[Mapping[str, str]],
+    right: Iterable[str],
+    keep: Sequence[str],
+    wraps: str,
+    styles: Sequence[str | None] | None = None,
 ) -> Table:
     """Return a table as wide as the console at most: columns are left out, and no cell is cut.
 
     Columns that are "-" in all rows are left out, then those that `keep` does not name, then those of `keep` from its
-    end on; its first four stay. The text of the column `wraps` may take several lines.
+    end on; its first four stay. The text of the column `wraps` may take several lines. `styles`: one a row.
     """
     names = [name for name in rows[0] if name in ("", wraps) or any(row[name] != "-" for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
@@ -87,8 +92,8 @@ def fitting_table(
     table.padding = (0, GAP, 0, 0)
     for column, name in zip(table.columns, names, strict=True):
         column.no_wrap = name != wraps
-    for row in rows:
-        table.add_row(*(row[name] for name in names))
+    for row, style in zip(rows, styles or [None] * len(rows), strict=True):
+        table.add_row(*(row[name] for name in names), style=style)
     return table
 
 

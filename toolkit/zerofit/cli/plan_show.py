@@ -31,7 +31,7 @@ RIGHT = ("", "memory", "margin", "host", "NVMe", "step", "tokens/s", "images/s",
 # columns by importance: a narrow terminal shows the first of them
 KEEP = ("", "layout", "memory", "step", "tokens/s", "images/s", "cost", "hours", "MFU", "margin", "host", "NVMe")
 
-MISFIT = ("", "layout", "memory", "margin", "step")
+MISFIT = ("", "layout", "memory", "margin", "step", "tokens/s", "images/s")
 
 
 def show(plan: Plan, mesh: bool, details: bool) -> None:
@@ -48,8 +48,9 @@ def show(plan: Plan, mesh: bool, details: bool) -> None:
     if shown:
         rows = [_row(number, one) for number, one in enumerate(shown, start=1)]
         console.print()
-        keep = KEEP if result.layouts else MISFIT
-        console.print(fitting_table(console, rows, RIGHT, keep, "layout"))
+        styles = ["red" if one.fit.exceeded else None for one in shown]
+        keep = MISFIT if result.misfits else KEEP  # what these lack is among their first columns
+        console.print(fitting_table(console, rows, RIGHT, keep, "layout", styles))
         console.print()
     print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
     if result.layouts and mesh:

@@ -104,9 +104,8 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
         with EventConsole() as console:
             go_on_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = read_asked_baseline(options)
-        if options["write_config"] and options["write_config"].exists():
-            message, hint = f"{options['write_config']} exists", "name a new file"
-            raise UserError(Problem(kind="exists", message=message, hint=hint, where="--write-config"))
+        if options["write_config"]:
+            _refuse_place(options["write_config"], options["knobs"])
         try:
             if words is not None:
                 return _script(ctx, words, as_json, options)
@@ -121,6 +120,19 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     if options["write_config"]:
         _write_config(result, options["write_config"])
     sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
+
+
+def _refuse_place(path: Path, knobs: bool) -> None:
+    """Raise UserError where no JSON can be written there, or none would be found."""
+    problems = Problems()
+    if path.exists():
+        problems.add("exists", f"{path} exists", "name a new file", "--write-config")
+    elif not path.absolute().parent.is_dir():
+        problems.add("bad-value", f"{path} cannot be written", "name a file in an existing folder", "--write-config")
+    if not knobs:
+        message = "--write-config writes the JSON of a change that fits, and --no-knobs tries none"
+        problems.add("usage", message, "leave one of the two out", "--write-config")
+    problems.raise_if_any()
 
 
 def _write_config(result: Simulation, path: Path) -> None:

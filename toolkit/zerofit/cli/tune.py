@@ -92,10 +92,8 @@ def show(result: TuneResult) -> None:
         for number, row in enumerate(result.trials, start=1)
     ]
     keep = ("", "configuration", "measured", "forecast", "+-")
-    table = fitting_table(console, rows, ("measured", "forecast", "+-"), keep, "configuration")
-    for row, line in zip(result.trials, table.rows, strict=True):
-        line.style = "bold green" if row.trial.measured_step_s == result.step_s else None
-    console.print(table)
+    styles = ["bold green" if row.trial.measured_step_s == result.step_s else None for row in result.trials]
+    console.print(fitting_table(console, rows, ("measured", "forecast", "+-"), keep, "configuration", styles))
     notes = [
         (f"trial {number}", note) for number, row in enumerate(result.trials, start=1) if (note := _note(row.trial))
     ]

@@ -13,7 +13,7 @@ from zerofit.report.html_table import html_table
 from zerofit.simulate.baseline import BaselineComparison
 from zerofit.simulate.endings import optional
 from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
-from zerofit.simulate.verdict import Overhead
+from zerofit.simulate.verdict import ORDER, Overhead
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import field_data, plain_data
@@ -208,3 +208,8 @@ class Simulation:
         rows += [("reserved", shown_bytes(self.reserved_bytes), f"of {shown_bytes(self.device_total_bytes)}")]
         caption = f"{self.run.model}, rank {self.rank} of {self.world_size} on {self.device}: {self.verdict}"
         return html_table(caption, ("memory", "bytes", ""), rows)
+
+
+def severity(simulation: Simulation) -> tuple[int, int]:
+    """Return the key by which the worst of several ranks is found: its verdict, then what it reserves."""
+    return ORDER.index(simulation.verdict), simulation.reserved_bytes

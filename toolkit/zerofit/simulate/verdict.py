@@ -33,7 +33,7 @@ from zerofit.spec.overhead import (
 from zerofit.spec.units import shown_bytes
 
 _PRIVATE = "private memory of ranks beside their tensors (spec/overhead.py)"
-FITS, WITHIN, NOT = "fits", "close to the limit", "does not fit"
+FITS, WITHIN, NOT = ORDER = ("fits", "close to the limit", "does not fit")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from zerofit.app.fitting.options import LayoutOption
-from zerofit.app.gate import ORDER
 from zerofit.plan.fit import check_fit
 from zerofit.plan.result import plain
-from zerofit.simulate.result import Simulation
+from zerofit.simulate.result import Simulation, severity
 from zerofit.simulate.verdict import FITS, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import REPLAYED
@@ -103,13 +102,9 @@ class FitSearch:
         except Refused:
             self._refused.add(_kind(option))
             return
-        worst = self.seen[option] = max(found, key=_misfit) if found else None
+        worst = self.seen[option] = max(found, key=severity) if found else None
         if worst:
             self._last = (option, worst)
-
-
-def _misfit(simulation: Simulation) -> tuple[int, int]:
-    return (ORDER.index(simulation.verdict), simulation.reserved_bytes)
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
