@@ -31,6 +31,7 @@ COMMANDS = {
     "eval": ("inference", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
     "generate": ("inference", "Continue a prompt with a run, a checkpoint or a causal language model."),
     "launch": ("launch", "Train on many hosts, through the deepspeed launcher."),
+    "mcp": ("mcp", "Serve simulate, plan and check to a coding agent (Model Context Protocol)."),
     "models": ("train", "List the models known by name, with parameter counts."),
     "plan": ("plan", "Rank the layouts of a model that fit a cluster, with memory and speed."),
     "plot": ("train", "Draw loss, throughput and memory of run folders into one picture."),

@@ -1,0 +1,176 @@
+"""`zerofit mcp`: what coding agents ask most, as tools of the Model Context Protocol."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import click
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ToolAnnotations
+from pydantic import Field
+
+import zerofit as zf
+from zerofit.models.names import model_table
+from zerofit.spec.errors import DoesNotFit, ModelError, Problem, Problems, RunFailed, UserError
+from zerofit.spec.events import Event, OnEvent
+
+if TYPE_CHECKING:
+    from zerofit.simulate.result import Simulation
+
+INSTRUCTIONS = """Forecasts of GPU memory and step time for PyTorch and DeepSpeed training, and checks of DeepSpeed
+JSONs. No GPU is needed. Sizes are bytes, times seconds. Read `fits` first. If it is false, take the entry of `knobs`
+that fits and has the lowest `cost_rank`. If none fits, ask `plan` with the same model and GPUs."""
+RUN = """Keys of run.yaml. The usual ones: micro_batch, seq_len, precision (bf16, fp16, fp32), ds_config (zero0 to
+zero3, zero2_offload, zero3_offload, or a file), activation_checkpointing, gradient_accumulation_steps, optimizer, lora
+(rank), quantize (nf4), tensor_parallel, pipeline, sequence_parallel, loss_chunk."""
+LAYOUT = """What is fixed of the layout: global_batch, seq_len, precision, micro_batch, zero_stage, offload,
+activation_checkpointing, tensor_parallel, pipeline, sequence_parallel, lora, tokens, price. The rest is searched."""
+
+Model = Annotated[str, Field(description="a name (see `models`), a config.json, a folder, or hub:ORG/NAME")]
+Gpu = Annotated[str, Field(description="h100-80gb, a100-40gb, l4, ..., or a cloud's machine such as p5.48xlarge")]
+Gpus = Annotated[int, Field(description="GPUs of a node")]
+Configuration = Annotated[str | dict[str, Any], Field(description="a file, or the configuration itself")]
+
+READING = ToolAnnotations(read_only_hint=True)
+app = MCPServer("zerofit", version=version("zerofit"), instructions=INSTRUCTIONS, log_level="WARNING")
+
+
+@click.command()
+def mcp() -> None:
+    """Serve simulate, plan, check and models to a coding agent (MCP, on standard input and output).
+
+    The agent starts it: add the command `zerofit mcp` to the agent's MCP servers.
+    """
+    app.run("stdio")
+
+
+@app.tool(annotations=READING)
+async def simulate(
+    ctx: Context,
+    model: Model,
+    gpu: Gpu,
+    gpus: Gpus = 1,
+    nodes: int = 1,
+    run: Annotated[dict[str, Any] | None, Field(description=RUN)] = None,
+) -> dict[str, Any]:
+    """Forecast the memory of one training by zerofit to the byte, and simulate changes if it does not fit."""
+
+    def work(report: OnEvent) -> Simulation:
+        problems = Problems()
+        cluster = problems.attempt(lambda: zf.Cluster(gpu, gpus=gpus, nodes=nodes))
+        asked = problems.attempt(lambda: zf.Run(**{"model": model, **(run or {})}))
+        problems.raise_if_any()
+        assert asked
+        return _with_knobs(zf.simulate(asked, cluster, on_event=report), report)
+
+    return await _answered(ctx, work)
+
+
+@app.tool()
+async def simulate_script(
+    ctx: Context,
+    command: Annotated[list[str], Field(description='what starts it: ["torchrun", "train.py", "--epochs", "3"]')],
+    gpu: Gpu,
+    gpus: Gpus = 1,
+    nodes: int = 1,
+) -> dict[str, Any]:
+    """Run a training script on fake tensors for two steps, forecast its memory, and simulate changes if needed.
+
+    It executes the script as it is, in the folder that the server was started in. HF Trainer, Accelerate, TRL,
+    DeepSpeed and plain torch work.
+    """
+
+    def work(report: OnEvent) -> Simulation:
+        cluster = zf.Cluster(gpu, gpus=gpus, nodes=nodes)
+        return _with_knobs(zf.simulate_script(command, cluster, on_event=report), report)
+
+    return await _answered(ctx, work)
+
+
+@app.tool(annotations=READING)
+async def plan(
+    ctx: Context,
+    model: Model,
+    gpu: Gpu,
+    gpus: Gpus = 1,
+    nodes: int = 1,
+    layout: Annotated[dict[str, Any] | None, Field(description=LAYOUT)] = None,
+    top: Annotated[int, Field(description="layouts to return")] = 3,
+) -> dict[str, Any]:
+    """Rank the layouts of a model that fit, with memory and step time, best first."""
+
+    def work(report: OnEvent) -> zf.Plan:
+        cluster = zf.Cluster(gpu, gpus=gpus, nodes=nodes)
+        return zf.plan(model, cluster, top=top, on_event=report, **(layout or {}))
+
+    return await _answered(ctx, work)
+
+
+@app.tool(annotations=READING)
+async def check(
+    ctx: Context,
+    ds_config: Configuration,
+    reader: Annotated[str | None, Field(description="deepspeed, trainer, accelerate, lightning or zerofit")] = None,
+    training_args: Annotated[str | dict[str, Any] | None, Field(description="the Trainer's arguments")] = None,
+) -> dict[str, Any]:
+    """Find what is wrong in a DeepSpeed JSON: unknown keys, wrong values, combinations that DeepSpeed ignores."""
+    return await _answered(
+        ctx, lambda report: zf.check(ds_config, reader=reader, training_args=training_args, on_event=report)
+    )
+
+
+@app.tool(annotations=READING)
+async def models(
+    ctx: Context, words: Annotated[list[str] | None, Field(description='["qwen3", "8b"]')] = None
+) -> dict[str, Any]:
+    """List the models known by name, with parameter counts."""
+    return await _answered(ctx, lambda report: {"models": model_table(tuple(words or ()))})
+
+
+def _with_knobs(result: Simulation, report: OnEvent) -> Simulation:
+    """Simulate changes where the run does not fit."""
+    if not result.fits:
+        result.knobs(report)
+    return result
+
+
+@cache
+def _limiter() -> anyio.CapacityLimiter:
+    """Return what lets one call work at a time: two simulations would need the host memory of both."""
+    return anyio.CapacityLimiter(1)
+
+
+async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, Any]:
+    """Do the work in a thread, report its progress, and return the JSON of its result.
+
+    Raises ToolError with the problems that `--json` prints.
+    """
+    reports = itertools.count(1)
+
+    def report(event: Event) -> None:
+        if event.text:
+            anyio.from_thread.run(ctx.report_progress, next(reports), None, event.text)
+
+    try:
+        result = await anyio.to_thread.run_sync(work, report, limiter=_limiter())
+    except (UserError, DoesNotFit) as error:
+        raise _refused(*error.problems) from error
+    except ModelError as error:
+        raise _refused(Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")) from error
+    except RunFailed as error:
+        raise _refused(error.problem) from error
+    return result if isinstance(result, dict) else result.to_dict()
+
+
+def _refused(*problems: Problem) -> ToolError:
+    return ToolError(json.dumps({"errors": [problem.as_dict() for problem in problems]}))
