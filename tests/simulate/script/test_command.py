@@ -133,14 +133,14 @@ def test_launchers_that_a_program_starts(text, launcher):
     ("text", "said"),
     [
         ("", "no command after --"),
-        ("bash run.sh", "'bash' is none of python, torchrun, deepspeed, accelerate launch and programs"),
-        ("no-such-program train x.yaml", "'no-such-program' is none of python"),
+        ("bash run.sh", "'bash' is not python, torchrun, deepspeed, accelerate launch or a program"),
+        ("no-such-program train x.yaml", "'no-such-program' is not python"),
         ("zerofit train lenet", "zerofit's own training"),
         ("python", "names no script"),
         ("python -c pass", "names no script"),
         ("torchrun --nproc_per_node", "torchrun: "),
         ("deepspeed --bogus train.py", "deepspeed: unrecognized arguments: --bogus"),
-        ("accelerate launch --config_file nowhere.yaml train.py", "no configuration nowhere.yaml"),
+        ("accelerate launch --config_file nowhere.yaml train.py", "configuration file nowhere.yaml does not exist"),
         ("accelerate launch --num_processes 3 --num_machines 2 train.py", "3 processes on 2 machines"),
     ],
 )

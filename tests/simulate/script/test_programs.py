@@ -47,4 +47,4 @@ def test_one_of_the_ranks_that_a_program_starts_is_simulated(words, how, started
 
 def test_other_ranks_than_are_simulated(words):
     problem = refused("", f"{words} run", gpus=4)
-    assert problem.message == "the command starts 2 ranks, --gpus says 4" and problem.where == "--gpus"
+    assert problem.message == "the command starts 2 ranks, but --gpus is 4" and problem.where == "--gpus"

@@ -247,7 +247,7 @@ def test_the_scripts_own_error_comes_out_as_it_is(folder):
 
 def test_a_module_that_asks_for_a_value_is_named(folder):
     problem = refused(ASKS)
-    assert "asks for the value of a tensor; what it does with the answer is not known" in problem.message
+    assert "reads the value of a tensor, which a simulation does not compute" in problem.message
     assert problem.where == "train.py:13"
 
 
@@ -257,7 +257,7 @@ def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
     assert problem.message.endswith("IndexError: index 5 is out of range")
 
 
-ALONE = "start the command without zerofit"
+ALONE = "run the command without zerofit"
 ARGUMENT = """\
 import argparse
 parser = argparse.ArgumentParser()
@@ -305,9 +305,9 @@ parser.parse_args(["--bf16"])
             "mine::twice in code outside of the model has no shape rule",
             "register_fake",
         ),
-        (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 asks the GPU's driver, and", "switch it off"),
+        (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 calls the GPU's driver, which", "turn this one off"),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
-        (ENGINE + "(torch.rand(9, device='cuda') > 0).nonzero()\n", "depends on values that only a GPU has", "masks"),
+        (ENGINE + "(torch.rand(9, device='cuda') > 0).nonzero()\n", "depends on values that only a GPU computes", "masks"),
     ],
 )
 def test_refusals(folder, text, said, hint):
@@ -431,5 +431,5 @@ def test_all_that_is_wrong_with_a_command(folder):
     with pytest.raises(UserError) as caught:
         simulate_script(words, Cluster("h100-80gb", gpus=8), rank=9, steps=0)
     said = [problem.message for problem in caught.value.problems]
-    assert said[:2] == ["there is no script nowhere.py", "the command starts 4 ranks, --gpus says 8"]
+    assert said[:2] == ["there is no script nowhere.py", "the command starts 4 ranks, but --gpus is 8"]
     assert said[2].startswith("rank 9 of 8") and said[3].startswith("0 steps")

@@ -1,11 +1,11 @@
-"""torch's caching allocator for CUDA devices, without a device: which segments it takes and how it cuts them.
+"""Model torch's caching allocator for CUDA devices: which segments it allocates, and how it splits them.
 
-A model of c10/cuda/CUDACachingAllocator.cpp (native backend; constants and rules by their names there, read in sources
-from torch 2.2 on, the constants in 2.14.1). A segment is what one cudaMalloc gives. It is cut into blocks that know
-their neighbours; free ones lie in the pool of their stream and size class. A block that another stream uses
-(`record_stream`) comes back when that stream's work at its release is known to be done. Of two free blocks of one size
-the allocator takes the one at the lower address; which one that is, the driver decides: here later segments lie higher.
-Not modelled: CUDA graphs' pools.
+Follows c10/cuda/CUDACachingAllocator.cpp (native backend, its names and rules from torch 2.2 on, constants of 2.14.1).
+A segment is the result of one cudaMalloc. It is split into blocks that are linked to their neighbours. Free blocks are
+in the pool of their stream and size class. A block that another stream uses (`record_stream`) is free again when that
+stream's work at the time of its release is known to be done. Of two free blocks of one size, the allocator uses the one
+at the lower address. Addresses are up to the driver: here later segments have higher ones. CUDA graphs' pools are
+not modelled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """Return what the driver is asked for where no cached block holds a rounded request (get_allocation_size)."""
+    """Return the bytes requested from the driver when no cached block fits a rounded request (get_allocation_size)."""
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < MIN_LARGE_BYTES:
@@ -32,7 +32,7 @@ def segment_bytes(size_bytes: int) -> int:
 
 
 class Block:
-    """A stretch of one segment."""
+    """A range of one segment."""
 
     __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size", "uses")
 
@@ -46,11 +46,11 @@ class Block:
 
     @property
     def key(self) -> int:
-        """Order by size, then by address (BlockComparatorSize)."""
+        """Sort by size, then by address (BlockComparatorSize)."""
         return self.size << 64 | self.address
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; return the block of the rest."""
+        """Keep the first `size` bytes; return a block of the rest."""
         rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -60,7 +60,7 @@ class Block:
         return rest
 
     def absorb_neighbours(self) -> None:
-        """Take in free neighbours of the same segment, out of their pool (try_merge_blocks)."""
+        """Merge with free neighbours of the same segment, and remove them from their pool (try_merge_blocks)."""
         before, after = self.prev, self.next
         if before is not None and before.free and before.mapped == self.mapped:
             self.pool.remove(before)
@@ -88,7 +88,7 @@ class Pool:
         self.unmapped: list[Block] = []  # by address
 
     def add(self, block: Block) -> None:
-        """Put a free block in."""
+        """Add a free block."""
         if block.mapped:
             insort(self._keys, block.key)
             self._blocks[block.key] = block
@@ -96,7 +96,7 @@ class Pool:
             insort(self.unmapped, block, key=lambda b: b.address)
 
     def remove(self, block: Block) -> None:
-        """Take this block out."""
+        """Remove a block."""
         if block.mapped:
             del self._keys[bisect_left(self._keys, block.key)]
             del self._blocks[block.key]
@@ -104,11 +104,11 @@ class Pool:
             self.unmapped.remove(block)
 
     def best_fit(self, size: int) -> Block | None:
-        """Return the smallest block of at least `size` bytes, at the lowest address; None where there is none."""
+        """Return the smallest block of at least `size` bytes, at the lowest address; None if there is none."""
         return next(self.at_least(size), None)
 
     def largest_first(self) -> list[Block]:
-        """Return free blocks, the largest first."""
+        """Return the free blocks, largest first."""
         return [self._blocks[key] for key in reversed(self._keys)]
 
     def at_least(self, size: int) -> Iterator[Block]:
@@ -118,7 +118,7 @@ class Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device that has `device_bytes` for it (None: no limit)."""
+    """The allocator of one device with `device_bytes` of memory (None: no limit)."""
 
     def __init__(self, device_bytes: int | None = None, settings: AllocatorSettings | None = None) -> None:
         self.device_bytes = inf if device_bytes is None else device_bytes
@@ -127,12 +127,12 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.flushes = 0
         self.live: dict[int, Block] = {}
-        self._waiting: list[tuple[int, Block]] = []  # released, and used by other streams at that moment (cuda_events)
+        self._waiting: list[tuple[int, Block]] = []  # released while other streams still used them (cuda_events)
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._next_address = 0
 
     def allocate(self, storage: int, size_bytes: int, stream: int = 0) -> bool:
-        """Allocate for a storage; return False where the device has no room. As in torch, no bytes take no block."""
+        """Allocate for a storage; return False if the device has no room. As in torch, 0 bytes need no block."""
         if not size_bytes:
             return True
         size = self.settings.rounded_bytes(size_bytes)
@@ -159,13 +159,13 @@ class CachingAllocator:
         return True
 
     def record_stream(self, storage: int, stream: int) -> None:
-        """Note that a stream uses a storage; its own does not count (recordStream)."""
+        """Record that a stream other than its own uses a storage (recordStream)."""
         block = self.live.get(storage)
         if block is not None and stream != block.pool.stream:
             block.uses.add(stream)
 
     def release(self, storage: int, moment: int = 0) -> None:
-        """Put a storage's block back into its pool, at once or when the streams that use it are done (free)."""
+        """Return a storage's block to its pool, at once or when the streams that use it are done (free)."""
         block = self.live.pop(storage, None)
         if block is None:
             return
@@ -176,7 +176,7 @@ class CachingAllocator:
             self._free(block)
 
     def synchronized(self, stream: int | None, before: int) -> None:
-        """Take back what waits for the work of a stream (None: of all) before a moment (process_events)."""
+        """Free blocks that waited for a stream's work (None: all streams) before a moment (process_events)."""
         still = []
         for moment, block in self._waiting:
             if moment < before:
@@ -188,7 +188,7 @@ class CachingAllocator:
         self._waiting = still
 
     def empty_cache(self) -> None:
-        """Give segments without a live block back to the driver (release_cached_blocks)."""
+        """Return segments without a live block to the driver (release_cached_blocks)."""
         self._free_waiting()
         for pool in self._pools.values():
             for block in list(pool.at_least(0)):
@@ -200,18 +200,18 @@ class CachingAllocator:
         self.synchronized(None, 1 + max((moment for moment, _ in self._waiting), default=0))
 
     def _free(self, block: Block) -> None:
-        """Put a block into its pool, merged with free neighbours (free_block)."""
+        """Return a block to its pool, merged with free neighbours (free_block)."""
         block.free = True
         block.absorb_neighbours()
         block.pool.add(block)
 
     def _give_back(self, block: Block) -> None:
-        """Give a whole segment to the driver (release_block)."""
+        """Return a segment to the driver (release_block)."""
         block.pool.remove(block)
         self.reserved_bytes -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back blocks that are never cut, enough of them for a request (release_available_cached_blocks)."""
+        """Return oversize blocks, which are never split, until a request fits (release_available_cached_blocks)."""
         limit = self.settings.max_split_bytes
         if isinf(limit):
             return False
@@ -229,7 +229,7 @@ class CachingAllocator:
         return released >= wanted
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Take the best fit out of its pool, unless it is too large to be cut (get_free_block)."""
+        """Remove the best fit from its pool; None if it is too large to split (get_free_block)."""
         block, limit = pool.best_fit(size), self.settings.max_split_bytes
         if (
             block is None
@@ -241,13 +241,13 @@ class CachingAllocator:
         return block
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        """Return whether what a block has too much becomes a block of its own (should_split)."""
+        """Return whether the rest of a block becomes a block of its own (should_split)."""
         if pool.small:
             return rest >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Take a new segment (alloc_block); return None where the device has no room for it."""
+        """Allocate a new segment (alloc_block); return None if the device has no room for it."""
         new_bytes = segment_bytes(size)
         if self.reserved_bytes + new_bytes > self.device_bytes:
             return None

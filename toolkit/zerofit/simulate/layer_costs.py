@@ -1,6 +1,6 @@
-"""From two recorded steps, of different micro batches, to layers and their costs as lines in the micro batch.
+"""Turn two recorded steps of different micro batches into layers, whose costs are linear in the micro batch.
 
-A step is recorded on the meta device, section by section: what a unit's forward or backward allocates, computes, moves.
+A step is recorded on the meta device: what each unit's forward and backward allocates, computes and moves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zerofit.simulate.traced_experts import STAND_INS
 from zerofit.simulate.traced_model import TracedModel
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
 
-# with one sample some ops copy less: a transposed batch of one is contiguous, a gradient is not summed over samples
+# not 1: with one sample some ops copy less (a transposed batch of 1 is contiguous, gradients need no sum)
 MICRO_BATCHES = (2, 3)
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh")
 Key = tuple[str, int]  # ("forward" or "backward", unit)
@@ -37,19 +37,19 @@ Key = tuple[str, int]  # ("forward" or "backward", unit)
 
 @dataclass
 class GradientSegment:
-    """A stretch of ops of one section, up to the next complete gradient of a parameter."""
+    """Ops of one section, up to the next complete gradient of a parameter."""
 
     key: Key
     live: list[int] = field(default_factory=list)  # bytes alive after each op that allocates
     live_at_end: int = 0  # bytes, the complete gradient included
-    parameter: int | None = None  # whose gradient is complete at its end, by its place in model.parameters()
+    parameter: int | None = None  # index in model.parameters() of the gradient that completes at the end
 
 
 class ProfileRecorder(TorchDispatchMode):
-    """Follows every storage from the op that makes it to its release.
+    """Follow every storage from its allocation to its release.
 
-    `mark` says which section the following ops belong to. Gradients of parameters leave the books once they are
-    complete (`watch`): where they stay is the engine's business.
+    `mark` starts a section for the following ops. Complete gradients of parameters are no longer counted (`watch`):
+    the engine decides where they are kept.
     """
 
     def __init__(self, model: nn.Module, scratch: Scratch) -> None:
@@ -59,22 +59,22 @@ class ProfileRecorder(TorchDispatchMode):
         self.segments: list[GradientSegment] = []
         self.calls: dict[Key, list[KernelCall]] = {}
         self.before: dict[Key, int] = {}  # bytes alive when a section began
-        self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
-        self.on_host: Counter[int] = Counter()  # bytes that a unit's forward keeps in host memory
+        self.handed_on: dict[int, int] = {}  # bytes of a unit's output, the input of the next one
+        self.on_host: Counter[int] = Counter()  # bytes that a unit's forward saves in host memory
         self.largest: Counter[Key] = Counter()  # bytes of a section's largest storage
-        self.exchanged: Counter[Key] = Counter()  # bytes that a section sends to the ranks of spread experts
-        self.modules: dict[Key, list[ModuleCall]] = {}  # places are those in model.parameters()
+        self.exchanged: Counter[Key] = Counter()  # bytes that a section sends between ranks with different experts
+        self.modules: dict[Key, list[ModuleCall]] = {}  # parameters by index in model.parameters()
         self.last_op = ""
         self._later: Key | None = None
-        self._going_over: int | None = None  # the storage whose memory the last op's output takes, if released next
-        self.readers: dict[int, int] = {}  # of a frozen parameter in model.parameters(): the first unit that reads it
+        self._going_over: int | None = None  # storage whose memory the last op's output reuses, if it is released next
+        self.readers: dict[int, int] = {}  # index of a frozen parameter -> the first unit that reads it
         self._frozen = {p.untyped_storage()._cdata: n for n, p in enumerate(model.parameters()) if not p.requires_grad}
-        # the model's own storages are known, and count nothing
+        # the model's own storages are not counted
         own = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
         self._sizes = {storage._cdata: storage.nbytes() for storage in own}
 
     def mark(self, phase: str, unit: int) -> None:
-        """Note that what follows belongs to this unit's forward or backward."""
+        """Start the forward or backward section of a unit."""
         self._begin_later()
         key = (phase, unit)
         self.segments.append(GradientSegment(key, [self.live_bytes]))
@@ -82,7 +82,7 @@ class ProfileRecorder(TorchDispatchMode):
         self._calls = self.calls.setdefault(key, [])
 
     def mark_later(self, phase: str, unit: int) -> None:
-        """Note that the next op belongs to this unit's forward, and all that follows."""
+        """Start the forward section of a unit at the next op."""
         self._later = (phase, unit)
 
     def _begin_later(self) -> None:
@@ -91,7 +91,7 @@ class ProfileRecorder(TorchDispatchMode):
             self.mark(*later)
 
     def watch(self) -> list[Any]:
-        """Take each parameter's complete gradient away; return the handles of the hooks that do."""
+        """Remove each parameter's gradient when it is complete; return the handles of the hooks."""
         return [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
             for index, parameter in enumerate(self._model.parameters())
@@ -99,7 +99,7 @@ class ProfileRecorder(TorchDispatchMode):
         ]
 
     def watch_modules(self) -> list[Any]:
-        """Note where modules begin and end, in a recomputation, too; return the handles of the hooks that do."""
+        """Record where modules begin and end, recomputation included; return the handles of the hooks."""
         place = {id(p): n for n, p in enumerate(self._model.parameters())}
         handles = []
         for module in self._model.modules():
@@ -119,11 +119,11 @@ class ProfileRecorder(TorchDispatchMode):
         self.segments.append(GradientSegment(last.key))
 
     def exchange(self, sent: int) -> None:
-        """Note that tokens are sent to the ranks that hold experts together."""
+        """Count the bytes of tokens sent to other expert parallel ranks."""
         self.exchanged[self.segments[-1].key] += sent
 
     def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:
-        """Return what stands in for torch's `save_on_cpu`: what is saved leaves the books, and comes back anew."""
+        """Return a replacement for torch's `save_on_cpu`: saved tensors are dropped, and allocated anew in backward."""
 
         def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
             self.on_host[self.segments[-1].key[1]] += tensor.nbytes
@@ -132,7 +132,10 @@ class ProfileRecorder(TorchDispatchMode):
         return saved_tensors_hooks(pack, lambda kept: torch.empty(kept[0], dtype=kept[1], device="meta"))
 
     def few_chunks(self, targets: int, chunk: int) -> Iterator[int]:
-        """Yield where the first two chunks of a loss begin (train/loss.py): the others run the same kernels."""
+        """Yield the starts of the first two chunks of a loss (train/loss.py).
+
+        Repeat the second one's kernels for the rest.
+        """
         starts, began = range(0, targets, chunk), 0
         for start in starts[:2]:
             began = len(self._calls)
@@ -172,7 +175,7 @@ class ProfileRecorder(TorchDispatchMode):
         if known == size:
             return
         if known is None:
-            # the storage's Python object lives exactly as long as the storage
+            # the storage's Python object lives as long as the storage
             weakref.finalize(storage, self._release, key)
         self._sizes[key] = size
         self.live_bytes += size - (known or 0)
@@ -183,21 +186,21 @@ class ProfileRecorder(TorchDispatchMode):
     def _release(self, key: int) -> None:
         size = self._sizes.pop(key, 0)
         self.live_bytes -= size
-        if key == self._going_over:  # what was allocated last took its memory
+        if key == self._going_over:  # the last allocation reused its memory
             self.segments[-1].live[-1] -= size
         self._going_over = None
 
 
 @cache
 def is_kernel(func: Any) -> bool:
-    """Return whether an op launches anything: no views, no bare allocations."""
+    """Return whether an op launches a kernel: views and bare allocations do not."""
     alias = next((r.alias_info for r in func._schema.returns), None)
     view = alias is not None and not alias.is_write
     return not view and func._overloadpacket.__name__ not in _FREE
 
 
 def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> LayerRun:
-    """Return a unit with its parameters."""
+    """Return a unit's layer with the sizes of its parameters."""
     model, here = subject.model, subject.units[unit]
     every = list(model.parameters())
     indices = _parameters_of(model, recorder, unit)
@@ -229,9 +232,9 @@ def _factors(parameter: Tensor) -> int:
 
 
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
-    """Return the places in model.parameters() of those whose gradients are complete in a unit's backward.
+    """Return the indices in model.parameters() of parameters whose gradients complete in a unit's backward.
 
-    Matrices first, each kind in the model's order. A trained parameter that gets none goes to the first unit.
+    Matrices come first, each kind in the model's order. Trained parameters without a gradient go to the first unit.
     """
     units = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
     every = list(model.parameters())
@@ -240,7 +243,7 @@ def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> li
 
 
 def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[list[int], list[int]]:
-    """Return the places in model.parameters() of those that are not trained, and of quantised ones."""
+    """Return the indices in model.parameters() of a unit's frozen parameters and of its quantised ones."""
     every = list(model.parameters())
     still = [n for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     plain, bits = ([n for n in still if (source_of_bits(every[n]) is None) is plain] for plain in (True, False))
@@ -248,9 +251,9 @@ def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
-    """Return where modules begin and end in a unit's forward, their parameters by place in its layer or in others."""
+    """Return the module calls of a unit's forward, with parameters by their place in this layer or in others."""
     layers = [n for n, one in enumerate(subject.units) if one.count]
-    found: dict[int, tuple[int, int]] = {}  # of a parameter in model.parameters(): its unit, and its place there
+    found: dict[int, tuple[int, int]] = {}  # index in model.parameters() -> unit, place in its layer
     for one in {*layers, unit}:
         mine = *_parameters_of(subject.model, recorder, one), *chain(*_frozen_of(subject.model, recorder, one))
         found.update({index: (one, place) for place, index in enumerate(mine)})
@@ -263,13 +266,13 @@ def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[
 
 
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
-    """Return the costs of a unit; every quantity is a line through its values at MICRO_BATCHES."""
+    """Return the costs of a unit; each quantity is a line through its values at MICRO_BATCHES."""
     forwards, backwards = (
         [[segment for segment in r.segments if segment.key == (phase, unit)] for r in recorders]
         for phase in ("forward", "backward")
     )
     bases = recorders[0].before["forward", unit], recorders[1].before["forward", unit]
-    # of a parameter in model.parameters() -> in the layer's matrices + vectors
+    # index in model.parameters() -> place in the layer's matrices + vectors
     places: dict[int | None, int] = {p: n for n, p in enumerate(_parameters_of(subject.model, recorders[0], unit))}
     moments = tuple(
         BackwardMoment(
@@ -299,7 +302,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
-    """Return the lines that are the largest somewhere from a micro batch of 1 on."""
+    """Return the lines that are the maximum at some micro batch from 1 on."""
     best: list[Linear] = []
     for line in sorted(set(lines), key=lambda one: (one.per_sample, one.fixed)):
         while best and (best[-1].at(1) <= line.at(1) or (len(best) > 1 and _hidden(best[-2], best[-1], line))):
@@ -309,7 +312,7 @@ def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _hidden(left: Linear, middle: Linear, right: Linear) -> bool:
-    """Return whether `middle` is below one of the others everywhere; slopes ascend."""
+    """Return whether `middle` is nowhere above both other lines; slopes ascend."""
     crossing = (left.fixed - right.fixed) * (middle.per_sample - left.per_sample)
     return crossing <= (left.fixed - middle.fixed) * (right.per_sample - left.per_sample)
 
@@ -321,7 +324,7 @@ def _line(values: Sequence[float]) -> Linear:
 
 
 def _lines(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) -> list[Linear]:
-    """Return one line for each op, where both micro batches ran the same ops; else one for the segment's peak."""
+    """Return a line for each op if both micro batches ran the same ops, otherwise one for the segment's peak."""
     live = [segment.live for segment in pair]
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]
@@ -344,7 +347,7 @@ def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phas
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Return the bytes of buffers beside these parameters; with `rest` also those of modules without parameters."""
+    """Return the bytes of buffers in modules with these parameters; `rest`: also in modules without parameters."""
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

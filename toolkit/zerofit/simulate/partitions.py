@@ -1,8 +1,8 @@
-"""Which data parallel rank needs most memory at ZeRO 1 and 2: one rank's training, replayed for all of them.
+"""Find the data parallel rank with the highest peak at ZeRO 1 and 2, by replaying one rank's training for all.
 
-Ranks are equal but for the gradients that they keep: of parameters that reach into their partitions, and only
-once the first of these is reduced. The last layers' come first, while activations are still alive.
-Lines are of DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
+Ranks differ only in the gradients they keep. A rank keeps those of parameters that overlap its partition, from the
+moment the first of them is reduced. The last layers come first, while activations are still alive.
+Line numbers are of DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from zerofit.simulate.tracker import AllocationTracker
 from zerofit.spec.partitions import reaching
 
 Array = npt.NDArray[np.int64]
-NORM_BYTES = 8  # of an element while its norm is taken (zero/utils.py, get_norm_dtype)
+NORM_BYTES = 8  # per element while its norm is computed (zero/utils.py, get_norm_dtype)
 AVERAGE, REDUCE, EPILOGUE = "average_tensor", "reduce_ipg_grads", "independent_gradient_partition_epilogue"
 NORM, FREE, STEP = "get_grad_norm_direct", "free_grad_in_param_list", "_optimizer_step"
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that changes what a rank keeps of gradients, and the events of the ledger meanwhile."""
+    """A call that changes which gradients a rank keeps, and the ledger's events during it."""
 
     name: str
     begin: int
     end: int
-    reduced: int  # of a bucket: the event at which its all-reduce is done
+    reduced: int  # event at which the bucket's all-reduce is done
     parameters: tuple[int, ...]  # in the bucket, by DeepSpeed's number
     is_last: bool  # of the micro batches
-    accumulates: bool  # beside gradients of other micro batches
+    accumulates: bool  # adds to the gradients of other micro batches
 
 
 class GradientLog:
-    """Notes when a rank's ZeRO optimizer reduces, keeps and frees gradients."""
+    """Record when a rank's ZeRO optimizer reduces, keeps and frees gradients."""
 
     def __init__(self, meter: AllocationTracker):
         self._meter, self._ledger = meter, meter.ledger
-        self._calls: WeakKeyDictionary[Any, list[_Call]] = WeakKeyDictionary()  # of each optimizer
+        self._calls: WeakKeyDictionary[Any, list[_Call]] = WeakKeyDictionary()  # per optimizer
         for name in (AVERAGE, REDUCE, EPILOGUE, NORM, FREE, STEP):
             setattr(DeepSpeedZeroOptimizer, name, self._noting(name, getattr(DeepSpeedZeroOptimizer, name)))
 
     def heavier_rank(self, engines: Sequence[Any], among: Sequence[int] = ()) -> int | None:
-        """Return the rank that needs most; None where no other one needs more than this one.
+        """Return the rank with the highest peak, or None if none exceeds this rank's.
 
-        `among`: ranks that do the same as this one; () for all that share the first engine's parameters.
+        `among`: candidates, which do the same work as this rank; (): all ranks that share the first engine's
+        parameters.
         """
         for engine in engines:
             optimizer = getattr(engine, "optimizer", None)
@@ -87,39 +88,39 @@ class GradientLog:
 
 
 def _in_buckets(optimizer: Any) -> list[int]:
-    """Return the numbers of parameters whose gradients wait; up to DeepSpeed 0.16 there is one bucket."""
+    """Return the numbers of parameters whose gradients wait in buckets; DeepSpeed up to 0.16 has a single bucket."""
     if not hasattr(optimizer, "ipg_buckets"):
         return [entry[-1] for entry in optimizer.params_in_ipg_bucket]
     return [entry[-1] for bucket in optimizer.ipg_buckets.values() for entry in bucket.params]
 
 
 class _Group:
-    """A group of the optimizer's, as each of the ranks has it."""
+    """A parameter group of the optimizer, with its figures for each rank."""
 
     def __init__(self, optimizer: Any, number: int, ranks: int):
         members = optimizer.round_robin_bit16_groups[number]
         sharing = dist.get_world_size(optimizer.real_dp_process_group[number])
         self.size = int(optimizer.partition_size[number])  # a float up to DeepSpeed 0.19.6
         self.whole, inside, self.pieces, self.largest = np.zeros((4, ranks), dtype=np.int64)
-        self.reached: dict[int, list[tuple[int, int]]] = {}  # a parameter's number -> ranks, elements inside
+        self.reached: dict[int, list[tuple[int, int]]] = {}  # parameter's number -> (rank, elements in its partition)
         for rank, place, piece in reaching([p.numel() for p in members], self.size, ranks // sharing):
             self.reached.setdefault(optimizer.get_param_id(members[place]), []).append((rank, piece))
             self.whole[rank] += members[place].numel()
             inside[rank] += piece
             self.pieces[rank] += 1
-            if not getattr(members[place], "ds_pipe_replicated", False):  # whose norm another stage takes
+            if not getattr(members[place], "ds_pipe_replicated", False):  # else another stage computes its norm
                 self.largest[rank] = max(self.largest[rank], piece + self.pieces[rank])  # with the norms so far
-        self.pieces += inside < self.size  # zeros at the end
+        self.pieces += inside < self.size  # padding with zeros at the end
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)  # not in DeepSpeed 0.19.5
         self.is_compact = compact is not None and compact(number)
         self.accumulated = self.size * optimizer.gradient_accumulation_dtype.itemsize
         self.zeros = self.accumulated // self.size * (self.size - inside) * (not self.is_compact)
-        self.made = np.zeros(ranks, dtype=bool)  # whether a compact partition is there
+        self.made = np.zeros(ranks, dtype=bool)  # whether the compact partition is allocated
         self.master = optimizer.single_partition_of_fp32_groups[number].element_size()
 
 
 class _Replay:
-    """One rank's training, replayed for all that share its parameters. Figures of ranks are arrays in their order."""
+    """Replay one rank's training for all that share its parameters. Arrays have an element for each of these ranks."""
 
     def __init__(self, optimizer: Any, ranks: Sequence[int], here: int, meter: AllocationTracker):
         self._optimizer, self._here, self._is_cpu = optimizer, here, meter.device == "cpu"
@@ -127,19 +128,19 @@ class _Replay:
         self._group_of = {number: group for group in self._groups for number in group.reached}
         self._element, self._none = optimizer.dtype.itemsize, np.zeros(len(ranks), dtype=np.int64)
         changes = [size * (meter.ledger.storages[index].place == DEVICE) for index, size in meter.ledger.events]
-        self._alive = np.cumsum([0, *changes])  # before each event, and in the end
-        self._at = 0  # the event up to which it is replayed
+        self._alive = np.cumsum([0, *changes])  # bytes before each event, and at the end
+        self._at = 0  # the replay has reached this event
         self._own, self._most, self._host = self._none, self._none, self._none
         self._new = self._none  # kept of this micro batch
-        self._outside = self._none  # gradients that are too large for a bucket, where a copy has replaced them
-        self._late = self._none  # what is freed only after the group's step
+        self._outside = self._none  # gradients too large for a bucket, which a copy has replaced
+        self._late = self._none  # bytes that are freed after the group's step
         self._earlier = False  # whether gradients of an earlier micro batch are kept
         self._accumulated: set[int] = set()  # parameters with a gradient of earlier micro batches on the host
         self._stepping = 0
         self._flattening = False
 
     def needs(self, calls: Sequence[_Call]) -> tuple[list[int], list[int]]:
-        """Return each rank's peak on the device, and what it keeps of gradients on the host."""
+        """Return each rank's peak on the device and the gradient bytes it keeps on the host."""
         replay = {REDUCE: self._reduce, EPILOGUE: self._end, NORM: self._norm, FREE: self._flatten, STEP: self._step}
         for call in calls:
             if call.name in replay:
@@ -148,21 +149,21 @@ class _Replay:
         return self._most.tolist(), self._host.tolist()
 
     def _pass(self, event: int) -> None:
-        """Go on to an event; ranks allocate and free the same until then."""
+        """Advance to an event; until then all ranks allocate and free the same."""
         if event > self._at:
             most = self._alive[self._at : event].max() - self._own[self._here]
             self._most = np.maximum(self._most, most + self._own)
             self._at = event
 
     def _change(self, more: Array, momentary: Array, until: int) -> None:
-        """Allocate what differs from rank to rank, and let this rank's own events up to `until` pass."""
+        """Allocate what differs between ranks, and skip this rank's own events up to `until`."""
         common = self._alive[self._at] - self._own[self._here]
         self._own = self._own + more
         self._most = np.maximum(self._most, common + self._own + momentary)
         self._at = until
 
     def _reduce(self, call: _Call) -> None:
-        """Keep what a bucket has of each rank's parameters (:2205)."""
+        """Keep each rank's gradients from a bucket (:2205)."""
         if self._optimizer.cpu_offload:
             self._offload(call)
         elif all(group.is_compact for group in self._groups):
@@ -171,7 +172,7 @@ class _Replay:
             self._copy(call)
 
     def _copy(self, call: _Call) -> None:
-        """Copy the gradients into a buffer, which has room for all that the rank keeps (:2187)."""
+        """Copy the gradients into a buffer with room for all that the rank keeps (:2187)."""
         optimizer = self._optimizer
         self._pass(call.reduced)
         kept, ended = self._none.copy(), self._none.copy()
@@ -180,17 +181,17 @@ class _Replay:
             for rank, _ in self._group_of[number].reached[number]:
                 kept[rank] += size
                 if size > self._element * optimizer.reduce_bucket_size and not optimizer.partition_gradients:
-                    ended[rank] -= size  # other ranks keep it until the end of backward
+                    ended[rank] -= size  # other ranks keep it until backward ends
         if optimizer.contiguous_gradients:
             kept = np.where((kept > 0) & (self._new == 0), self._whole(), 0)
         elif not optimizer.partition_gradients:
-            kept = self._none  # nothing is freed before the end of backward
+            kept = self._none  # nothing is freed before backward ends
         self._new = self._new + kept
         self._change(kept, self._none, call.end)
         self._own, self._outside = self._own + ended, self._outside + ended
 
     def _add_up(self, call: _Call) -> None:
-        """Add a rank's parts to a partition of another type, which the first one makes (:1303, :1545)."""
+        """Add a rank's pieces to a partition of another type, which the first piece allocates (:1303, :1545)."""
         self._pass(call.begin)
         made, lifted, momentary, filled, count = self._none.copy(), self._none.copy(), self._none, 0, 0
         for number in call.parameters:
@@ -206,7 +207,7 @@ class _Replay:
         self._change(made, np.maximum(momentary, lifted + self._element * filled * (count > 1)), call.end)
 
     def _offload(self, call: _Call) -> None:
-        """Send the gradients to the host one by one: a float64 copy for the norm, one as the master weights are."""
+        """Send gradients to the host one by one, with a float64 copy for the norm and one in the master type."""
         self._pass(call.reduced)
         kept, momentary = self._none.copy(), self._none.copy()
         for number in call.parameters:
@@ -224,7 +225,7 @@ class _Replay:
         return self._element * sum((group.whole for group in self._groups), start=self._none)
 
     def _end(self, call: _Call) -> None:
-        """End a micro batch: of earlier ones gradients stay, and those of this one are added to them (:1016)."""
+        """End a micro batch: add its gradients to those of earlier ones (:1016)."""
         self._pass(call.end)
         own, self._outside = self._own - self._outside, self._none
         if self._optimizer.cpu_offload:
@@ -243,15 +244,15 @@ class _Replay:
         self._own, self._earlier, self._new = own, True, self._none
 
     def _norm(self, call: _Call) -> None:
-        """Take the norm of a group's gradients, one after the other (:2648)."""
+        """Compute the norm of a group's gradients, one gradient at a time (:2648)."""
         self._pass(call.begin)
         self._change(self._none, NORM_BYTES * self._groups[self._stepping].largest, call.end)
         self._stepping = (self._stepping + 1) % len(self._groups)
 
     def _flatten(self, call: _Call) -> None:
-        """Make a flat gradient of a group's, in the type of the master weights, and free what it is made of (:3107)."""
+        """Allocate a group's flat gradient in the master weights' type, and free its sources (:3107)."""
         self._flattening = not self._flattening
-        if self._flattening:  # those of other ranks are freed
+        if self._flattening:  # the first of two calls frees gradients of other ranks' partitions
             self._pass(call.begin)
             return
         group, number = self._groups[self._stepping], self._stepping
@@ -259,7 +260,7 @@ class _Replay:
         lifted = 0 if group.is_compact or group.master == self._element else group.size * group.master
         self._change(self._none, flat + lifted, call.begin)
         freed = group.zeros + self._element * group.whole
-        if self._optimizer.contiguous_gradients:  # one buffer has those of all groups
+        if self._optimizer.contiguous_gradients:  # one buffer for all groups
             last = np.max([n * (one.whole > 0) for n, one in enumerate(self._groups)], axis=0)
             freed = group.zeros + np.where(last == number, self._whole(), 0)
         if group.is_compact:
@@ -267,12 +268,12 @@ class _Replay:
             group.made[:] = False
         elif lifted:
             self._own, self._late = self._own - freed, self._none
-        else:  # the flat gradient is stepped on; a single piece is the gradient itself
+        else:  # the step uses the flat gradient; a single piece is the gradient itself
             self._own = self._own + flat - np.where(group.pieces > 1, freed, 0)
             self._late = np.where(group.pieces > 1, flat, freed)
 
     def _step(self, call: _Call) -> None:
-        """Step a group, and free what it was stepped with."""
+        """Step a group, and free the gradient it used."""
         self._pass(call.end)
         self._own, self._late = self._own - self._late, self._none
         self._stepping = (self._stepping + 1) % len(self._groups)

@@ -1,7 +1,7 @@
-"""Changes to torch, transformers and DeepSpeed with which an unmodified engine runs on fake tensors.
+"""Patch torch, transformers and DeepSpeed so that the unmodified engine runs on fake tensors.
 
-Applied once, in the process of a simulation and nowhere else. Each patch is a function that says why it is needed;
-`tests/simulate/test_patches.py` has a test for each that fails when a new version no longer has what it replaces.
+The patches are applied once, and only in the process of a simulation. Each is a function that says why it is needed.
+`tests/simulate/test_patches.py` has a test for each, which fails if a new version lacks what the patch replaces.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from zerofit.train.process_group import compile_no_collectives
 
 
 class AskedForValueError(RuntimeError):
-    """A module of the user's own asks for a value, and what it does with the answer is not known."""
+    """The user's own module reads the value of a fake tensor, so what it does next is unknown."""
 
 
 def replace_in(owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute that libraries declare with another type, or as a method, which type checkers refuse."""
+    """Replace an attribute where type checkers reject a plain assignment."""
     setattr(owner, name, value)
 
 
 def module_apply() -> None:
-    """Keep Module.to() from swapping fakes' insides: torch refuses that for any with a weak reference or a node.
+    """Make Module.to() assign `.data`, as it does for real parameters, instead of swapping the tensors' contents.
 
-    With plain `.data =`, as real parameters get it. (torch.nn.Module._apply)
+    Torch refuses to swap fakes that have a weak reference or a graph node. (torch.nn.Module._apply)
     """
     original = nn.Module._apply
 
@@ -57,7 +57,7 @@ def module_apply() -> None:
             if parameter is not None:
                 with torch.no_grad():
                     moved = function(parameter.data)
-                    if moved.is_meta:  # cannot be `.data` of a tensor elsewhere: torch makes a new parameter too
+                    if moved.is_meta:  # `.data` cannot change to meta: torch makes a new parameter, too
                         self._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
                         continue
                     if moved is not parameter.data:
@@ -71,11 +71,10 @@ def module_apply() -> None:
 
 
 def item(meter: AllocationTracker) -> None:
-    """Give `item()` of a fake tensor, which has no value, a benign one: no overflow, a norm of 1, zeros, equality.
+    """Return a harmless value for `item()` of a fake tensor: no overflow, a norm of 1, zero, equal.
 
-    Libraries ask for norms, overflows and counters so. A model of the user's own that asks is refused: what it does
-    with the answer is not known.
-
+    Libraries read norms, overflow flags and counters this way. If the user's own model reads a value, the simulation
+    stops: what the model does with the value is unknown.
     (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
     """
 
@@ -83,7 +82,7 @@ def item(meter: AllocationTracker) -> None:
         if arg.constant is not None:
             return arg.constant.item()
         if meter.in_own_code():
-            raise AskedForValueError("the model asks for the value of a tensor, and there is none")
+            raise AskedForValueError("the model reads the value of a tensor, which a simulation does not compute")
         if arg.dtype == torch.bool:
             return False
         return 1.0 if arg.dtype.is_floating_point else 0
@@ -93,7 +92,7 @@ def item(meter: AllocationTracker) -> None:
 
 
 def tracing() -> None:
-    """Keep transformers from making causal masks that it would leave out: it takes fake tensors for tracing.
+    """Keep transformers from making causal masks that it omits in real runs: it mistakes fake tensors for tracing.
 
     (transformers.masking_utils)
     """
@@ -103,7 +102,7 @@ def tracing() -> None:
 
 
 def packed_samples(packed: bool = False) -> None:
-    """Keep transformers from looking for packed samples in the values of positions. (transformers.masking_utils)"""
+    """Keep transformers from searching the values of positions for packed samples. (transformers.masking_utils)"""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -111,9 +110,9 @@ def packed_samples(packed: bool = False) -> None:
 
 
 def no_padding(padded: bool = False) -> None:
-    """Let a mask of ones, which BART makes by itself, be found to hide nothing. (transformers.masking_utils)
+    """Let transformers find that a mask of ones, which BART makes itself, hides nothing. (transformers.masking_utils)
 
-    `padded`: samples end early, and masks hide something.
+    `padded`: samples end early, so that masks hide something.
     """
     from transformers import masking_utils
 
@@ -122,7 +121,7 @@ def no_padding(padded: bool = False) -> None:
 
 
 def state_space() -> None:
-    """Take what mamba_ssm's kernels make and keep; transformers without them scans token by token.
+    """Use stand-ins that allocate what mamba_ssm's kernels do; without them transformers scans token by token.
 
     (transformers.models.mamba.modeling_mamba)
     """
@@ -130,16 +129,17 @@ def state_space() -> None:
 
 
 def foreach_types() -> None:
-    """Let optimizers and gradient clipping take fakes for tensors, else they go parameter by parameter.
+    """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
-    Both do so, with other memory, for types that they do not know. (torch.optim.optimizer, torch.utils._foreach_utils)
+    For unknown tensor types they go parameter by parameter, with other memory.
+    (torch.optim.optimizer, torch.utils._foreach_utils)
     """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
 
 
 def order_checks() -> None:
-    """Skip ZeRO-3's comparison of the parameters' order with rank 0's, by value. (deepspeed.runtime.zero.utils)"""
+    """Skip ZeRO-3's comparison of parameter order with rank 0, which needs values. (deepspeed.runtime.zero.utils)"""
     from deepspeed.runtime.zero import utils
 
     utils.get_lst_from_rank0 = lambda values: values
@@ -147,7 +147,7 @@ def order_checks() -> None:
 
 
 def device_mesh() -> None:
-    """Make device meshes of real tensors, as they look at the numbers of ranks. (deepspeed.comm, AutoTP)"""
+    """Make device meshes from real tensors, since they read the rank numbers. (deepspeed.comm, AutoTP)"""
     from deepspeed.comm import comm
 
     original = comm.initialize_mesh_device
@@ -161,7 +161,7 @@ def device_mesh() -> None:
 
 
 def object_collectives() -> None:
-    """Take this rank's objects for other ranks': fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
+    """Use this rank's objects for all ranks: fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
 
     def broadcast_object_list(object_list: list[Any], *_: Any, **__: Any) -> None:
         pass
@@ -174,7 +174,7 @@ def object_collectives() -> None:
 
 
 def compiled_ops(meter: AllocationTracker) -> None:
-    """Replace DeepSpeed's C++ ops, which read memory that is not there; compile none. (deepspeed.ops.op_builder)"""
+    """Replace DeepSpeed's C++ ops, which would read memory that does not exist. (deepspeed.ops.op_builder)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def load(self: Any, verbose: bool = True) -> Any:
@@ -185,9 +185,9 @@ def compiled_ops(meter: AllocationTracker) -> None:
 
 
 def cpu_vendor() -> None:
-    """Spare DeepSpeed's Adam and Lion for offloaded states the 1.5 s of asking py-cpuinfo for the CPU's vendor.
+    """Skip py-cpuinfo's 1.5 s search for the CPU vendor, which DeepSpeed starts for Adam and Lion on offloaded states.
 
-    All that they do with it is to warn of fp16 on AMD's. (deepspeed/ops/adam/cpu_adam.py:75, ops/lion/cpu_lion.py:42)
+    They use it only to warn of fp16 on AMD CPUs. (deepspeed/ops/adam/cpu_adam.py:75, ops/lion/cpu_lion.py:42)
     """
     import cpuinfo
 
@@ -198,10 +198,7 @@ def cpu_vendor() -> None:
 
 
 def rng_state(meter: AllocationTracker) -> None:
-    """Note activation checkpointing's states of the random generator too, which are real tensors.
-
-    (torch.get_rng_state)
-    """
+    """Record the random states that activation checkpointing saves, which are real tensors. (torch.get_rng_state)"""
     original = torch.get_rng_state
 
     def get_rng_state() -> torch.Tensor:
@@ -213,7 +210,7 @@ def rng_state(meter: AllocationTracker) -> None:
 
 
 def weight_files() -> None:
-    """Read no weights of a pretrained folder, and let what transformers does to them take what it would take.
+    """Read no weights of a pretrained folder, but let transformers allocate what it would.
 
     (transformers.modeling_utils.safe_open)
     """
@@ -223,7 +220,7 @@ def weight_files() -> None:
 
 
 def data_setter() -> None:
-    """Let `parameter.data = t` take over t's device, and forget a value that was known before. (torch.Tensor.data)"""
+    """Let `parameter.data = t` adopt t's device and forget the old value. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Any) -> None:
@@ -236,7 +233,7 @@ def data_setter() -> None:
 
 
 def pieces_of_ranks() -> None:
-    """Spare ZeRO-3 a fake for each rank's piece of what it gathers and reduces, minutes with hundreds of ranks.
+    """Keep ZeRO-3 from making a fake for each rank's piece of a gather or reduction: minutes with hundreds of ranks.
 
     (deepspeed.runtime.zero.stage3, AllGatherCoalescedHandle of deepspeed.runtime.zero.partition_parameters)
     """
@@ -247,7 +244,7 @@ def pieces_of_ranks() -> None:
     replace_in(handle, "wait", sharing_pieces(handle.wait, "narrow"))
 
 
-# of scripts, too
+# for scripts, too
 ALWAYS = (
     module_apply,
     expert_counts,
@@ -264,7 +261,7 @@ EVERYWHERE = (*ALWAYS, small_values, packed_samples, no_padding, data_setter, ex
 
 
 def tensor_constructor() -> None:
-    """Let torch.tensor() on a device without kernels return a fake of the same shape and type. (torch.tensor)"""
+    """Return a fake from torch.tensor() on a device that has no kernels. (torch.tensor)"""
     from deepspeed.runtime.zero import partition_parameters
 
     original = torch.tensor
@@ -278,11 +275,11 @@ def tensor_constructor() -> None:
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     torch.tensor = tensor
-    partition_parameters._orig_torch_tensor = tensor  # what zero.Init puts back
+    partition_parameters._orig_torch_tensor = tensor  # zero.Init restores this
 
 
 def list_indices() -> None:
-    """Make tensors of lists that index one on a GPU: torch would make them without asking for fakes.
+    """Turn list indices of GPU tensors into tensors: torch's C++ code would make real ones.
 
     (torch.Tensor.__getitem__)
     """
@@ -300,7 +297,7 @@ def list_indices() -> None:
 
 
 def constants() -> None:
-    """Forget the value of a small CPU tensor that goes to the device: no kernel could take it there.
+    """Forget the value of a small CPU tensor that is copied to the device, where no kernel could compute with it.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -324,7 +321,7 @@ def constants() -> None:
 
 
 def backend_keys() -> None:
-    """Keep a fake's dispatch keys the CPU's, so that `.data =` works between devices; its `.device` is its own.
+    """Give fakes the CPU's dispatch keys, so that `.data =` works between devices; their `.device` stays their own.
 
     (torch.Tensor._make_subclass)
     """
@@ -339,9 +336,9 @@ def backend_keys() -> None:
 
 
 def attention() -> None:
-    """Take CUDA's flash kernel, as a GPU does; an unknown device would get attention made of plain products.
+    """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matrix products.
 
-    With a mask or in fp32, where flash attention cannot, it is the memory efficient kernel.
+    With a mask or in fp32, which flash attention does not support, it is the memory-efficient kernel.
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
     """
     original = nn.functional.scaled_dot_product_attention
@@ -354,7 +351,7 @@ def attention() -> None:
 
 
 def record_stream(meter: AllocationTracker) -> None:
-    """Note that a stream uses a tensor's memory; torch knows no stream of a device of its own.
+    """Record that a stream uses a tensor's memory: torch has no streams for a custom device.
 
     (torch.Tensor.record_stream)
     """
@@ -362,7 +359,7 @@ def record_stream(meter: AllocationTracker) -> None:
 
 
 def autocast() -> None:
-    """Let autocast of the simulated device cast what CUDA's would; torch knows no op for a device of its own.
+    """Let the simulated device's autocast cast the same ops as CUDA's: for a custom device torch lists none.
 
     (torch.clear_autocast_cache)
     """
@@ -370,7 +367,7 @@ def autocast() -> None:
 
 
 def sends_in_batches() -> None:
-    """Make the sends and receives of a batch one by one: torch looks for the device's own backend, which is none.
+    """Run the sends and receives of a batch one by one: torch would need a backend for the device.
 
     (torch.distributed.batch_isend_irecv, DualPipeV)
     """
@@ -382,7 +379,7 @@ def sends_in_batches() -> None:
 
 
 def superoffload() -> None:
-    """Let SuperOffload run on the simulated device, and step in this process: fakes cannot be sent to another.
+    """Let SuperOffload run on the simulated device and step in this process: fakes cannot be sent to another one.
 
     (superoffload_stage3.py:23, superoffload_utils.py:220)
     """
@@ -392,12 +389,12 @@ def superoffload() -> None:
     replace_in(superoffload_stage3, "SuperOffloadCPUOptimizer", HostSteps)
 
 
-OF_GPUS = (constants, backend_keys, attention, list_indices, sends_in_batches)  # of scripts, too
+OF_GPUS = (constants, backend_keys, attention, list_indices, sends_in_batches)  # for scripts, too
 ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows, superoffload)
 
 
 def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False, padded: bool = False) -> None:
-    """Change what must be changed, for the rest of this process.
+    """Apply all patches for the rest of this process.
 
     `packed`: samples hold several documents; `padded`: samples may end early.
     """

@@ -1,7 +1,7 @@
-"""Simulations side by side, each in a process of its own that is forked from one that has imported everything.
+"""Run simulations in parallel, each in a process of its own, forked from a server that has imported everything.
 
-That one, the server (`spec.server_process`), runs `serve`. A request is a folder and the
-modules to import for it; it ends with all that it has started.
+The server (`spec.server_process`) runs `serve`. A request is a folder and the modules to import for it. When the server
+ends, it kills all that it has started.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from zerofit.spec.local_machine import host_memory, oom_kills
 from zerofit.spec.process import collector_off
 from zerofit.spec.server_process import ServerProcess
 
-REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
-# what every simulation imports, or changes
+REQUEST, GROUP = "request", "group"  # files in a request's folder: the targets, and the process group that runs them
+# modules that every simulation imports or patches
 IMPORTED = ("cpuinfo", "transformers.masking_utils", "transformers.modeling_utils")
 IMPORTED_FOR_RUNS = ("zerofit.simulate.rank",)
-IMPORTED_FOR = {  # by a model's family, before the first simulation of one
+IMPORTED_FOR = {  # by the model's family, before the first simulation of one
     "torchvision": ("torchvision",),
     "transformers": (
         "transformers.integrations.deepspeed",
@@ -57,7 +57,7 @@ NEW_IN_DEEPSPEED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
 )
-# torchvision may be made for another torch, too: who needs it hears so in its own words
+# torchvision may also be built for another torch: models that need it raise its own error
 MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED)
 IMPORTED_FOR_SCRIPTS = (
     *(module for modules in IMPORTED_FOR.values() for module in modules),
@@ -65,15 +65,15 @@ IMPORTED_FOR_SCRIPTS = (
     "zerofit.simulate.script.rank",
 )
 POLL_S = 0.2
-PRIVATE_BYTES = 768 << 20  # of a simulation, at most in most cases: what it does not share with the server
+PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most need less
 
 
 def simulate_all(
     targets: Sequence[SimulationTarget | ScriptTarget], show: Callable[[str], None]
 ) -> list[RankRecord | Problem]:
-    """Return the record of each target's rank, or the reason why there is none.
+    """Return for each target the record of its rank, or the Problem that prevented it.
 
-    As many run at a time as there are cores and memory for; `show` hears how far they are.
+    As many run at a time as cores and memory allow. `show` gets a line of progress.
     """
     if not targets:
         return []
@@ -104,13 +104,13 @@ def simulate_all(
 
 
 def _kill(folder: Path) -> None:
-    """Kill all processes that answer a request."""
-    with suppress(OSError, ValueError):  # not begun, or over
+    """Kill all processes of a request."""
+    with suppress(OSError, ValueError):  # not started, or ended
         os.killpg(int((folder / GROUP).read_text()), signal.SIGKILL)
 
 
 def _is_over(server: ServerProcess, folder: Path) -> bool:
-    """Return whether nothing is left that could answer: the server has ended, or all that it has forked for this."""
+    """Return whether no process is left to answer: the server has ended, or all that it has forked for this request."""
     if server.process.poll() is not None:
         return True
     if not (folder / GROUP).exists():
@@ -124,19 +124,19 @@ def _is_over(server: ServerProcess, folder: Path) -> bool:
 
 
 def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
-    """Return the modules that are imported once, before processes are forked for such a target."""
+    """Return the modules that the server imports before it forks processes for a target."""
     if isinstance(target, ScriptTarget):
         return IMPORTED_FOR_SCRIPTS
     return (*IMPORTED_FOR_RUNS, *IMPORTED_FOR.get(find(target.job.run.model).family, ()))
 
 
 class _Server(ServerProcess):
-    """The running server, which ends with this process."""
+    """The running server, which ends together with this process."""
 
     def __init__(self) -> None:
         super().__init__("zerofit.simulate.processes")
         self.owner = os.getpid()
-        self.users = 0  # threads that wait for an answer
+        self.users = 0  # threads that wait for it
 
 
 _lock = threading.Lock()
@@ -144,7 +144,7 @@ _running: _Server | None = None
 
 
 def _server() -> _Server:
-    """Return the server of this process, started when it is first needed, with one more user."""
+    """Return this process's server, started on first use, and count one more user."""
     global _running
     with _lock:
         if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None:
@@ -159,9 +159,9 @@ def _release(server: _Server) -> None:
 
 
 def end_server() -> None:
-    """End this process's server, which holds torch and DeepSpeed in memory; the next simulation starts another.
+    """Stop this process's server, which holds torch and DeepSpeed in memory, unless another thread uses it.
 
-    It stays while another thread simulates.
+    The next simulation starts a new one.
     """
     global _running
     with _lock:
@@ -172,7 +172,7 @@ def end_server() -> None:
 
 
 def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankRecord | Problem:
-    """Return what a simulation has left; `died`: the signal that has ended the server, where nobody saw its end."""
+    """Return a simulation's result; `died`: the signal that ended the server before it could report."""
     log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
     output = log.read_text(errors="replace") if log.exists() else ""
     if not file.exists():
@@ -194,8 +194,8 @@ def _progress(folder: Path, count: int, seconds: float) -> str:
 
 
 def serve() -> None:
-    """Serve requests until standard input is closed."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one takes its place
+    """Answer requests until standard input is closed."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one replaces it
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
     _import(IMPORTED)
@@ -204,7 +204,7 @@ def serve() -> None:
         folder, modules = json.loads(line)
         _import(modules)
         groups = [pid for pid in groups if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-        with suppress(FileNotFoundError):  # nobody waits any more
+        with suppress(FileNotFoundError):  # the caller has given up
             groups.append(_forked(Path(folder)))
     for pid in groups:
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
@@ -212,20 +212,20 @@ def serve() -> None:
 
 
 def _forked(folder: Path) -> int:
-    """Return the process that answers a request; the request stays locked until all that it has forked have ended."""
+    """Fork the process that answers a request; the request's file stays locked until all its children have ended."""
     with (folder / REQUEST).open("rb") as request:
         fcntl.flock(request, fcntl.LOCK_EX)
         pid = os.fork()
         if pid == 0:
             _answer(folder)
-        with suppress(OSError):  # it has done so itself
+        with suppress(OSError):  # the child has done it
             os.setpgid(pid, pid)
         (folder / GROUP).write_text(str(pid))
     return pid
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import what processes that are forked from now on share, and leave it out of their garbage collections."""
+    """Import what the forked processes share, and exclude it from their garbage collections."""
     with collector_off():
         for name in names:
             with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
@@ -234,14 +234,14 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _answer(folder: Path) -> NoReturn:
-    """Simulate all targets of a request; `N.ended` says that one has ended, `N.exit` how."""
+    """Simulate all targets of a request; write `N.ended` when target N ends, and its exit status to `N.exit`."""
     try:
         os.setpgid(0, 0)
         path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
         sys.path[:] = path
         os.chdir(cwd)
         _simulate_side_by_side(list(enumerate(targets)), folder)
-    except FileNotFoundError:  # nobody waits any more
+    except FileNotFoundError:  # the caller has given up
         pass
     except BaseException:
         traceback.print_exc()
@@ -250,7 +250,7 @@ def _answer(folder: Path) -> NoReturn:
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Any]], folder: Path) -> None:
-    """Simulate as many at a time as there are cores and memory for; one that memory ends beside others, once more."""
+    """Simulate as many at a time as cores and memory allow; if one is killed for memory, retry it alone."""
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
     running = dict[int, tuple[int, Any]]()
     while waiting or running:
@@ -271,7 +271,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Any]], folder: Path) -> None
 
 
 def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> NoReturn:
-    """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
+    """Write the result of one simulation to `N.result`: a RankRecord, a Problem, or the exception that ended it."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -300,7 +300,7 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
     except BaseException as error:
         result = out_of_memory() if lacks_memory(error) else RuntimeError(traceback.format_exc())
     try:
-        if os.getpid() != pid:  # forked by a script, and back here by its exception
+        if os.getpid() != pid:  # a script forked, and its exception arrived here
             os._exit(1)
         (folder / f"{n}.part").write_bytes(pickle.dumps(result))
         (folder / f"{n}.part").replace(folder / f"{n}.result")

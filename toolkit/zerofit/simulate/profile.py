@@ -1,4 +1,4 @@
-"""The profile of a model: what each of its layers costs in each setting, traced without memory or DeepSpeed."""
+"""Profile a model: trace the costs of each of its layers in each setting, without memory or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from zerofit.train.probe import expert_count
 
 
 class TraceSetting(NamedTuple):
-    """The setting of a trace: all that it depends on besides the model and its inputs."""
+    """All that a trace depends on besides the model and its inputs."""
 
     precision: str
     checkpointing: bool = False
@@ -49,8 +49,8 @@ class TraceSetting(NamedTuple):
     sp: int = 1
     ep: int = 1
     savings: Savings = NOTHING_SAVED
-    zero3: bool = False  # as the model is partitioned while it is built
-    whole: bool = False  # every layer is traced, equal to others or not
+    zero3: bool = False  # trace as ZeRO-3 does, which partitions the model while it is built
+    whole: bool = False  # trace every layer, even equal ones
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,14 +66,14 @@ def profile_model(
     settings: Iterable[TraceSetting],
     device: str = "cuda",
 ) -> Profile:
-    """Return layers and costs of a model on these inputs; `device` is "cpu" or "cuda".
+    """Return the layers of a model and their costs on these inputs; `device` is "cpu" or "cuda".
 
-    Bytes are those of a rank with the whole model. A few of many equal layers are traced, where all parameters are
-    found so; else every layer. Raises ModelError where a model has no tensor or sequence parallel
-    form, or cannot be run on the meta device (the message names the op).
+    Bytes are those of a rank with the full model. Of many equal layers only a few are traced, unless that misses
+    parameters. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta device
+    (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
-    if all(one.tp * one.ep > 1 for one in wanted):  # the whole layers are needed beside their shards
+    if all(one.tp * one.ep > 1 for one in wanted):  # the full layers are needed, too
         wanted.append(wanted[0]._replace(tp=1, ep=1))
     traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
     subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp * one.ep == 1)
@@ -100,7 +100,7 @@ def profile_model(
         pipelines=source.family != "custom" and not are_packed(inputs) and _is_list_of_layers(subject.model),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )
-    if profile.parameters != subject.parameters and not wanted[0].whole:  # MPNet's blocks share a table of positions
+    if profile.parameters != subject.parameters and not wanted[0].whole:  # e.g. MPNet's blocks share a position table
         return profile_model(source, task, inputs, args, [one._replace(whole=True) for one in wanted], device)
     return profile
 
@@ -122,7 +122,7 @@ def _traced(
     with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits, linear:
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
         if not all(("forward", unit) in few.before for unit in range(len(subject.units))):
-            # SqueezeBERT calls its blocks' forward, and no hook sees one begin: the model is one layer
+            # e.g. SqueezeBERT calls its blocks' forward directly, so that no hook runs: the model becomes one layer
             subject = replace(subject, units=[ModelSection(name="model", start=None)])
             few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
@@ -133,19 +133,19 @@ def _traced(
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether ZeRO-3 makes a step's memory another one than that of whole parameters.
+    """Return whether a step under ZeRO-3 needs other memory than with full parameters.
 
-    DeepSpeed's linear layer keeps its input where torch's, whose weight is frozen, does not (runtime/zero/linear.py).
+    DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's does not (runtime/zero/linear.py).
     """
     frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
     return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
 
 
 def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
-    """Return the costs of the units that stand for layers.
+    """Return the costs of the units that are layers.
 
-    What a first block leaves alive beside what those after it leave goes to the layer before it: with activations in
-    host memory the model still holds its input.
+    Extra bytes that the first block leaves alive are added to the layer before it: with activations in host memory the
+    model still holds that layer's output.
     """
     found: list[LayerCost] = []
     for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
@@ -170,18 +170,18 @@ def _is_list_of_layers(model: nn.Module) -> bool:
 
 
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
-    """Add what tensor and sequence parallelism send, and the numels of a rank's shards."""
+    """Add the bytes that tensor and sequence parallelism send, and the element counts of a rank's shards."""
     out = cost.output_bytes
     if one.tp * one.ep > 1:
         cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
-    if one.tp > 1 and layer.name == "block":  # the outputs of attention and of the MLP are summed over the ranks
+    if one.tp > 1 and layer.name == "block":  # the outputs of attention and of the MLP are all-reduced
         sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
         cost = replace(cost, tp_allreduce_bytes=sent)
     if one.sp > 1 and layer.name == "block":
-        # queries and the output have all heads, keys and values theirs; tensor ranks have a part of them
+        # queries and the output have all heads, keys and values have the kv heads; a tensor rank has its share of them
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
-        width = head_dim * heads / config.hidden_size / one.tp  # of all heads together, over the hidden size
+        width = head_dim * heads / config.hidden_size / one.tp  # of all heads, relative to the hidden size
         share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * width
         sent = Linear(fixed=share * out.fixed, per_sample=share * out.per_sample)
         cost = replace(cost, sp_alltoall_bytes=sent)
@@ -189,7 +189,7 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
 
 
 def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
-    """Add the share of each layer's parameters that tensor parallelism splits, from a setting that has them split."""
+    """Add the share of each layer's parameters that tensor parallelism splits, measured in a setting with tp > 1."""
     for key, entries in costs.items():
         degree = int(key.split("/tp=")[1].split("/")[0])
         if degree > 1:
@@ -205,15 +205,15 @@ def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
 def _run(
     subject: TracedModel, task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
 ) -> ProfileRecorder:
-    """Record forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
+    """Record forward, loss and backward of `count` samples as in a training step (train/engines.py)."""
     model, last = subject.model, len(subject.units) - 1
     recorder = ProfileRecorder(model, scratch_on(device))
     passing = True
 
     def begin(unit: int, tensors: Any) -> None:
-        if not passing:  # checkpointing runs forwards again
+        if not passing:  # checkpointing is running a forward again
             return
-        # a block that has just returned is still in the hands of its caller, and so is its input, until the next op
+        # until the next op, the caller still holds the block that has returned, and its input
         mark = recorder.mark_later if subject.units[unit].after else recorder.mark
         mark("forward", unit)
         tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
@@ -224,7 +224,7 @@ def _run(
     handles = recorder.watch()
     try:
         with recorder, watched(subject.units, begin), torch.device("meta"), _stand_ins(recorder, device):
-            handles += recorder.watch_modules()  # after those by which sections begin
+            handles += recorder.watch_modules()  # after the hooks that begin sections
             recorder.mark("forward", 0)
             batch, kept = _batch(inputs, count, one, device)
             loss = _loss(model, batch, inputs, task, one, recorder)
@@ -235,9 +235,9 @@ def _run(
             del kept
     except ModelError:
         raise
-    except Exception as error:  # whatever a model raises
+    except Exception as error:  # a model can raise anything
         where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
-        hint = "" if one.precision == "fp32" else f"where {one.precision} is what it does not take, --precision fp32"
+        hint = "" if one.precision == "fp32" else f"if the model does not support {one.precision}, try --precision fp32"
         message = f"cannot be traced without data, {where}: {reason_of(error)}"
         raise ModelError("profile-trace", message, hint) from error
     finally:
@@ -248,7 +248,7 @@ def _run(
 
 @contextmanager
 def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
-    """Keep activations on a host that is not the device, and run a few chunks of a loss for all."""
+    """Save activations to the host as for a GPU, and run only two chunks of a chunked loss."""
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
     alone = without_ranks(device, recorder.exchange)
@@ -257,9 +257,9 @@ def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
 
 
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the batch, and what else of it lives through the step (train/engines.py, to_device).
+    """Return the batch, and other tensors that live through the step (train/engines.py, to_device).
 
-    Images lie in float32 in the batch; where host and device are one, they stay beside the cast ones.
+    Images arrive in float32. On the CPU, where host and device are one, they live on beside the cast copies.
     """
     if isinstance(inputs, TextInputs):
         inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)
@@ -276,7 +276,7 @@ def _loss(
     x, labels, extra = batch["inputs"], batch["labels"], extra_inputs(inputs, batch)
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
-    if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # gives its own loss
+    if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # computes its loss
         out = model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels)
         return output_part(out, "loss")
     head = head_loss(model, one.savings.loss_chunk, inside=True)
@@ -284,7 +284,7 @@ def _loss(
         with head.given(labels):
             loss, aux = forward_logits(model, x, **extra)
         last = recorder.segments[-1].key[1]
-        recorder.handed_on[last] = recorder.handed_on[last - 1]  # a pipeline's last stage hands on what the head gets
+        recorder.handed_on[last] = recorder.handed_on[last - 1]  # a pipeline's last stage sends the head's input
     else:
         logits, aux = forward_logits(model, x, **extra)
         logits = output_part(logits, "logits")

@@ -1,4 +1,4 @@
-"""One simulated rank: the real driver and the real engine on fake tensors, in a process that is of no other use."""
+"""Simulate one rank: the real driver and engine on fake tensors, in a process used for nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NO_ZENFLOW = Problem(
     kind="not-simulated",
     message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
     "(runtime/zenflow/engine_stage3.py:192)",
-    hint="simulate with --ds-config zero3_offload, the same without zenflow",
+    hint="simulate with --ds-config zero3_offload, which is the same without ZenFlow",
     where="zero_optimization.zenflow",
 )
 
@@ -54,9 +54,9 @@ _NO_ZENFLOW = Problem(
 def simulate(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> RankRecord:
-    """Build, init and train on fake tensors.
+    """Build, initialise and train on fake tensors; return the record.
 
-    This process's torch and DeepSpeed are changed for good. `scratch` stands in for the device's own table.
+    Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's table.
     """
     if get(target.job.ds_config, "zero_optimization.zenflow") is not None:
         raise UserError(_NO_ZENFLOW)
@@ -81,7 +81,7 @@ def simulate(
             heavier = gradients.heavier_rank([engine], _alike(target))
     except (UserError, ModelError):
         raise
-    except RunFailed as error:  # what real ranks would say
+    except RunFailed as error:  # real ranks would fail in the same way
         raise UserError(error.problem) from error
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
@@ -90,13 +90,13 @@ def simulate(
 
 
 def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks that take as many samples as this one; [] where all do."""
+    """Return the ranks with as many samples as this one; [] if all have as many."""
     samples = target.job.batch.by_rank
     return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
-    """Return where the simulation has stopped: the op, the module that ran and the line that raised."""
+    """Return where the simulation stopped: the op, the running module and the line that raised."""
     op, module = meter.last
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if is_own(f.filename)] or frames)[-1]
@@ -105,14 +105,14 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
         kind="not-simulated",
         message=f"{target.job.run.model} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
         f"at op {op}: {first}",
-        hint="does it take what --data or --input give? Code that needs the values of tensors (item(), "
+        hint="check that it accepts the inputs of --data or --input. Code that reads values of tensors (item(), "
         "`if x.sum() > 0`) cannot be simulated: train it for a step instead",
         where=f"{frame.filename}:{frame.lineno}",
     )
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """Let it draw weights that are pickled in a pretrained folder, and swap to nowhere: shapes are all that counts."""
+    """Return a target with drawn weights instead of pickled ones and a temporary folder as NVMe: only shapes count."""
     job = target.job
     source = find(job.run.model)
     if source.origin == PRETRAINED and not list(Path(source.path or "").glob("*.safetensors")):
@@ -126,7 +126,7 @@ def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
 
 
 def _set_environment(target: SimulationTarget) -> None:
-    """Set the launcher's variables, as the rank would find them."""
+    """Set the environment variables that a launcher would set."""
     os.environ |= {
         "RANK": str(target.rank),
         "WORLD_SIZE": str(target.job.layout.world_size),
@@ -136,12 +136,12 @@ def _set_environment(target: SimulationTarget) -> None:
         "MASTER_PORT": "29500",
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # threads know nothing of fakes
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # threads do not inherit the fake mode
     } | UNCHECKED
 
 
 def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, Any]:
-    """Train; return its phases and its engine."""
+    """Train; return the log of phases and the engine."""
     job, drivers = target.job, []
 
     def built(model: torch.nn.Module) -> None:
@@ -162,7 +162,7 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
     if isinstance(driver, PipelineTrainer):
         _set_stage_input_shape(driver, target.inputs)
     drivers.append(driver)
-    meter.learn_names(driver.engine.module)  # tensor parallelism has replaced its linear layers
+    meter.learn_names(driver.engine.module)  # tensor parallelism has replaced linear layers
     samples = job.batch.most_of(driver.coords.dp_rank)
     train_steps(driver, empty_batches(job, target.inputs, samples), target.steps, log)
     tag_owned_storages(meter.tag, driver.engine)
@@ -170,7 +170,7 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
 
 def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
-    """Give a pipeline stage's engine the shape that the stage before it would send, or on the way back after it."""
+    """Give a pipeline stage's engine the shapes that its neighbour stages would send."""
     found = [_part_input(driver, inputs, part.start) for part in driver.parts]
 
     def sent_by(stage: int) -> tuple[Sizes, bool]:
@@ -184,9 +184,9 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
     """Return shape and type of each tensor that enters a layer, by running the layers before it on meta.
 
-    They are built once more, since the driver's may share weights with layers of this stage. Decoder blocks, whose
-    attention may exchange heads between ranks by now, leave shape and type as they are; sums of routers go along from
-    the first of them on.
+    They are built again, since the driver's may share weights with layers of this stage. Decoder blocks are skipped:
+    their attention may exchange heads between ranks by now, and they keep shape and type. From the first block on, the
+    sums of routers are sent, too.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):

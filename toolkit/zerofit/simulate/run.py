@@ -1,8 +1,8 @@
-"""Simulations of whole targets: exact, or extrapolated from few layers and checked.
+"""Simulate jobs: exactly, or extrapolated from a few layers and checked.
 
-Figures of a model with many equal layers are linear in their number. So is the moment of each kind (`record.KindPeak`)
-at the first, the last and the highest place where it comes; the highest of all is then taken at the full number of
-layers, so that another moment may win there than does with few layers.
+In a model with many equal layers, all figures are linear in their number. So are the peaks of each kind
+(`record.KindPeak`) at the first, the last and the highest place where they occur. The highest of all is determined at
+the full number of layers, since with few layers another moment may be the highest.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from zerofit.spec.errors import Problem
 Line = Callable[[float, float], int]
 Row = TypeVar("Row", CollectiveCalls, PhaseFlops)
 
-FEWEST = 2  # layers, where nothing calls for more
+FEWEST = 2  # layers, if nothing needs more
 STEP = 2
-WORTH = 0.5  # of all layers: where more of them would be simulated in all, the whole model is
-TOLERANCE = 0.005  # of the peak
+WORTH = 0.5  # share of all layers: if the three runs need more than this, the full model is simulated
+TOLERANCE = 0.005  # relative error of the peak
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRank:
-    """A rank and what was observed of it."""
+    """A simulated rank and its record."""
 
     target: SimulationTarget
     record: RankRecord
-    layers: tuple[int, ...] = ()  # the simulated numbers of layers, the first one for the check; () if all were
-    check_error: float = 0.0  # the most by which a place misses its line at the first of them, relative
+    layers: tuple[int, ...] = ()  # the simulated numbers of layers, the check's first; () for the full model
+    check_error: float = 0.0  # largest relative error of the extrapolation at the first number of layers
 
 
 def simulate(
     targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
-    """Simulate each target; a Problem takes the place of one that cannot be simulated.
+    """Simulate each target; return a Problem for each that cannot be simulated.
 
-    A large model is extrapolated from few layers unless `exact`. Where its peak proves not to be linear in the number
-    of layers (by more than TOLERANCE), all layers are simulated after all.
+    A large model is extrapolated from a few layers unless `exact`. If its peak is not linear in the number of layers
+    (error above TOLERANCE), all layers are simulated.
     """
     counts = [None if exact else layer_counts(target) for target in targets]
     wanted = [[_with_layers(t, n) for n in c] if c else [t] for t, c in zip(targets, counts, strict=True)]
@@ -76,7 +76,7 @@ def heaviest_of(
     ranks: Sequence[SimulatedRank | Problem],
     simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Return for each rank the one of its data parallel group that needs most, where that one can be simulated."""
+    """Replace each rank by the one with the highest peak in its data parallel group, if that one can be simulated."""
     found = list(ranks)
     heavier = [
         (n, replace(one.target, rank=one.record.heavier_rank))
@@ -111,13 +111,13 @@ def _simulated(
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Return three numbers of layers: one to check at, two to extrapolate from; None to simulate the whole model.
+    """Return three numbers of layers: one for the check, two to extrapolate from. None: simulate the full model.
 
-    All have the layers that stand before the equal ones, and so many of these that whatever DeepSpeed limits (live
-    parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model. And the
-    largest sub-group of stage 3 is the whole model's: where one ends within a layer is not the same in each. Layers
-    that do not add the same parameters each, or that a config does not simply count, are all simulated. So are those
-    of flat groups that ranks divide (stages 1 and 2): another number of layers gives each rank other parameters.
+    Each includes the layers before the equal ones, and enough equal layers to reach every limit of DeepSpeed that the
+    full model reaches (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3 must be the
+    full model's, since a sub-group can end within a layer. The full model is simulated if layers differ in their
+    parameters, if its config is no plain count of layers, or if ranks divide flat groups (stages 1 and 2): there
+    another number of layers gives each rank other parameters.
     """
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
@@ -129,12 +129,12 @@ def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     try:
         counts = _worthwhile(target, total, before)
         return counts if counts and _grows_evenly(target, counts, total) else None
-    except ModelError:  # other values of the config go with its number of layers
+    except ModelError:  # other values of the config depend on the number of layers
         return None
 
 
 def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total: int) -> bool:
-    """Return whether the whole model has the parameters that these numbers of layers let expect."""
+    """Return whether the full model's parameter count is on the line through these numbers of layers."""
     source, sizes = replace(source_of(target.job.run), pretrained=None), list[int]()
     for count in counts:
         with torch.device("meta"):
@@ -145,7 +145,7 @@ def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total:
 
 
 def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
-    """Return the fewest layers that `layer_counts` describes; None where they are not fewer than half of all."""
+    """Return the smallest numbers of layers for `layer_counts`; None if together they exceed WORTH of all layers."""
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     groups, counts = _sub_groups(target), list[int]()
@@ -159,7 +159,7 @@ def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int,
 
 
 def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
-    """Return a function from a number of layers to the elements that a rank has of stage 3's sub-groups; else []."""
+    """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups ([] if not stage 3)."""
     if target.job.layout.zero_stage != 3:
         return lambda count: []
     before = _leading(target)
@@ -168,9 +168,9 @@ def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
 
 
 def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
-    """Return the target with a model of fewer layers, its DeepSpeed JSON unchanged.
+    """Return the target with a model of fewer layers and the same DeepSpeed JSON.
 
-    Of an encoder and a decoder both have fewer, or the deeper one alone.
+    In an encoder-decoder model, the deeper part is cut, or both if they are equally deep.
     """
     run, deep = target.job.run, _depths(target)
     wanted = {path: count for path, layers in deep.items() if layers == max(deep.values())}
@@ -181,11 +181,10 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
 ) -> tuple[RankRecord, float] | None:
-    """Return the record of a model with `total` layers, from those for three numbers of layers, and its error.
+    """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
 
-    Extrapolated from the last two; the error is by how much the first misses their line: in the peak that wins, in host
-    memory's and in what lies on NVMe, the largest of these (relative; infinite where it has no such peak). None where
-    host memory is no line.
+    The last two give the line. The error is the largest relative error at the first: of the highest peak, of host
+    memory and of bytes on NVMe; infinite if the first has no such peak. None if host memory is not linear.
     """
     first, few, more = records
 
@@ -246,10 +245,10 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 
 
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
-    """Return what is reserved at a peak of this many bytes: with what lies unused beside it.
+    """Return the bytes reserved at a peak: the peak plus what is reserved but unused.
 
-    That grows with a layer as it does over both stretches between the three counts: a segment more in one of them is
-    no trend.
+    The unused bytes per layer are the smaller of the two slopes between the three counts: a single extra segment is not
+    a trend.
     """
     unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
     steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
@@ -257,7 +256,7 @@ def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, pe
 
 
 def _highest(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Return the highest one of each kind, of all that are sorted by their height."""
+    """Return the highest peak of each kind; `peaks` are sorted by height."""
     found: dict[str, KindPeak] = {}
     for peak in peaks:
         found.setdefault(peak.key, replace(peak, which=""))
@@ -277,10 +276,10 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
 
 
 def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Leave out moments of the first optimizer step that would be higher than those of the second: they cannot be.
+    """Leave out peaks of the first optimizer step that exceed those of the second, which is impossible.
 
-    Stage 3 makes the states sub-group by sub-group, and which moment is the highest hangs on what is left to the last
-    sub-group, which is no line in the layers. From the second step on all states are there.
+    Stage 3 allocates the states sub-group by sub-group in the first step. Its highest moment depends on the size of the
+    last sub-group, which is not linear in the layers. From the second step on all states exist.
     """
     later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
     return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
@@ -293,7 +292,7 @@ def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -
 
 
 def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
-    """Merge rows that agree in everything but their figures; figures of a row that only `more` has stay as they are."""
+    """Extrapolate the figures of rows that agree in all else; figures of rows that only `more` has are kept."""
 
     def key(row: Row) -> tuple[Any, ...]:
         return tuple(value for name, value in vars(row).items() if name not in figures)
@@ -306,7 +305,7 @@ def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line)
 
 
 def _layers(target: SimulationTarget) -> int:
-    """Return how many layers can be left out of a model: those of its deepest part; 0 where nobody knows."""
+    """Return the number of layers in the model's deepest part; 0 if unknown."""
     return max(_depths(target).values(), default=0)
 
 
@@ -316,13 +315,13 @@ def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
 
 
 def _leading(target: SimulationTarget) -> int:
-    """Return how many layers stand before the equal ones."""
+    """Return the number of layers before the equal ones."""
     config = _config(target)
     return max((leading(part(config, path)) for path in _depths(target)), default=0)
 
 
 def _config(target: SimulationTarget) -> Any:
-    """Return transformers' config of a target's model; None for any other model."""
+    """Return the transformers config of a target's model; None for other models."""
     source = find(target.job.run.model)
     if source.family != "transformers":
         return None

@@ -1,4 +1,4 @@
-"""Watches every op of a simulated rank: the storages it makes, its FLOPs, its collectives."""
+"""Track every op of a simulated rank: its storages, FLOPs and collectives."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _MODELS = os.path.dirname(os.path.abspath(models.__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _PYTHON = os.path.dirname(os.__file__)
-# frames that say nothing of who wants memory: torch, this package, contextlib, functools ...
+# frames that do not show who needs the memory: torch, this package, contextlib, functools ...
 _PASSED_OVER = (_TORCH + os.sep, _HERE + os.sep, "<", f"{_PYTHON}/contextlib", f"{_PYTHON}/functools")
-# ... and by the ends of their files: that decorator, and what stands between DeepSpeed and torch
+# ... and, by the end of their paths, DeepSpeed's wrappers around torch
 _BETWEEN = ("deepspeed/utils/nvtx.py", "deepspeed/accelerator/abstract_accelerator.py")
 _LT_IS_APART = is_older("torch", CUBLASLT_SHARES_FROM)
 
-CallSite = tuple[str, CodeType | None, int]  # the module that runs, the function that calls an op, its line
+CallSite = tuple[str, CodeType | None, int]  # running module, function that calls the op, line
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Notes in the ledger whatever ops allocate. Works on fake tensors; tensors on meta have no memory.
+    """Record all allocations of ops in the ledger. Works on fake tensors; meta tensors have no memory.
 
-    `device` is the type of the simulated device; with "cpu", host and device are one. `workspace_bytes` are what torch
-    allocates and keeps for the matrix products of each thread on each stream (aten/src/ATen/cuda/CublasHandlePool.cpp:
-    a handle belongs to a thread, and autograd runs backward in its own).
+    `device`: type of the simulated device; on "cpu", host and device are one. `workspace_bytes`: what torch allocates
+    and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd runs
+    backward in a thread of its own, so it gets its own workspace.
     """
 
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
@@ -61,19 +61,19 @@ class AllocationTracker(TorchDispatchMode):
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
         # (collective, group size, phase, step) -> its calls and bytes
         self.sent: defaultdict[tuple[str, int, str, int], list[int]] = defaultdict(lambda: [0, 0])
-        self.groups: dict[str, tuple[int, set[str]]] = {}  # name of a process group -> its ranks, its collectives
+        self.groups: dict[str, tuple[int, set[str]]] = {}  # name of a process group -> its size, its collectives
         self.convolution_bytes = 0  # input, weights and output of the largest convolution
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
-        self.last = ("", "")  # the op that was begun last, and the module that ran
+        self.last = ("", "")  # the last op that began, and the module that called it
         self.device = device
         self._scratch = scratch
-        self._index: dict[int, int] = {}  # address of a live storage -> its index in the ledger
-        self._adopted: dict[int, int] = {}  # address of a real storage whose place a fake has taken -> that one's index
+        self._index: dict[int, int] = {}  # address of a live storage -> index in the ledger
+        self._adopted: dict[int, int] = {}  # address of a real storage that a fake has replaced -> index in the ledger
         self._phase, self._step = "build", -1
         self._forward_of: dict[int, CallSite] = {}  # autograd sequence number -> where its op was called
-        self._last: CallSite = ("", None, 0)  # where backward was last seen
-        self._names: dict[int, str] = {}  # id of a module of the model -> its name
-        self._running: list[str] = []  # names of the modules that run, the innermost last
+        self._last: CallSite = ("", None, 0)  # the last call site seen in backward
+        self._names: dict[int, str] = {}  # id of a module -> its name
+        self._running: list[str] = []  # names of the running modules, innermost last
         nn.modules.module.register_module_forward_pre_hook(self._enter)
         nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
 
@@ -82,33 +82,36 @@ class AllocationTracker(TorchDispatchMode):
         return self.ledger.live[DEVICE]
 
     def peak(self) -> int:
-        """Return the most live bytes of the device since the last reset."""
+        """Return the device's peak in bytes since the last reset."""
         return self.ledger.peak[DEVICE]
 
     def reset_peak(self) -> None:
-        """Begin to look for a new peak, in every place."""
+        """Reset the peaks of all places to the present bytes."""
         self.ledger.peak = Counter(self.ledger.live)
 
     def begin(self, name: str, step: int) -> None:
-        """Note that what follows belongs to this phase."""
+        """Start a phase."""
         self._phase, self._step = name, step
         self.ledger.begin(name, step)
 
     def learn_names(self, model: nn.Module) -> None:
-        """Learn the names of a model's modules."""
+        """Store the names of a model's modules."""
         self._names |= {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
-        """Return what is noted of a tensor's storage; None for one on meta or not seen."""
+        """Return the ledger's record of a tensor's storage; None for meta tensors and unseen ones."""
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
 
     def live_storages(self) -> list[Storage]:
-        """Return what is noted of every storage that is alive."""
+        """Return the records of all live storages."""
         return [self.ledger.storages[index] for index in self._index.values()]
 
     def tag(self, tensor: Any, kind: str) -> None:
-        """Note what a tensor's storage is for, unless that is known; passes over what is not a tensor with memory."""
+        """Set what a tensor's storage is used for, unless it is set already.
+
+        Ignore values that are not tensors with memory.
+        """
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
             storage = self.storage_of(tensor)
@@ -116,15 +119,15 @@ class AllocationTracker(TorchDispatchMode):
                 storage.kind = kind
 
     def ran(self, name: str, args: Any) -> None:
-        """Hear that one of DeepSpeed's C++ ops has worked in place."""
+        """Handle that one of DeepSpeed's C++ ops ran in place."""
 
     def in_own_code(self) -> bool:
-        """Return whether a line that is neither a library's nor ours is running, in a module's forward."""
+        """Return whether the user's own code, not a library's or zerofit's, is running inside a module's forward."""
         code, _ = _caller()
         return bool(self._running) and code is not None and is_own(code.co_filename)
 
     def pin(self, tensor: Tensor, place: str = PINNED) -> None:
-        """Note that the tensor's memory is page-locked, by torch or not (LOCKED)."""
+        """Mark a tensor's memory as page-locked: by torch (PINNED) or by other means (LOCKED)."""
         index = self._index.get(_address(tensor))
         if index is not None and self.ledger.storages[index].place == HOST:
             self.ledger.pinned(index, place)
@@ -135,7 +138,7 @@ class AllocationTracker(TorchDispatchMode):
         return storage is not None and storage.place in (PINNED, LOCKED)
 
     def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        """Note that a stream uses the tensor's memory."""
+        """Record that a stream uses a tensor's memory."""
         index = self._index.get(_address(tensor))
         if index is not None:
             self.ledger.note(RecordStream(storage=index, stream=stream.number))
@@ -151,9 +154,9 @@ class AllocationTracker(TorchDispatchMode):
         self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op and note what it did."""
+        """Run an op and record what it did."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for every piece of a tensor, and no op
+            return args[0].fake_device  # only a query, made for every piece of a tensor
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
@@ -180,7 +183,7 @@ class AllocationTracker(TorchDispatchMode):
                     place = self._call_site()
                 self.track(tensor, name, place, instead)
         if place and place[1] is not None and is_loss(place[1].co_filename):
-            for leaf in tree_leaves(args):  # what a loss is computed from
+            for leaf in tree_leaves(args):  # the inputs of a loss
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     self.tag(leaf, LOGITS)
         extra = self._scratch(name, args, kwargs, out)
@@ -196,21 +199,21 @@ class AllocationTracker(TorchDispatchMode):
             self.streams.current.synchronize()
 
     def _open_handle(self, op: str, size: int, place: CallSite | None) -> None:
-        """Note the workspace of a library's handle: one for each thread on each stream, where the first call is."""
+        """Record the workspace of a library's handle at its first call: one for each thread and stream."""
         handle = threading.get_ident(), self.streams.current.number, size
         if handle not in self._handles:
             self._handles.add(handle)
             self._allocate_beside(op, size, WORKSPACES, place)
 
     def _allocate_beside(self, op: str, size: int, kind: str, place: CallSite | None) -> int:
-        """Note what a kernel allocates beside its outputs; return its index in the ledger."""
+        """Record an allocation of a kernel besides its outputs; return its index in the ledger."""
         module, code, line = place or self._call_site()
         storage = Storage(size, DEVICE, self._phase, self._step, op, module, code, line, kind=kind)
         storage.stream = self.streams.current.number
         return self.ledger.allocated(storage)
 
     def _has_waited(self, name: str, args: Any, kwargs: Any, out: Any) -> bool:
-        """Return whether the host waits in this op: for a value, or for a copy between it and the device."""
+        """Return whether the host waits in this op, for a value or for a copy between host and device."""
         if name == "aten::_local_scalar_dense":
             return args[0].device.type == self.device
         if name not in ("aten::_to_copy", "aten::copy_") or not args or not isinstance(out, Tensor):
@@ -221,9 +224,9 @@ class AllocationTracker(TorchDispatchMode):
         return blocking and len(types) == 2 and self.device in types
 
     def track(self, tensor: Tensor, op: str, place: CallSite | None = None, instead: int | None = None) -> None:
-        """Note a tensor's storage if it is new, or has another size than when it was noted.
+        """Record a tensor's storage if it is new, or its new size.
 
-        If the storage with the index `instead` is released next, it takes its memory.
+        `instead`: index of a storage; if that one is released next, the new storage reuses its memory.
         """
         try:
             storage = tensor.untyped_storage()
@@ -244,18 +247,18 @@ class AllocationTracker(TorchDispatchMode):
         self._watch(storage, self.ledger.allocated(noted, instead))
 
     def resized(self, storage: Any) -> None:
-        """Note that a storage has another size now, if it has been noted."""
+        """Record the new size of a known storage."""
         index = self._index.get(storage._cdata)
         if index is not None and self.ledger.storages[index].bytes != storage.nbytes():
             self.ledger.resized(index, storage.nbytes())
 
     def _watch(self, storage: Any, index: int) -> None:
-        """Note the release of a storage when it comes."""
+        """Have the release of a storage recorded."""
         self._index[storage._cdata] = index
         weakref.finalize(storage, self._released, storage._cdata, index).atexit = False
 
     def _released(self, address: int, index: int) -> None:
-        if self._index.get(address) == index:  # else another tensor has taken its place
+        if self._index.get(address) == index:  # otherwise a new storage has this address
             del self._index[address]
             self.ledger.freed(index)
 
@@ -265,12 +268,12 @@ class AllocationTracker(TorchDispatchMode):
         code, line = _caller()
         if node is None:
             if code is None:
-                return self._last  # autograd itself, adding up gradients
+                return self._last  # autograd itself is adding up gradients
             here = (self._module, code, line)
             number = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage] - none is public
             self._forward_of[number] = here
             return here
-        if self._running:  # recomputation of a checkpoint
+        if self._running:  # a checkpoint is being recomputed
             return self._module, code, line
         here = self._forward_of.get(node._sequence_nr() + 1, self._last if code is None else ("", code, line))
         self._last = here
@@ -278,8 +281,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def _note_collective(self, name: str, args: Any) -> None:
         group: Any
-        if name == _ULYSSES:  # an op of DeepSpeed's own (deepspeed/sequence/layer.py), with the name of its group
-            name, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # not before 0.19.7
+        if name == _ULYSSES:  # DeepSpeed's own op (deepspeed/sequence/layer.py), which gets the name of its group
+            name, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # from DeepSpeed 0.19.7 on
         else:
             group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch._C.ScriptObject)), None)
         op, ranks = name.removeprefix("c10d::").strip("_"), group.size() if group else 1
@@ -290,18 +293,21 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def is_counted(func: Any) -> bool:
-    """Return whether an op's output may have memory of its own: torch.tensor() gives its new one out by a "view"."""
+    """Return whether an op's output may have memory of its own; torch.tensor() returns its new one through a "view"."""
     return not func.is_view or func is torch.ops.aten.lift_fresh.default
 
 
 @cache
 def is_own(file: str) -> bool:
-    """Return whether a source file is the user's: neither an installed library's, nor Python's, nor ours."""
+    """Return whether a source file is the user's: not of a library, of Python or of zerofit."""
     return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_HERE), _MODELS))
 
 
 def own_line() -> str:
-    """Return the innermost line of the user's own that runs, "file:line"; that waits, where autograd's thread runs."""
+    """Return the innermost running line of the user's code, "file:line".
+
+    In autograd's thread, the line that waits for it.
+    """
     found = _innermost_own(sys._getframe(1))
     return found or _innermost_own(sys._current_frames()[threading.main_thread().ident or 0])
 

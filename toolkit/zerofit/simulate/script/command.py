@@ -1,6 +1,6 @@
-"""The command that a user would start a training with, and what its launcher's own options say.
+"""Read the command that starts a user's training, including its launcher's options.
 
-Imports no torch, unless a launcher's parser does.
+Imports torch only if a launcher's parser does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from zerofit.spec.errors import Problem, UserError
 
-# options of the interpreter that take a word of their own
+# options of the interpreter that are followed by a value
 _PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
 _AS_MODULE = {
     "torch.distributed.run": "torchrun",
@@ -28,41 +28,41 @@ _AS_MODULE = {
     "deepspeed.launcher.runner": "deepspeed",
     "accelerate.commands.launch": "accelerate launch",
 }
-_MANY = 1 << 16  # devices of a host whose number is not known
+_MANY = 1 << 16  # devices of a host whose number is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """A training script with its arguments, and how many ranks its launcher starts."""
+    """A training script with its arguments, and the number of ranks that its launcher starts."""
 
     words: tuple[str, ...]  # as typed
     launcher: str  # "python", "torchrun", "deepspeed" or "accelerate launch"
     script: str  # a file, or a module's name
     is_module: bool
     arguments: tuple[str, ...]
-    launcher_words: tuple[str, ...] = ()  # the launcher's options with what follows
-    gpus: int | None = None  # ranks of a node; None: the launcher's options do not say
+    launcher_words: tuple[str, ...] = ()  # the launcher's options, and all after them
+    gpus: int | None = None  # ranks per node; None if the launcher's options do not set it
     nodes: int | None = None
     local_rank_argument: bool = False  # DeepSpeed's launcher adds --local_rank=N
     notes: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int | None:
-        """Ranks in all, as far as the launcher's options say."""
+        """All ranks; None if the launcher's options do not set them."""
         return None if self.gpus is None else self.gpus * (self.nodes or 1)
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read what a user types to start a training. Raises UserError where it names no Python script."""
+    """Read the words that start a training. Raises UserError if they name no Python script."""
     if not words:
-        raise _refused("there is no command after --", "write what you would type: -- torchrun train.py --epochs 3")
+        raise _refused("no command after --", "add the command you would run, e.g. -- torchrun train.py --epochs 3")
     program, rest = words[0], list(words[1:])
     name = os.path.basename(program)
     if name.startswith("python") or name == Path(sys.executable).name:
         found = shutil.which(program)
         notes = ()
         if found and Path(found).parent != Path(sys.executable).parent:
-            notes = (f"{program} is {found}; simulated with the packages of {sys.executable}",)
+            notes = (f"{program} is {found}, but the packages of {sys.executable} are used",)
         return _python(rest, tuple(words), notes)
     if name == "accelerate" and rest[:1] == ["launch"]:
         return _accelerate(rest[1:], tuple(words))
@@ -71,18 +71,18 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
     if name.endswith(".py"):
         return _python(list(words), tuple(words), ())
     if name == "zerofit":
-        raise _refused("zerofit's own training is not simulated as a script", "write zerofit simulate MODEL ...")
+        raise _refused("zerofit's own training is not simulated as a script", "run zerofit simulate MODEL ...")
     installed = _installed_program(program)
     if installed:
         return _python([installed, *rest], tuple(words), ())
-    message = f"{program!r} is none of python, torchrun, deepspeed, accelerate launch and programs that pip installs"
-    raise _refused(message, "write the command that starts the training script itself, without shell or job scripts")
+    message = f"{program!r} is not python, torchrun, deepspeed, accelerate launch or a program that pip installed"
+    raise _refused(message, "give the command that starts the training script itself, without shell or job scripts")
 
 
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
-    """Return what a program starts with a launcher, as llamafactory-cli and axolotl do; None where it starts no ranks.
+    """Return the launcher command inside a program's words, as llamafactory-cli and axolotl start it.
 
-    A launcher that is given options alone, --help say, starts none either.
+    None if it starts no ranks, e.g. a launcher with options only (--help).
     """
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     program = os.path.basename(words[0]) if words else ""
@@ -95,20 +95,20 @@ def started_inside(words: Sequence[str]) -> ScriptCommand | None:
 
 
 def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
-    """Return what is wrong with the number of ranks that a command starts on so many devices."""
+    """Return a problem if the command starts another number of ranks than the given devices."""
     if command.gpus is not None and (command.gpus, command.nodes or 1) != (gpus, nodes):
-        asked = f"--gpus says {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
+        asked = f"--gpus is {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
         on = f" on {command.nodes} nodes" if (command.nodes or 1) > 1 else ""
-        message, where = f"the command starts {command.ranks} ranks{on}, {asked}", "--gpus"
+        message, where = f"the command starts {command.ranks} ranks{on}, but {asked}", "--gpus"
     elif command.gpus is None and command.nodes is not None and command.nodes != nodes:
-        message, where = f"the command starts ranks on {command.nodes} nodes, --nodes says {nodes}", "--nodes"
+        message, where = f"the command starts ranks on {command.nodes} nodes, but --nodes is {nodes}", "--nodes"
     else:
         return []
-    return [Problem(kind="ranks", message=message, hint="name one of them", where=where)]
+    return [Problem(kind="ranks", message=message, hint="set only one of them, or make them equal", where=where)]
 
 
 def _installed_program(program: str) -> str | None:
-    """Return the file of a program in Python that pip has installed beside this one's interpreter, or on the PATH."""
+    """Return the file of a Python program that pip installed in this environment or on the PATH; None otherwise."""
     beside = str(Path(sys.executable).parent)
     found = shutil.which(program, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if found is None:
@@ -116,9 +116,9 @@ def _installed_program(program: str) -> str | None:
     try:
         with open(found, "rb") as file:
             first, second = file.readline(), file.readline()
-    except OSError:  # it may be run, and not read
+    except OSError:  # executable but not readable
         return None
-    if second.startswith(b"'''exec'"):  # as pip does for an interpreter of a long path: a shell starts it
+    if second.startswith(b"'''exec'"):  # pip writes a shell line if the interpreter's path is long
         first += second
     return found if first.startswith(b"#!") and b"python" in first else None
 
@@ -146,7 +146,7 @@ def _script(
     is_module: bool = False,
     **more: Any,
 ) -> ScriptCommand:
-    """Return the command."""
+    """Return the command that was read."""
     read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}
     return ScriptCommand(words=words, **read, **more)
 
@@ -189,7 +189,7 @@ def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 def _deepspeed_resources(asked: Namespace) -> tuple[int | None, int | None]:
-    """Return devices of a node and nodes, as runner.py's main() reads them from its options and hostfile."""
+    """Return devices per node and nodes, as runner.py's main() reads them from options and hostfile."""
     from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
 
     pool = fetch_hostfile(asked.hostfile) if Path(asked.hostfile).is_file() else None
@@ -212,12 +212,12 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
     asked = _parsed("accelerate launch", launch_command_parser().parse_args, rest)
     file = asked.config_file or default_config_file
     if asked.config_file and not Path(file).is_file():
-        raise _refused(f"accelerate launch: there is no configuration {file}", "see --config_file")
+        raise _refused(f"accelerate launch: configuration file {file} does not exist", "check --config_file")
     written = load_config_from_file(file) if Path(file).is_file() and not asked.cpu else None
     ranks = asked.num_processes or getattr(written, "num_processes", None)
     nodes = asked.num_machines or getattr(written, "num_machines", None)
     if ranks and nodes and ranks % nodes:
-        raise _refused(f"accelerate launch: {ranks} processes on {nodes} machines", "take a multiple")
+        raise _refused(f"accelerate launch: {ranks} processes on {nodes} machines", "use a multiple of the machines")
     return _script(
         "accelerate launch",
         asked.training_script,
@@ -231,7 +231,7 @@ def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[str]) -> Namespace:
-    """Return what a launcher's own parser makes of its words. Raises UserError in its words."""
+    """Parse words with a launcher's own parser. Raises UserError with the parser's message."""
     said = StringIO()
     try:
         with redirect_stderr(said):
@@ -243,7 +243,7 @@ def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[s
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep DeepSpeed from warning of a machine without a GPU when it is imported."""
+    """Silence DeepSpeed's warnings about a missing GPU while it is imported."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,6 +1,6 @@
-"""Why a script ended before it had trained: its own exit or error, or what zerofit cannot simulate.
+"""Explain why a script ended before it trained: its own exit or error, or something zerofit cannot simulate.
 
-Nothing here says how the script would end on the machine: no real run was seen.
+How the script would end on the real machine is unknown.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zerofit.simulate.tracker import is_own
 from zerofit.spec.errors import Problem, UserError
 
 _LINES = 3  # of an exception's message
-_FEW = 100  # items of a list that are looked at
+_FEW = 100  # items of a list that are searched
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
 _NAMES = re.compile(r"simgpu|privateuse|fake ?tensor|fake_tensor|\bmeta (device|tensor)", re.IGNORECASE)
 _SIGNATURE = re.compile(r"^(\w+)[\w.<>]*\(\) (got|takes|missing)")  # of Python's TypeError: the function's name
-RETRY = "start the command without zerofit to see whether it ends so there, too"
+RETRY = "run the command without zerofit to see whether it ends the same way"
 
 
 def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
@@ -51,8 +51,8 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
     if lacks_memory(error):
         return replace(out_of_memory(), where=where)
     if isinstance(error, torch.AcceleratorError):
-        message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} asks the GPU's driver, and there is none"
-        hint = "a kernel that is called past torch's ops has no shape rule: switch it off where the script lets you"
+        message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} calls the GPU's driver, which is missing"
+        hint = "kernels called outside of torch's ops have no shape rule: turn this one off in the script, if possible"
         return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if not _involves_stand_ins(error) or _is_plain_bug(error, meter):
         shown = traceback.TracebackException(type(error), error, _from_script(error))
@@ -60,37 +60,37 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
         text = "".join(shown.format())
         hint = RETRY
         if isinstance(error, ModuleNotFoundError):
-            hint = f"the script runs with the packages of {sys.executable}: install it there"
+            hint = f"the script runs with the packages of {sys.executable}: install the module there"
         return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
     message, hint = _not_simulated(target, meter, error)
     return Problem(kind="not-simulated", message=message, hint=hint, where=where)
 
 
 def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> tuple[str, str]:
-    """Return what a stand-in of the simulation takes part in, and what would help."""
+    """Return what the simulation could not do, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
     first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
-    hint = "train it for a step instead, or compute without the value (torch.where, masks)"
+    hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
     if isinstance(error, patches.AskedForValueError):
-        return f"{inside} asks for the value of a tensor; what it does with the answer is not known", hint
+        return f"{inside} reads the value of a tensor, which a simulation does not compute", hint
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return f"{op} in {inside}: its shape depends on values that only a GPU has", hint
+        return f"{op} in {inside}: its output's shape depends on values that only a GPU computes", hint
     if meter.without_rule and isinstance(error, RuntimeError):
-        hint = "an op of your own says it by torch.library.register_fake; for torch's, take another op"
-        return f"{meter.without_rule} in {inside} has no shape rule: what it makes is not known", hint
+        hint = "add a shape rule with torch.library.register_fake if the op is yours; otherwise use another op"
+        return f"{meter.without_rule} in {inside} has no shape rule, so its output is unknown", hint
     place = f"{op} in {inside}" if op else inside
     if _is_of_zerofit(error):
         last = traceback.extract_tb(error.__traceback__)[-1]
         raised = f"{type(error).__name__} in {shown_path(last.filename)}:{last.lineno}"
-        hint = "a stand-in of the simulation is the cause: please report it, with the command"
-        return f"zerofit cannot simulate this: {place} ends with {raised}: {first}", hint
-    hint = "it may be the script's own error: shapes and types are checked as on the machine"
+        hint = "this is a limit of the simulation: please report it, with the command"
+        return f"zerofit cannot simulate this: {place} raised {raised}: {first}", hint
+    hint = "it may be the script's own error: the simulation checks shapes and types as the real machine does"
     return f"{target.command.script} fails at {place}: {type(error).__name__}: {first}", hint
 
 
 def _missing_from_hub(error: BaseException) -> str:
-    """Return the repository whose files the hub's cache lacks; "" where the error is another one."""
+    """Return the repository whose files are missing in the hub's cache; "" for another error."""
     if not isinstance(error, OSError):
         return ""
     named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -106,7 +106,7 @@ def _from_script(error: BaseException) -> TracebackType | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from."""
+    """Yield an error, and those that caused it."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -115,7 +115,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _entries(error: BaseException) -> list[TracebackType]:
-    """Return the traceback from the script's first frame on, the frame that raised last."""
+    """Return the traceback's entries from the script's first frame to the one that raised."""
     entry, found = _from_script(error), []
     while entry is not None:
         found.append(entry)
@@ -124,7 +124,7 @@ def _entries(error: BaseException) -> list[TracebackType]:
 
 
 def _involves_stand_ins(error: BaseException) -> bool:
-    """Return whether what raised had to do with a tensor that holds nothing, or with an answer of this package's."""
+    """Return whether the error involves a fake tensor or a replacement object of this package."""
     for one in _chain(error):
         frames = [entry.tb_frame for entry in _entries(one)]
         on_fakes = any(f.f_code.co_name == "_on_fakes" and f.f_code.co_filename == tracker.__file__ for f in frames)
@@ -134,7 +134,7 @@ def _involves_stand_ins(error: BaseException) -> bool:
 
 
 def _is_of_zerofit(error: BaseException) -> bool:
-    """Return whether the simulation's own code or devices are the cause: they raised, or the message names them."""
+    """Return whether the simulation's code or devices are the cause: they raised, or the message names them."""
     last, text = (_entries(error) or [None])[-1], str(error)
     called = _SIGNATURE.match(text) if isinstance(error, TypeError) else None
     file = last.tb_frame.f_code.co_filename if last else ""
@@ -148,7 +148,7 @@ def _is_of_zerofit(error: BaseException) -> bool:
 
 
 def _is_in_call(entry: TracebackType) -> bool:
-    """Return whether what a frame called has raised, in C: wrappers hand on to what they have replaced."""
+    """Return whether a C function that this frame called has raised: wrappers call what they have replaced."""
     return dis.opname[entry.tb_frame.f_code.co_code[entry.tb_lasti]].startswith("CALL")
 
 
@@ -169,14 +169,14 @@ def _holds_fakes(frame: FrameType) -> bool:
 
 
 def _is_stand_in(value: Any) -> bool:
-    """Return whether a value is a tensor that holds nothing, or an object that this package answers with."""
+    """Return whether a value is a fake tensor, or a replacement object of this package."""
     if isinstance(value, Tensor):
         return isinstance(getattr(value, "_local_tensor", value), FakeTensor)
     return type(value).__module__.startswith("zerofit.simulate.")
 
 
 def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
-    """Return whether the script's own line asks for what is not there, and no value was made up before."""
+    """Return whether the script's own line uses a missing name, key or attribute, and no value was assumed before."""
     frames = traceback.extract_tb(error.__traceback__)
     made_up = any("taken as" in note for note in meter.notes)
     plain = isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename)
@@ -184,7 +184,7 @@ def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
 
 
 def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed: bool) -> UserError:
-    """Return the error of a script that ended by itself without an optimizer step."""
+    """Return the error for a script that ended by itself without an optimizer step."""
     said, hint = f"{target.command.script} {how}", RETRY
     if failed:
         message = f"{said} before it trained"

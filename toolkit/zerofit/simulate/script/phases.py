@@ -1,4 +1,4 @@
-"""A script's life cut into phases at what its engines and optimizers do, alike for real and for simulated ranks."""
+"""Divide a script's run into phases by what its engines and optimizers do, in real and in simulated ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerofit.simulate.phases import PhaseLog, announce_phases
 from zerofit.simulate.script.errors import ScriptStop
 
-WAITED = 10  # times as many steps of the leading engine, for those of the others
+WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
 
 
 class ScriptPhases:
-    """Cuts phases, and ends the script when every engine that trains has made its optimizer steps.
+    """Start phases, and stop the script when every engine that trains has made its optimizer steps.
 
-    A script without engines is cut at its optimizer's steps, its losses' backward and its models' forward.
+    Without an engine, phases start at the optimizer's steps, the losses' backward and the models' forward.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class ScriptPhases:
         self.models: list[nn.Module] = []  # that were trained without an engine
         self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
         self.micro_batches = 0
-        self._busy = 0  # calls of engines under way: what they call is theirs
-        self._known: set[int] = set()  # ids of the modules of those models
-        self._inside = False  # a trained module or a backward without an engine is under way: what runs is part of it
-        self._stepping: Any = None  # the optimizer that steps: it may hold another one (ZeroRedundancyOptimizer)
-        self._is_forward = False  # a micro batch without an engine has begun, and its backward not
+        self._busy = 0  # depth of running engine calls: what they call belongs to them
+        self._known: set[int] = set()  # ids of the modules of `models`
+        self._inside = False  # whether a forward or backward without an engine is running: nested calls belong to it
+        self._stepping: Any = None  # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
+        self._is_forward = False  # whether a micro batch without an engine has begun and its backward has not
 
     def cut(self) -> None:
-        """Wrap what scripts train with. For the rest of this process."""
+        """Wrap what scripts train with, for the rest of this process."""
         for engine, name, wrap in (
             (DeepSpeedEngine, "__init__", self._init),
             (DeepSpeedEngine, "forward", self._forward),
@@ -121,7 +121,7 @@ class ScriptPhases:
             if boundary:
                 self._stepped(engine, list(filter(has_optimizer, self.engines)))
             else:
-                self.log.begin("forward")  # the next batch belongs to it
+                self.log.begin("forward")  # loading the next batch belongs to it
             return out
 
         return step
@@ -134,7 +134,7 @@ class ScriptPhases:
             self._busy -= 1
 
     def _stepped(self, one: Any, of: list[Any]) -> None:
-        """Count an optimizer step. Raises ScriptStop when all have made theirs."""
+        """Count an optimizer step. Raises ScriptStop when all have made enough."""
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]
         if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:
@@ -164,7 +164,7 @@ class ScriptPhases:
             self._known |= {id(one) for one in module.modules()}
             self.models.append(module)
             self._on_model(module)
-        if not self._is_forward:  # else another module, or another call, before the loss
+        if not self._is_forward:  # otherwise another module, or another call, before the loss
             self._is_forward = True
             self.micro_batches += 1
             self.log.step = max(self.log.step, 0)
@@ -220,5 +220,5 @@ class ScriptPhases:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Return whether an engine was given an optimizer, or takes one from its JSON: those without have a dummy's."""
+    """Return whether an engine has an optimizer from the script or its JSON: others get a dummy."""
     return bool(engine.optimizer_name())

@@ -1,7 +1,8 @@
-"""The tracker of a script's rank: host tensors are real, what is on the device or becomes a parameter is fake.
+"""Track the ops of a user's script: host tensors are real; device tensors and parameters are fake.
 
-So a script's own data, samplers, tokenizers and collators work as they always do. Integers and masks that go to the
-device keep their values beside the fake ones and are computed along: questions about them have true answers.
+So the script's own data, samplers, tokenizers and collators run unchanged. Integers and masks that are copied to the
+device keep their real values with the fake tensor, and ops on them are computed as well, so that branches on them are
+right.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
-KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # elements of a tensor on the device whose values are kept
-HOLDS_NOTHING_BYTES = 16 << 20  # a new tensor of this size on the host is never real
+KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -49,23 +50,23 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
 class ScriptTracker(AllocationTracker):
-    """Runs ops on host tensors for real, and everything that touches the device on fakes."""
+    """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
         self.fakes = fakes
-        self.notes: Counter[str] = Counter()  # every stand-in, and how often it was taken
-        self.inexact: set[str] = set()  # those notes with which figures are an upper bound
-        self.without_rule = ""  # the last op whose outputs' shapes nobody knows
-        self.unseen = False  # ops that only find out shapes
-        self.gpus = 1  # of a node
-        self.all_true = False  # what is asked of other ranks' data holds: they are like this one
-        self.autocast: torch.dtype | None = None  # what it has cast to in training
-        self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
+        self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
+        self.inexact: set[str] = set()  # the notes that make the figures an upper bound
+        self.without_rule = ""  # the last op without a rule for the shapes of its outputs
+        self.unseen = False  # True while ops run that only compute shapes
+        self.gpus = 1  # per node
+        self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.autocast: torch.dtype | None = None  # the type that autocast used in training
+        self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
-        """Count a stand-in; `bound`: one that makes the figures an upper bound, `here`: with the script's line."""
-        line = own_line() if here else ""  # none where no line of the script's own runs
+        """Count an approximation. `bound`: it makes the figures an upper bound; `here`: add the script's line."""
+        line = own_line() if here else ""  # "" if no line of the script is running
         text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
         if bound:
@@ -75,7 +76,7 @@ class ScriptTracker(AllocationTracker):
         """Run the op for real or on fakes, and note what it did."""
         kwargs = kwargs or {}
         if DTensor in types:
-            return NotImplemented  # its own ops on this rank's part come here
+            return NotImplemented  # its ops on the local tensor arrive here later
         if func is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
@@ -105,20 +106,20 @@ class ScriptTracker(AllocationTracker):
         written = (out, next(iter(leaves), None)) if faked and (sends or func._schema.is_mutable) else ()
         overwritten = any(map(is_real, written))
         if is_counted(func) and not self.unseen and (sends or not overwritten):
-            # a fake that stood in for a real tensor that was overwritten is no memory of its own
+            # a fake that replaced a real tensor for this call has no memory of its own
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
         if pins:
             self.pin(out)
         return out
 
     def _placed(self, value: Any) -> Any:
-        """Return a device as tensors on it name it: the simulated one, or the host without a number."""
+        """Replace a CUDA device by the simulated one, and "cpu:0" by "cpu"; return anything else unchanged."""
         if isinstance(value, torch.device) and value.type == "cpu":
             return _HOST
         return on_simulated(value) if self.device == "cuda" else value
 
     def _pinning(self, name: str, tensor: Tensor) -> Any:
-        """Answer whether a tensor is pinned, or pin a copy: without a driver nothing can be, and C++ code asks, too."""
+        """Return whether a tensor is pinned, or a pinned copy; torch's own code would need a CUDA driver."""
         if name == _IS_PINNED or self.is_pinned(tensor):
             return self.is_pinned(tensor)
         with self:
@@ -127,14 +128,14 @@ class ScriptTracker(AllocationTracker):
         return pinned
 
     def _issued(self, kind: str, module: str | None = None, **more: Any) -> IssuedWork:
-        """Return work of this moment, on the current stream."""
+        """Return a record of work issued now on the current stream."""
         stream, module = self.streams.current.number, self._module if module is None else module
         return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
 
     def _note_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note what an op launches: a kernel, or a copy between host and device; or what the host computes."""
+        """Record what an op launches: a kernel, a copy between host and device, or work on the host."""
         assert self.streams.issued is not None
-        copies = func._overloadpacket.__name__ in _COPIES  # of a script's own batches, too, which are real
+        copies = func._overloadpacket.__name__ in _COPIES  # copies of real batches count, too
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor if copies else FakeTensor)]
         places = {t.device.type for t in tensors}
         backward = torch._C._current_autograd_node() is not None
@@ -148,7 +149,7 @@ class ScriptTracker(AllocationTracker):
         self.streams.issued.items.append(work)
 
     def _note_sent(self, name: str, args: Any, out: Any) -> None:
-        """Note a collective, and the handle by which it is waited for."""
+        """Record a collective and the handles that wait for it."""
         assert self.streams.issued is not None
         boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
         if boxed is None:
@@ -162,22 +163,22 @@ class ScriptTracker(AllocationTracker):
         self.streams.issued.send(self._issued(name.removeprefix("c10d::").strip("_"), bytes=moved), ranks, handles)
 
     def note_hooks(self, parameters: int) -> None:
-        """Note that ZeRO-3's hooks fetch parameters of a module."""
+        """Record that ZeRO-3's hooks gather the parameters of a module."""
         if self.streams.issued is not None and parameters:
             self.streams.issued.items.append(self._issued(HOOKS, count=parameters))
 
     def ran(self, name: str, args: Any) -> None:
-        """Note that one of DeepSpeed's C++ ops has worked in place: of Adam on the device, or on the host."""
+        """Record that one of DeepSpeed's C++ ops ran in place, such as Adam on the device or on the host."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
         if self.streams.issued is None or not tensors:
             return
         size = sum(t.nbytes for t in tensors)
-        moved = 7 * size // 4 if "adam" in name else 2 * size  # of four tensors it changes all but the gradient
+        moved = 7 * size // 4 if "adam" in name else 2 * size  # Adam reads 4 tensors and writes 3 (not the gradient)
         kind = STEP if max(tensors, key=lambda one: one.nbytes).device.type == self.device else HOST_STEP
         self.streams.issued.items.append(self._issued(kind, bytes=moved, inside=False))
 
     def _holds_nothing(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Return whether a new tensor on the host is fake: a large one, or numbers that DeepSpeed makes for itself."""
+        """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates itself."""
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
         count = 1
@@ -200,7 +201,7 @@ class ScriptTracker(AllocationTracker):
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
         taken, named = args, kwargs
         if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
-            # with real inputs FakeTensorMode would compute `real.to(device)` (torch/_subclasses/fake_tensor.py)
+            # with only real inputs FakeTensorMode would run `real.to(device)` (torch/_subclasses/fake_tensor.py)
             taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
         try:
             out = as_stored(func, taken, func(*taken, **named))
@@ -213,11 +214,11 @@ class ScriptTracker(AllocationTracker):
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
             known = known_value(out)
-            return out if known is None else known  # back on the host, where values are real
+            return out if known is None else known  # back on the host, where tensors are real
         return out
 
     def _stand_in(self, func: Any, args: Any) -> Any:
-        """Return a benign value for one that only a GPU has; counted where the script's own code asks for it."""
+        """Return a harmless value for one that only a GPU could compute; note it if the script's own code needs it."""
         value = func(*args)
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
@@ -225,7 +226,10 @@ class ScriptTracker(AllocationTracker):
         return value
 
     def _numbers(self, index: Any) -> list[Any]:
-        """Return where a mask is True, in each of its dimensions; of a mask of unknown values, everywhere."""
+        """Return the indices where a mask is True, one tensor per dimension.
+
+        A mask of unknown values counts as all True.
+        """
         if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
             return [index]
         known = known_value(index)
@@ -244,7 +248,7 @@ class ScriptTracker(AllocationTracker):
         return on_device
 
     def _by_values(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], error: Exception) -> Any:
-        """Return the output of an op whose shape depends on values, where they are known. Raises the error else."""
+        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown."""
         if any(known_value(t) is None for t in leaves):
             raise error
         real = _computed(func, args, kwargs)
@@ -261,7 +265,10 @@ class ScriptTracker(AllocationTracker):
         return tree_map(faked, real)
 
     def _keep_values(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor], out: Any) -> None:
-        """Compute along what is small and known; forget what an op has overwritten with unknown values."""
+        """Compute the values of small outputs from known inputs.
+
+        Forget values that an op overwrites with unknown ones.
+        """
         if name == "c10d::_allgather_base_" and known_value(args[1]) is not None:
             with unset_fake_temporarily(), _disable_current_modes():
                 flat = known_value(args[1]).reshape(-1)
@@ -282,14 +289,14 @@ class ScriptTracker(AllocationTracker):
                     replicate(name, tree_map(known_value, args), self.reduction == dist.ReduceOp.SUM)
                 return
             real = _computed(func, args, kwargs)
-        except Exception:  # no kernel for it on the host: then its values are not known
+        except Exception:  # the host has no kernel for it, so its values stay unknown
             return
         for t, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
                 keep(t, value)
 
     def adopt(self, real: Tensor, fake: Tensor) -> None:
-        """Let a fake take the place of a real tensor: it is the same memory."""
+        """Give a real tensor's entry in the ledger to the fake that replaces it."""
         storage, taken = real.untyped_storage(), fake.untyped_storage()
         index = self._index.pop(storage._cdata, None)
         if index is None:
@@ -300,14 +307,14 @@ class ScriptTracker(AllocationTracker):
         weakref.finalize(storage, self._adopted.pop, storage._cdata, None).atexit = False
 
     def _left(self, address: int, real: int, index: int) -> None:
-        """Note the release of a fake's storage: the real tensor whose place it took keeps the memory while it lives."""
+        """Handle the release of a fake's storage: if the real tensor still lives, the memory stays in use."""
         if self._adopted.pop(real, None) == index == self._index.get(address):
             self._index[real] = self._index.pop(address)
         else:
             self._released(address, index)
 
     def resized(self, storage: Any) -> None:
-        """Note that a storage, or the one whose place a fake has taken, has another size now."""
+        """Record the new size of a storage, or of the fake that replaced it."""
         super().resized(storage)
         index = self._adopted.get(storage._cdata)
         if index is not None:
@@ -315,41 +322,41 @@ class ScriptTracker(AllocationTracker):
 
 
 def known_value(leaf: Any) -> Any:
-    """Return the value of a tensor, None for a fake's that is not known; anything else as it is."""
+    """Return the value of a tensor, None for a fake of unknown value, and anything else unchanged."""
     return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
 
 
 def keep(fake: FakeTensor, value: Tensor) -> None:
-    """Note the value of a fake tensor."""
+    """Store the value of a fake tensor."""
     vars(fake)["_known"] = value  # pyright: ignore[reportIndexIssue]
 
 
 def forget(fake: FakeTensor) -> None:
-    """Note that a fake tensor's value is no longer known."""
+    """Delete the stored value of a fake tensor."""
     vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_real(value: Any) -> bool:
-    """Return whether this is a tensor with memory of its own."""
+    """Return whether this is a tensor with real memory."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
 def on_simulated(value: Any) -> Any:
-    """Return the simulated device in place of a CUDA device; anything else as it is."""
+    """Return the simulated device for a CUDA device; anything else unchanged."""
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an op gives for the known values of its arguments, on the host."""
+    """Run an op on the host with the known values of its arguments."""
     host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         return func(*tree_map(known_value, args), **tree_map(known_value, host))
 
 
 def replicate(name: str, args: Any, summed: bool) -> None:
-    """Fill in, in a collective of real tensors, this rank's own values for the other ranks'.
+    """Fill the results of a collective on real tensors with this rank's own values for all ranks.
 
-    `summed`: an all-reduce adds up; else it gives the mean, or the most.
+    `summed`: the all-reduce is a sum; for a mean or maximum, equal values need no change.
     """
     if name == "c10d::allgather_":
         for outs, one in zip(args[0], args[1], strict=False):
