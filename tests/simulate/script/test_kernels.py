@@ -70,8 +70,8 @@ for i in range(50):
 def test_a_fused_loss_keeps_gradients_and_no_logits(folder):
     result = simulated(FUSED, gpus=1)
     notes = {note.text: note.count for note in facts(result).facts.notes}
-    assert notes["Triton kernel loss_and_gradient: taken to write only into its arguments"] == 2 * 4
-    assert notes["Triton kernel scale: taken to write only into its arguments"] == 2 * 2
+    assert notes["Triton kernel loss_and_gradient: assumed to write only into its arguments"] == 2 * 4
+    assert notes["Triton kernel scale: assumed to write only into its arguments"] == 2 * 2
     weight, x, part, row, norm = (4 * n for n in (2048 * 64, 512 * 64, 128 * 2048, 512, 2 * 64))
     (forward,) = [p for p in result.phases if (p.name, p.step) == ("forward", 1)]
     # weights; the norm's input, output, mean and spread; losses, gradients; a part of the logits and the next one

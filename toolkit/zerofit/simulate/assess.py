@@ -1,4 +1,4 @@
-"""From what a simulated rank allocates to the result: what it needs of the cluster, and whether that is there."""
+"""Turn the record of a simulated rank into a result: what it needs, and whether the cluster has it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
-UNSURE = 0.25  # of an extrapolation's reserved bytes
+UNSURE = 0.25  # relative uncertainty of extrapolated reserved bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedScriptRank:
-    """A rank of a user's script and what was observed of it."""
+    """A rank of a user's script and its record."""
 
     target: ScriptTarget
     record: RankRecord
@@ -42,12 +42,12 @@ class SimulatedScriptRank:
 
     @property
     def run(self) -> SimulatedScript:
-        """The script and what was seen of it."""
+        """The script and what its simulation found."""
         return SimulatedScript(command=shlex.join(self.target.command.words), facts=self.facts)
 
 
 def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> Simulation:
-    """Return what a simulated rank needs and whether the cluster has it; without stages, knobs and seconds."""
+    """Return what a simulated rank needs and whether it fits the cluster; stages, knobs and seconds are left empty."""
     record = simulated.record
     if isinstance(simulated, SimulatedScriptRank):
         stages = simulated.facts.pipeline_stages
@@ -57,7 +57,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         job, layers, error = simulated.target.job, simulated.layers, simulated.check_error
         layout, run, facts = job.layout, _run(simulated.target), job.facts
     peak, beside = record.peaks[0], _beside(record, cluster)
-    if cluster.on_cpu:  # matrix products take the largest parameter in fp32
+    if cluster.on_cpu:  # matrix products copy the largest parameter in fp32
         largest = facts.largest_parameter * ELEMENT_BYTES["fp32"]
         beside += unseen_on_cpu(peak.bytes, largest, bool(facts.experts))
     host = record.host
@@ -126,7 +126,7 @@ def decided(
     cluster: Cluster,
     simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Return the ranks, all layers of those simulated whose extrapolation leaves open whether they fit the cluster."""
+    """Simulate all layers of those ranks whose extrapolation does not decide whether they fit; return all ranks."""
     found = list(ranks)
     ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
     doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
@@ -137,7 +137,7 @@ def decided(
 
 
 def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
-    """Return whether an extrapolation leaves open if the rank fits: reserved bytes are not linear in the layers."""
+    """Return whether it is undecided that the rank fits: extrapolated reserved bytes are uncertain."""
     if not simulated.layers or cluster.on_cpu:
         return False
     record, there = simulated.record, cluster.device.memory_bytes
@@ -148,9 +148,9 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
 def _verdict(
     record: RankRecord, beside: list[Overhead], cluster: Cluster, alloc_conf: str
 ) -> tuple[FitVerdict, int, int]:
-    """Return the verdict on the device, the reserved peak, and that of a host ahead of it, on which it rests."""
+    """Return the device's verdict, the reserved peak, and that of a host that runs ahead, on which the verdict is."""
     there = cluster.device.memory_bytes
-    if cluster.on_cpu:  # no caching allocator: what is released is gone
+    if cluster.on_cpu:  # no caching allocator
         taken = record.peaks[0].bytes
         return judge(taken, beside, there), taken, taken
     if record.events is None:
@@ -170,21 +170,21 @@ def _communicators(groups: list[GroupUse]) -> list[Communicator]:
 
 
 def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
-    """Return the bytes of host memory that a node's ranks take, whether they are there, and a sentence on it."""
+    """Return the host memory that a node's ranks need in bytes, whether the node has it, and a sentence about it."""
     if cluster.on_cpu:
         return 0, True, ""
     needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
     available = round(cluster.host_bytes * (1 - HOST_RESERVE))
-    ranks = "1 rank takes" if cluster.gpus == 1 else f"{cluster.gpus} ranks take"
+    ranks = "1 rank needs" if cluster.gpus == 1 else f"{cluster.gpus} ranks need"
     sentence = (
         f"Host memory: {ranks} {shown_bytes(needed)} of a node's {shown_bytes(cluster.host_bytes)}, "
-        f"{shown_bytes(HOST_PROCESS_BYTES)} of it for each process; {HOST_RESERVE:.0%} is kept for the system."
+        f"including {shown_bytes(HOST_PROCESS_BYTES)} per process; {HOST_RESERVE:.0%} is reserved for the system."
     )
     return needed, needed <= available, sentence
 
 
 def _merged(phases: list[RankPhase]) -> tuple[RankPhase, ...]:
-    """Merge the phases of a step's micro batches: one row for each phase of each step."""
+    """Merge the phases of a step's micro batches: return one row for each phase of each step."""
     rows: dict[tuple[str, int], RankPhase] = {}
     for phase in phases:
         first = rows.setdefault((phase.name, phase.step), phase)

@@ -1,8 +1,8 @@
-"""torch.nn.DataParallel on several GPUs that are not there: the memory of each, and what they copy to each other.
+"""Simulate torch.nn.DataParallel on several GPUs: the memory of each, and the bytes they copy to each other.
 
 torch's own code runs on fakes (torch/nn/parallel/data_parallel.py, replicate.py, _functions.py, comm.py). C++ sees one
-device, and Python the device that a tensor would be on: an op runs where its inputs are. Only what copies between
-devices is replaced (torch/csrc/cuda/comm.cpp), and the threads, which take turns here.
+device, but Python sees the device where a tensor would be: an op runs where its inputs are. Replaced are only the
+copies between devices (torch/csrc/cuda/comm.cpp), and the threads, which run one after the other here.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from torch.utils._pytree import tree_leaves
 from zerofit.models.inputs import ImageInputs
 
 GPUS = 2
-STEPS = 2  # the first makes the optimizer's states
+STEPS = 2  # the first allocates the optimizer's states
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelCosts:
-    """What one step on each GPU costs, in bytes; the first one has the optimizer."""
+    """Costs of one step on each GPU in bytes; the first GPU has the optimizer."""
 
-    peak: tuple[int, ...]  # of tensors; kernels' workspaces come on top
+    peak: tuple[int, ...]  # of tensors, without kernels' workspaces
     sent: tuple[int, ...]  # to other GPUs
     received: tuple[int, ...]
 
 
 class DeviceMemory(TorchDispatchMode):
-    """Live and peak bytes of each device. An op's outputs are where its inputs are, or on the first device."""
+    """Track live and peak bytes of each device. An op's outputs are where its inputs are, or on the first device."""
 
     def __init__(self, devices: int):
         super().__init__()
         self.live, self.peak = [0] * devices, [0] * devices
         self.sent, self.received = [0] * devices, [0] * devices
         self._places: dict[int, int] = {}  # address of a storage -> its device
-        self._target: int | None = None  # of the copy that is being made
-        self.is_inside = False  # an op, where the device is C++'s
+        self._target: int | None = None  # destination of the copy in progress
+        self.is_inside = False  # inside an op, where the device is the one C++ sees
 
     def device_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's device."""
         return self._places.get(tensor.untyped_storage()._cdata, 0)
 
     def copy(self, tensor: Tensor, device: int) -> Tensor:
-        """Return a tensor on a device: itself, if it is there."""
+        """Return a copy of a tensor on a device, or the tensor itself if it is there."""
         source = self.device_of(tensor)
         if source == device:
             return tensor
@@ -65,13 +65,13 @@ class DeviceMemory(TorchDispatchMode):
         return made
 
     def send(self, tensor: Tensor, device: int) -> None:
-        """Count the bytes of a tensor that goes from its device to another one."""
+        """Count the bytes of a tensor that is sent to another device."""
         size = tensor.numel() * tensor.element_size()
         self.sent[self.device_of(tensor)] += size
         self.received[device] += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op and note what it allocated."""
+        """Run the op and record what it allocated."""
         self.is_inside = True
         try:
             out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class DeviceMemory(TorchDispatchMode):
         return out
 
     def _note(self, storage: torch.UntypedStorage, device: int) -> None:
-        """Note that a new storage is on a device, and its release when it comes."""
+        """Record that a new storage is on a device, and later its release."""
         address, size = storage._cdata, storage.nbytes()
         if address not in self._places:
             self._places[address] = device
@@ -99,9 +99,9 @@ class DeviceMemory(TorchDispatchMode):
 
 
 def data_parallel_costs(build: Callable[[], nn.Module], inputs: ImageInputs, batch: int) -> DataParallelCosts:
-    """Return what a step of SGD with momentum on a batch costs each of two GPUs.
+    """Return the costs of a step of SGD with momentum on each of two GPUs.
 
-    The script puts the batch and the model on the first one, as torch's documentation shows it.
+    The script puts the batch and the model on the first GPU, as in torch's documentation.
     """
     memory = DeviceMemory(GPUS)
     with FakeTensorMode(allow_non_fake_inputs=True), memory, as_devices(memory):
@@ -118,7 +118,7 @@ def data_parallel_costs(build: Callable[[], nn.Module], inputs: ImageInputs, bat
 
 @contextmanager
 def as_devices(memory: DeviceMemory) -> Iterator[None]:
-    """Let torch's DataParallel see the devices, and copy between them without a driver."""
+    """Make the devices visible to torch's DataParallel, and copy between them without a driver."""
 
     def scatter(tensor: Tensor, devices: Any, sizes: Any, dim: int, streams: Any) -> list[Tensor]:
         parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
@@ -139,7 +139,7 @@ def as_devices(memory: DeviceMemory) -> Iterator[None]:
         return torch.cat(sorted(tensors, key=lambda tensor: memory.device_of(tensor) != device), dim)
 
     def reduce_add(tensors: Any, device: int) -> Tensor:
-        """Add up as NCCL does, straight into the result. (comm.py, reduce_add)"""
+        """Add up into the result in place, as NCCL does. (comm.py, reduce_add)"""
         (root,) = (tensor for tensor in tensors if memory.device_of(tensor) == device)
         for tensor in tensors:
             if tensor is not root:
@@ -154,7 +154,7 @@ def as_devices(memory: DeviceMemory) -> Iterator[None]:
     def shown(tensor: FakeTensor) -> torch.device:
         return seen.fget(tensor) if memory.is_inside else torch.device("cuda", memory.device_of(tensor))
 
-    data_parallel = sys.modules[nn.DataParallel.__module__]  # the package has a function of this name
+    data_parallel = sys.modules[nn.DataParallel.__module__]  # the package's attribute of this name is a function
     with ExitStack() as patches:
         for place, name, new in (
             (FakeTensor, "device", property(shown)),

@@ -1,8 +1,8 @@
-"""A GPU that is not there: a device type of its own for torch, and what DeepSpeed sees in its place.
+"""Simulate a GPU: a device type of its own for torch, and an accelerator for DeepSpeed.
 
-Tensors on it exist as fakes only. What DeepSpeed asks of a GPU is answered as its CUDA accelerator would answer
-(accelerator/cuda_accelerator.py). Its C++ ops have nothing behind them: they work in place, so that memory is decided
-in Python.
+Tensors on it are always fake. Its accelerator answers as DeepSpeed's CUDA accelerator does
+(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, so that memory is
+decided in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerofit.simulate.streams import SimulatedEvent, SimulatedStream
 from zerofit.simulate.tracker import AllocationTracker
 
 NAME = "simgpu"
-_BACKEND = SimpleNamespace(  # what torch asks of a device's module
+_BACKEND = SimpleNamespace(  # the functions that torch needs of a device's module
     is_initialized=lambda: True,
     _is_in_bad_fork=lambda: False,
     is_available=lambda: True,
@@ -37,23 +37,23 @@ _BACKEND = SimpleNamespace(  # what torch asks of a device's module
 
 
 def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
-    """Let DeepSpeed compute on a device of this size. To be called before anything asks for the accelerator."""
+    """Make DeepSpeed use a device of this size. Must be called before anything reads the accelerator."""
     if gpu:
         register()
     real_accelerator.set_accelerator((SimulatedGpu if gpu else SimulatedHost)(meter, device_bytes))
 
 
 def register() -> None:
-    """Let torch know the simulated device."""
+    """Register the simulated device in torch."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
 
 
-# in earlier releases of DeepSpeed each accelerator pins by itself
+# in earlier releases of DeepSpeed each accelerator pins memory itself
 _TORCH_PINS = hasattr(DeepSpeedAccelerator, "_torch_pins_host_memory")
 
 
 class SimulatedHost(CPU_Accelerator):
-    """The CPU accelerator with as much memory as is said."""
+    """The CPU accelerator with a given amount of memory."""
 
     def __init__(self, meter: AllocationTracker, device_bytes: int):
         super().__init__()
@@ -64,16 +64,16 @@ class SimulatedHost(CPU_Accelerator):
         return self._device_bytes
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device that no tensor has."""
+        """Return the free bytes of the device."""
         return max(0, self._device_bytes - self._meter.live())
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device that tensors have."""
+        """Return the bytes of live tensors on the device."""
         return self._meter.live()
 
 
 class SimulatedGpu(SimulatedHost):
-    """A CUDA accelerator as far as DeepSpeed can see."""
+    """A CUDA accelerator, as DeepSpeed sees it."""
 
     _torch_pins_host_memory = True
 
@@ -82,7 +82,7 @@ class SimulatedGpu(SimulatedHost):
         self._name, self._communication_backend_name = NAME, "fake"
 
     def is_synchronized_device(self) -> bool:
-        """Say that ops are issued ahead of the device, as on CUDA."""
+        """Return False: as on CUDA, ops are issued ahead of the device."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -110,11 +110,11 @@ class SimulatedGpu(SimulatedHost):
         return tensor.device.type == NAME
 
     def is_fp16_supported(self) -> bool:
-        """Say yes: every GPU of the catalogue has it."""
+        """Return True: every GPU of the catalogue supports it."""
         return True
 
     def empty_cache(self) -> None:
-        """Give cached memory back to the driver."""
+        """Return cached memory to the driver."""
         self._meter.ledger.empty_cache()
 
     @property
@@ -132,11 +132,11 @@ class SimulatedGpu(SimulatedHost):
         return self._meter.streams.using(stream)
 
     def current_stream(self, device_index: int | None = None) -> SimulatedStream:
-        """Return the stream to which this thread issues."""
+        """Return the stream to which this thread issues work."""
         return self._meter.streams.current
 
     def default_stream(self, device_index: int | None = None) -> SimulatedStream:
-        """Return the stream that is current at first."""
+        """Return the stream that is current at the start."""
         return self._meter.streams.default
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -144,13 +144,13 @@ class SimulatedGpu(SimulatedHost):
         self._meter.streams.synchronize()
 
     def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a copy in pinned memory; the CPU's does nothing."""
+        """Return a copy in pinned memory; the CPU accelerator's method does nothing."""
         if _TORCH_PINS:
             return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
         return self._torch_pin_memory(tensor)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in pinned memory."""
+        """Return whether a tensor is in pinned memory."""
         return DeepSpeedAccelerator.is_pinned(self, tensor) if _TORCH_PINS else self._torch_is_pinned(tensor)
 
     def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
@@ -168,12 +168,12 @@ class SimulatedGpu(SimulatedHost):
 
 
 def fake_op(name: str, meter: AllocationTracker) -> Any:
-    """Return a stand-in for what the builder of this op (its NAME) would have loaded."""
+    """Return a replacement for the module that the builder of this op (by its NAME) would load."""
     return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
 
 
 class _InPlace:
-    """A module with functions of any name that change their arguments in place and return 0."""
+    """A module with functions of any name, which change their arguments in place and return 0."""
 
     def __init__(self, meter: AllocationTracker):
         self._meter = meter
@@ -190,9 +190,9 @@ class _InPlace:
 
 
 class _AsyncHandle:
-    """DeepSpeed's aio_handle, as far as its swappers ask: what it is told to write is added up, what it reads is there.
+    """DeepSpeed's aio_handle, as its swappers use it: sizes of written files are recorded, reads do nothing.
 
-    A request is done for every one made.
+    Every request is complete when `wait` is called.
     """
 
     def __init__(self, meter: AllocationTracker):

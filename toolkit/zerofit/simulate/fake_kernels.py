@@ -1,6 +1,6 @@
-"""Kernels of a GPU or CPU where the meta device does something else: attention, masks, dropout, all-to-all.
+"""Replace kernels that differ on the meta device from a GPU or CPU: attention, masks, dropout, all-to-all.
 
-`as_on` puts everything in place for the time of a trace only; a simulation takes what it needs for good (`patches`).
+`as_on` replaces them during a trace; a simulation replaces them for good (`patches`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _sees_all(padding_mask: Tensor | None, kv_length: int, local_attention_size:
     return local_attention_size is None or kv_length < local_attention_size
 
 
-# transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
-# to be traced; without padding (BART makes a mask of ones by itself) it passes none, and attention gets is_causal
+# transformers searches positions for packed samples, which needs values, and keeps masks when it believes it is traced.
+# Without padding it passes no mask (BART makes one of ones itself), and attention gets is_causal
 MASKING = {
     "_ignore_bidirectional_mask_sdpa": _sees_all,
     "find_packed_sequence_indices": lambda position_ids: None,
@@ -37,16 +37,16 @@ MASKING = {
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Number the packed documents, as transformers does, whatever the positions' values.
+    """Number the packed documents as transformers does, but assume that there are several.
 
-    Always several, which makes a mask: a sample with one document alone takes less. (find_packed_sequence_indices)
+    With one document no mask is made, which needs less memory. (find_packed_sequence_indices)
     """
     first = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
 
 
 PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
-# padded samples: as if each batch had a shorter one, which makes a mask; whole ones take less
+# padded samples: assume a shorter one in each batch, so that there is a mask; full ones need less memory
 PADDED_MASKING = {
     **MASKING,
     "fast_all": lambda tensor: False,
@@ -54,15 +54,15 @@ PADDED_MASKING = {
         padding_mask is None and _sees_all(padding_mask, *lengths, **more)
     ),
 }
-FLASH_WIDTH = 256  # of a head at most (check_head_dim_size_flash)
+FLASH_WIDTH = 256  # maximum width of a head (check_head_dim_size_flash)
 _math_attention = functional.scaled_dot_product_attention
 
 
 @contextmanager
 def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) -> Iterator[None]:
-    """Take the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all.
+    """Use the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention has Ulysses' all-to-all around it.
 
-    `packed`: samples hold documents that must not see each other. `padded`: some end early.
+    `packed`: samples hold several documents, separated by a mask. `padded`: some samples end early.
     """
     attention: Callable[..., Tensor] = partial(_fused_attention, device)
     if sp > 1:
@@ -92,14 +92,15 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the kernel that a device takes (ATen's sdp_utils.cpp).
+    """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
 
-    Kernels keep nothing of length squared. Where there is none, torch computes the whole matrix of scores: on "cpu"
-    with dropout, a mask that is learnt (Swin's) or for values of another width than queries, on "cuda" (and on "cpu"
-    before torch has it there) for keys of one head that queries of many share by broadcasting (Falcon). On "cuda" the
-    kernel is flash attention; in float32, with a mask, for values of another width (multi-head latent attention) or
-    heads above FLASH_WIDTH, which it has not, the memory efficient one, for which keys and values are repeated for
-    every query head.
+    Fused kernels store nothing of length squared. If none applies, torch computes the full matrix of scores. On "cpu"
+    that happens with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" (and on "cpu"
+    before torch supports it there) it happens if query heads share the keys of a single head by broadcasting (Falcon).
+
+    On "cuda" the kernel is flash attention. It is the memory-efficient kernel in float32, with a mask, for values of
+    another width (multi-head latent attention) or for heads wider than FLASH_WIDTH; then keys and values are repeated
+    for every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
     learnt = attn_mask is not None and attn_mask.requires_grad
@@ -128,29 +129,29 @@ def _too_few_keys(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
 
 @cache
 def _cpu_shares_keys() -> bool:
-    """Return whether the installed torch's kernel for CPUs broadcasts keys of one head (torch 2.11's does not)."""
+    """Return whether the installed torch's CPU kernel broadcasts the keys of one head (torch 2.11's does not)."""
     choice: Any = vars(torch)["_fused_sdp_choice"]
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
-        return choice(query, key, key) != 0  # that is attention made of plain products
+        return choice(query, key, key) != 0  # 0: attention by plain matrix products
 
 
 cuda_attention = partial(_fused_attention, "cuda")
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run a GPU's fused dropout, which keeps a mask of one byte an element (torch's native_dropout)."""
+    """Run a GPU's fused dropout, which stores a mask of one byte per element (torch's native_dropout)."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
 
 
 def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]:
-    """Let attention see the whole sequence and 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+    """Give attention the full sequence and 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
 
-    Inputs are (batch, heads, length / sp, head_dim), so is the output.
+    Inputs and output are (batch, heads, length / sp, head_dim).
     """
 
     def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if key.shape[1] % sp:  # each key and value head is repeated for sp / heads ranks
+        if key.shape[1] % sp:  # repeat key and value heads, so that each rank has one
             key = key.repeat_interleave(sp // key.shape[1], dim=1)
             value = value.repeat_interleave(sp // value.shape[1], dim=1)
         out = attention(*(_gather(t, sp) for t in (query, key, value)), *args, **kwargs)
@@ -163,7 +164,7 @@ def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]
 
 
 def _gather(x: Tensor, sp: int) -> Tensor:
-    """Turn (batch, heads, length / sp, dim) to (batch, heads / sp, length, dim)."""
+    """Turn (batch, heads, length / sp, dim) into (batch, heads / sp, length, dim)."""
     batch, heads, length, dim = x.shape
     sent = x.permute(2, 0, 1, 3).reshape(length, batch, sp, heads // sp, dim)
     received = _AllToAll.apply(sent.permute(2, 0, 1, 3, 4).contiguous())
@@ -171,7 +172,7 @@ def _gather(x: Tensor, sp: int) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Receives into a new buffer of the same shape, forward and backward."""
+    """Receive into a new buffer of the same shape, in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Storages that a simulated rank allocates, and what they say: highest moments, timeline, host memory's peak."""
+"""Record the storages of a simulated rank, and derive peaks, the timeline and the allocator's events."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any
 from zerofit.simulate.allocator import EmptyCache, Event, Note, Synchronized
 from zerofit.simulate.record import KindPeak, MemoryPoint
 
-DEVICE, HOST, PINNED, LOCKED = "device", "host", "pinned", "locked"  # LOCKED: page-locked, and not by torch
+DEVICE, HOST, PINNED, LOCKED = "device", "host", "pinned", "locked"  # LOCKED: page-locked, but not by torch
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # model.layers.17.mlp
 
 
 @dataclass(slots=True)
 class Storage:
-    """One allocation. Its kind may be known only later."""
+    """One allocation. Its kind may be set later."""
 
     bytes: int
     place: str  # DEVICE, HOST, PINNED or LOCKED
     phase: str
     step: int
     op: str
-    module: str  # the model's module that was running, "" outside of it
-    code: CodeType | None  # the innermost function outside of torch, and its line
+    module: str  # the model's running module, "" outside of it
+    code: CodeType | None  # the innermost function outside of torch; `line` is in it
     line: int
-    recomputed: bool = False  # in backward, for a checkpoint
+    recomputed: bool = False  # allocated in backward while a checkpoint is recomputed
     kind: str | None = None
-    own: str = ""  # the user's innermost line, "file:line", where memory was higher than before in its phase
-    stream: int = 0  # of the device, on which it was allocated
+    own: str = ""  # the user's innermost line, "file:line"; only if this was a new peak of the phase
+    stream: int = 0  # the device's stream that allocated it
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMark:
-    """The place in the list of events where a phase begins."""
+    """The beginning of a phase in the list of events."""
 
     event: int
     name: str
@@ -45,19 +45,19 @@ class PhaseMark:
 
 
 class Ledger:
-    """Storages and, in order, their allocation (+bytes) and release (-bytes); live and peak bytes by place."""
+    """Storages, their allocations (+bytes) and releases (-bytes) in order, and live and peak bytes by place."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []  # (index of the storage, change in bytes)
         self.marks: list[PhaseMark] = []
-        self.notes: list[tuple[int, Note]] = []  # what else the caching allocator hears, and before which event
+        self.notes: list[tuple[int, Note]] = []  # other messages to the caching allocator, and the event they precede
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._going_over: tuple[int, int, int] | None = None  # the next event, a storage, the peak without the last one
+        self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
 
     def allocated(self, storage: Storage, instead: int | None = None) -> int:
-        """Note an allocation; return its index. If the storage `instead` is released next, it takes its memory."""
+        """Record an allocation; return its index. If the storage `instead` is freed next, its memory is reused."""
         before = self.peak[storage.place]
         self.storages.append(storage)
         self._change(len(self.storages) - 1, storage.bytes)
@@ -66,13 +66,13 @@ class Ledger:
         return len(self.storages) - 1
 
     def resized(self, index: int, new_bytes: int) -> None:
-        """Note that a storage has another size now."""
+        """Record a storage's new size."""
         change = new_bytes - self.storages[index].bytes
         self.storages[index].bytes = new_bytes
         self._change(index, change)
 
     def freed(self, index: int) -> None:
-        """Note a release."""
+        """Record a release."""
         change = -self.storages[index].bytes
         if self._going_over is None or self._going_over[:2] != (len(self.events), index):
             self._change(index, change)
@@ -85,7 +85,7 @@ class Ledger:
         self._change(taker, size)
 
     def pinned(self, index: int, place: str = PINNED) -> None:
-        """Note that a storage in host memory was page-locked from the start, by torch or not (LOCKED)."""
+        """Mark host memory as page-locked from the start, by torch (PINNED) or by other means (LOCKED)."""
         storage = self.storages[index]
         self.live[HOST] -= storage.bytes
         self.live[place] += storage.bytes
@@ -93,15 +93,15 @@ class Ledger:
         storage.place = place
 
     def begin(self, name: str, step: int) -> None:
-        """Mark the beginning of a phase."""
+        """Record the beginning of a phase."""
         self.marks.append(PhaseMark(event=len(self.events), name=name, step=step))
 
     def empty_cache(self) -> None:
-        """Note that the caching allocator gives back what it does not use."""
+        """Record that the caching allocator returns unused segments."""
         self.note(EmptyCache())
 
     def note(self, note: Note) -> None:
-        """Note what the caching allocator hears at this moment."""
+        """Record a message to the caching allocator."""
         self.notes.append((len(self.events), note))
 
     def _change(self, index: int, change: int) -> None:
@@ -112,7 +112,7 @@ class Ledger:
 
 
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
-    """Return the highest moment of each kind on the device, its first and its last one, highest first.
+    """Return the highest peak of each kind on the device, and its first and last one, highest first.
 
     Storages must be classified.
     """
@@ -139,7 +139,7 @@ def kind_peaks(ledger: Ledger) -> list[KindPeak]:
     return sorted(found, key=lambda m: -m.bytes)
 
 
-_Moment = tuple[int, Storage, dict[str, int]]  # bytes alive, what was allocated last, bytes by kind
+_Moment = tuple[int, Storage, dict[str, int]]  # live bytes, the last allocation, live bytes by kind
 
 
 def _kind_peak(which: str, size: int, storage: Storage, parts: dict[str, int]) -> KindPeak:
@@ -158,7 +158,7 @@ def _kind_peak(which: str, size: int, storage: Storage, parts: dict[str, int]) -
 
 
 def place_in_code(storage: Storage) -> str:
-    """Return what allocated, e.g. "deepspeed/runtime/zero/stage3.py:782"; "" where nothing of Python ran."""
+    """Return the allocating line, e.g. "deepspeed/runtime/zero/stage3.py:782"; "" if no Python was running."""
     if storage.code is None:
         return ""
     parts = PurePath(storage.code.co_filename).parts
@@ -167,9 +167,9 @@ def place_in_code(storage: Storage) -> str:
 
 
 def device_events(ledger: Ledger) -> list[Event]:
-    """Return what the device's caching allocator hears, in order, for `allocator.replay`."""
+    """Return the messages to the device's caching allocator, in order, for `allocator.replay`."""
     found: list[Event] = []
-    places: list[int] = []  # of the ledger's moments in what is returned
+    places: list[int] = []  # index in `found` for each event of the ledger
     notes: defaultdict[int, list[Note]] = defaultdict(list)
     for moment, note in ledger.notes:
         notes[moment].append(note)
@@ -187,11 +187,11 @@ def device_events(ledger: Ledger) -> list[Event]:
 
 
 def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
-    """Return device memory by kind over the run: of every stretch of events its highest moment, at most about `points`.
+    """Return device memory by kind over the run, at about `points` moments.
 
-    A stretch never spans two phases.
+    Events are divided into stretches within a phase; each gives its highest moment.
     """
-    events = list(ledger.events)  # garbage that is collected meanwhile adds to them
+    events = list(ledger.events)  # a copy: garbage collection may add releases meanwhile
     stretch = max(1, len(events) // points)
     marks = [*ledger.marks, PhaseMark(event=len(events) + 1, name="", step=-1)]
     found: list[MemoryPoint] = []
@@ -207,7 +207,7 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
             highest = -1
         if alive.total() > highest:
             if highest >= 0:
-                found.pop()  # of this stretch, and lower
+                found.pop()  # a lower moment of the same stretch
             found.append(MemoryPoint(t=number, phase=marks[phase].name, step=marks[phase].step, bytes=dict(+alive)))
             highest = alive.total()
     return tuple(found)

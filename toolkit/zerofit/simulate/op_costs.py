@@ -1,8 +1,8 @@
-"""Costs of ops on tensors that hold nothing: FLOPs, and memory that kernels take while they run and give back.
+"""Count the FLOPs of ops on fake tensors, and the scratch memory that kernels allocate while they run.
 
-FLOPs are torch's own count, and what that does not know. Of scratch memory only what a source states exactly is here:
-oneDNN's convolutions and bf16 products take some that depends on the processor; `benchmarks/meter/scratch.py`
-measures it.
+FLOPs are torch's own count, plus ops that it lacks. Scratch memory is counted only where a source states it exactly.
+oneDNN's convolutions and bf16 products need an amount that depends on the processor, which
+`benchmarks/meter/scratch.py` measures.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> byte
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return multiply-adds times two of one call of an op; 0 where it has no products."""
+    """Return the FLOPs of one call of an op, 2 per multiply-add; 0 for an op without products."""
     count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     if not count:
         return 0
     if func._overloadname.startswith("dtype"):
-        args = args[:-1]  # the output's type, which the counters of torch before 2.14 take for its shape
+        args = args[:-1]  # the output's type, which the counters of torch before 2.14 mistake for its shape
     return count(*args, **kwargs, out_val=out)
 
 
 def added_to(func: Any, args: Any, caller: FrameType | None) -> Tensor | None:
-    """Return the gradient to which autograd adds another one, where this op is that; `caller`: of the op in Python.
+    """Return the older gradient if this op is autograd adding up two of them; `caller`: the op's frame in Python.
 
-    It adds in place where nobody else holds the older one (torch/csrc/autograd/input_buffer.cpp, accumulate), but
-    makes a new tensor each time while ops are watched. An addition of a node's own formula is taken for one, too.
+    Autograd adds in place if nobody else holds the older one (torch/csrc/autograd/input_buffer.cpp, accumulate), but
+    makes a new tensor while a dispatch mode is active. An addition in a node's own formula is mistaken for one.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
         return None
     while caller is not None and caller.f_code.co_filename.endswith(
         ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
     ):
-        caller = caller.f_back  # around every mode
+        caller = caller.f_back  # frames around every mode
     if caller is not None and not caller.f_code.co_filename.endswith("torch/autograd/graph.py"):
         return None
     older: Tensor = args[0]
@@ -49,7 +49,7 @@ def added_to(func: Any, args: Any, caller: FrameType | None) -> Tensor | None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Count attention; nothing is taken off for a causal mask."""
+    """Count attention's FLOPs without a reduction for a causal mask."""
     return sdpa_flop_count(query.shape, *_ungrouped(query, key, value))
 
 
@@ -58,7 +58,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
-    """Return shapes of keys and values with a head for each of the queries': torch 2.11's counter knows no groups."""
+    """Return the shapes of keys and values with as many heads as queries: torch 2.11's counter ignores groups."""
     return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
@@ -68,7 +68,7 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: Any) -> int:
-    """Count as many FLOPs as forward for each gradient: torch 2.11's counter takes a weight's `groups` times."""
+    """Count forward's FLOPs for each gradient: torch 2.11's counter multiplies the weight's by `groups`."""
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
@@ -80,7 +80,7 @@ _MORE: dict[Any, Callable[..., int]] = {
 for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
     _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
-# ops whose kernels on a GPU are cuBLAS's
+# ops that call cuBLAS on a GPU
 BLAS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "_scaled_mm")
 )
@@ -97,10 +97,10 @@ def _softmax_mask(args: Any, out: Any) -> int:
 
 
 def _flash_backward(args: Any, out: Any) -> int:
-    """Count the bytes of dq's accumulator (float32, padded to blocks of 128 rows and 32 columns) and row sums.
+    """Count the bytes of dq's accumulator (float32, padded to 128 rows and 32 columns) and of the row sums.
 
-    ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d. With fewer key than query
-    heads, dk and dv are first made for every query head.
+    Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). With fewer key
+    than query heads, dk and dv are first allocated for every query head.
     """
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
@@ -111,18 +111,18 @@ def _flash_backward(args: Any, out: Any) -> int:
 
 
 def _copies(*places: int) -> Callable[[Any, Any], int]:
-    """Return what counts the bytes of those of an op's tensors, by their places, that are not contiguous."""
+    """Return a function that counts the bytes of those of an op's tensors that are not contiguous."""
     return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
 
 
 def _reduced(args: Any, out: Any) -> int:
-    """Count the bytes of a loss of each element, where the op returns one of all: args[2:] say if it does not (0)."""
+    """Count the bytes of per-element losses if the op reduces them; args[2] is 0 if it does not."""
     whole = torch.broadcast_tensors(*args[:2])[0]
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
 
 
-# ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu read contiguous tensors;
-# Loss.cpp puts losses element by element before it adds them up
+# ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu copy tensors that are not
+# contiguous; Loss.cpp stores the loss of each element before it adds them up
 _ANYWHERE: dict[str, Callable[[Any, Any], int]] = {
     "aten::_softmax": _copies(0),
     "aten::_log_softmax": _copies(0),
@@ -134,9 +134,9 @@ _ANYWHERE: dict[str, Callable[[Any, Any], int]] = {
     "aten::smooth_l1_loss": _reduced,
     "aten::huber_loss": _reduced,
 }
-# Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather goes
-# through a flat copy of the output, reduce-scatter through a clone of the input that is all-reduced. aten:
-# batch_norm_cpu's backward multiplies into a copy of the input, _safe_softmax compares all scores with -inf.
+# Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather uses a flat
+# copy of the output, reduce-scatter an all-reduced clone of the input. aten: batch_norm_cpu's backward multiplies into
+# a copy of the input, _safe_softmax compares all scores with -inf.
 KERNEL_SCRATCH: dict[str, dict[str, Callable[[Any, Any], int]]] = {
     "cpu": {
         **_ANYWHERE,
@@ -152,7 +152,7 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[Any, Any], int]]] = {
 
 
 def scratch_on(device: str) -> Scratch:
-    """Return the scratch of ops on a kind of device, "cpu" or "cuda"."""
+    """Return the function for the scratch bytes of ops on a kind of device, "cpu" or "cuda"."""
     table = KERNEL_SCRATCH[device]
 
     def scratch(op: str, args: Any, kwargs: Any, out: Any) -> int:
@@ -172,16 +172,17 @@ def _is_pointwise(op: str) -> bool:
 
 
 def _casts(op: str, args: Any, out: Any) -> int:
-    """Count the bytes of operands that are not of the type that a pointwise op computes in; what it changes, too.
+    """Count the bytes of operands whose type differs from the one that a pointwise op computes in.
 
-    A CPU kernel gets copies of them in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts as it reads.
+    A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts while it reads. A
+    tensor that the op changes in place counts, too.
     """
-    computed = args[1:] if op == "aten::where" else args  # its condition stays one, and so does a mask
+    computed = args[1:] if op == "aten::where" else args  # the condition is not cast, and neither is a mask
     operands = [one for one in computed if isinstance(one, Tensor) and one.dim() and not op.startswith("aten::masked")]
     if not operands or not isinstance(out, Tensor) or len({one.dtype for one in (*operands, out)}) == 1:
         return 0
     common = reduce(torch.promote_types, (one.dtype for one in operands))
-    if out.dtype != torch.bool:  # a quotient of integers, or a sum of truths, is of another type than they are
+    if out.dtype != torch.bool:  # e.g. a quotient of integers is a float, a sum of bools an integer
         common = torch.promote_types(common, out.dtype)
     changed = [out] if op.endswith("_") and out.dtype != common else []
     return sum(one.numel() * common.itemsize for one in (*operands, *changed) if one.dtype != common)

@@ -1,4 +1,4 @@
-"""Data that crosses the border of a simulation's process: the target goes in, the record of its rank comes out."""
+"""Define the data that enters and leaves a simulation's process: a target, and the record of its rank."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ STEPS = ("forward", "backward", "step")  # the phases of an optimizer step
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationTarget:
-    """One rank of a job, and the device that it would run on."""
+    """One rank of a job, and its device."""
 
     job: Job
     inputs: Inputs
     rank: int = 0
-    accelerator: str = "cpu"  # "cuda": device and host are told apart; "cpu": they are one
-    device_bytes: int = 0  # what the device has; DeepSpeed asks how much of it is free
-    workspace_bytes: int = 0  # that torch keeps for the matrix products of a thread on a stream
+    accelerator: str = "cpu"  # "cuda": device and host are separate; "cpu": they are one
+    device_bytes: int = 0  # the device's memory; DeepSpeed reads how much of it is free
+    workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
-    steps: int = 2  # ZeRO-3 keeps more alive once it knows the order of the layers: from the second step on
+    steps: int = 2  # from the second step on ZeRO-3 knows the order of the layers and keeps more alive
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
@@ -34,14 +34,14 @@ class SimulationTarget:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
-        """Return the target that `as_dict` described."""
+        """Return the target of an `as_dict` result."""
         job, inputs = Job.from_dict(value["job"]), inputs_from_dict(value["inputs"])
         return cls(**{**value, "job": job, "inputs": inputs})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPhase:
-    """A stretch of a rank's life. Each begins where the one before it ends."""
+    """A phase of a rank's run. Each begins where the previous one ends."""
 
     name: str  # "build", "init", "forward", "backward" or "step"
     step: int  # optimizer step from 0; -1 before the first
@@ -52,48 +52,48 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """A moment of one kind, the highest one: of all allocations by the same line in the same phase, in any layer."""
+    """A peak of one kind of moment: allocations by the same line in the same phase, in any layer."""
 
     key: str
-    which: str = ""  # "first", "last": that one, whether it is the highest or not
+    which: str = ""  # "" for the highest; "first" or "last" for those, whatever their height
     phase: str
     step: int
     module: str
-    at: str  # file:line, the file from its package on
-    bytes: int  # alive then
+    at: str  # file:line, the path starting at its package
+    bytes: int  # live at that moment
     breakdown: dict[str, int]  # kind -> bytes; sums to `bytes`
-    own: str = ""  # the user's innermost line, "file:line"; "" where none ran, or memory had been higher in the phase
+    own: str = ""  # the user's innermost line, "file:line"; "" if none ran, or if the phase had a higher moment before
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMoment:
-    """Host memory when there was most of it in a phase."""
+    """Host memory at its peak in a phase."""
 
     pageable_bytes: int
     locked_bytes: int  # by DeepSpeed
-    pinned: dict[str, tuple[int, ...]]  # line that had blocks made -> the sizes that it had asked for
-    pinned_free_bytes: int  # of these blocks, those that wait to be used again
+    pinned: dict[str, tuple[int, ...]]  # line that allocated blocks -> their requested sizes
+    pinned_free_bytes: int  # of these blocks, those that wait to be reused
 
     @property
     def pinned_bytes(self) -> int:
-        """Of all blocks that torch has page-locked."""
+        """All blocks that torch has page-locked."""
         return sum(pinned_bytes(size) for sizes in self.pinned.values() for size in sizes)
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All host memory."""
         return self.pageable_bytes + self.locked_bytes + self.pinned_bytes
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by kind; "pinned_free" are blocks that torch keeps for the next request."""
+        """Bytes by kind; "pinned_free" are blocks that torch caches for the next request."""
         used = self.pinned_bytes + self.locked_bytes - self.pinned_free_bytes
         return {"pageable": self.pageable_bytes, "pinned": used, "pinned_free": self.pinned_free_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCalls:
-    """The calls of one collective over groups of one size, in one phase of one step."""
+    """Calls of one collective over groups of one size, in one phase of one step."""
 
     op: str
     bytes: int  # of all calls
@@ -109,7 +109,7 @@ class CollectiveCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupUse:
-    """The collectives that were called on one process group."""
+    """The collectives that were called on a process group."""
 
     ranks: int
     ops: tuple[str, ...]
@@ -126,7 +126,7 @@ class PhaseFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """Bytes alive on the device by kind; `t` counts allocations and releases."""
+    """Live bytes on the device by kind; `t` counts allocations and releases."""
 
     t: int
     phase: str
@@ -136,7 +136,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A stand-in that was taken while a script ran, and how often."""
+    """An approximation made while a script ran, and how often."""
 
     text: str
     count: int
@@ -145,17 +145,17 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFacts:
-    """What was seen of a user's script."""
+    """What a simulation found in a user's script."""
 
     name: str
     model: str  # its class
     parameters: int
     trained_parameters: int
     largest_parameter: int
-    experts: int | None  # that a layer's router chooses from; None without a mixture
+    experts: int | None  # per layer, from which its router chooses; None if there is no mixture of experts
     engines: int  # of DeepSpeed
     pipeline_stages: int  # 1: no pipeline
-    trainer: bool  # whether transformers' Trainer, or one made of it, trains
+    trainer: bool  # whether transformers' Trainer or a subclass trains
     zero_stage: int
     precision: str
     optimizer: str  # its class
@@ -163,10 +163,10 @@ class ScriptFacts:
     accumulation: int
     checkpointing: bool
     shapes: tuple[tuple[int, ...], ...]  # of the largest tensor of each micro batch
-    longest_seen: int  # tokens of the longest micro batch; 0: none has tokens
-    longest_allowed: int  # tokens of the longest that the script allows; 0: not known, or it has no tokens
-    allowed_by: str  # what says so
-    ended: str  # how the simulation came to its end
+    longest_seen: int  # tokens of the longest micro batch; 0 if none has tokens
+    longest_allowed: int  # largest number of tokens that the script allows; 0 if unknown or without tokens
+    allowed_by: str  # the setting that limits it
+    ended: str  # how the simulation ended
     notes: tuple[Note, ...]
 
 
@@ -175,7 +175,7 @@ class SentTensors:
     """The tensors that a pipeline stage sends to the next one with each micro batch."""
 
     tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype ("bfloat16") of each
-    is_tuple: bool  # whether they arrive as one: a single tensor may
+    is_tuple: bool  # whether they arrive as a tuple, even a single one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,29 +189,29 @@ class ScriptStage:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """A record of all that one simulated rank allocated, computed and sent."""
+    """All that a simulated rank allocated, computed and sent."""
 
     phases: list[RankPhase]
     peaks: list[KindPeak]  # highest first
     host: dict[str, int]  # bytes at host memory's peak: "pageable", "pinned", "pinned_free" (kept for reuse)
     nvme_bytes: int
-    host_phases: dict[str, int]  # the most bytes of host memory in each phase, of any step
+    host_phases: dict[str, int]  # peak of host memory in each phase, over all steps
     kept: dict[str, int]  # kind (SAVED) -> bytes after the steps, in any place
-    reserved_bytes: int  # by the caching allocator, where the device keeps up with the host
-    reserved_ahead_bytes: int  # the same where the host is ahead of the device until it waits for it
+    reserved_bytes: int  # peak of the caching allocator if the device keeps up with the host
+    reserved_ahead_bytes: int  # the same if the host runs ahead of the device until it waits for it
     sent: list[CollectiveCalls]
     groups: list[GroupUse]
     flops: list[PhaseFlops]
-    host_moments: dict[str, HostMoment] = field(default_factory=dict)  # of which the above are made
-    timeline: tuple[MemoryPoint, ...] = ()  # () where layers were extrapolated
-    events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
+    host_moments: dict[str, HostMoment] = field(default_factory=dict)  # the sources of `host` and `host_phases`
+    timeline: tuple[MemoryPoint, ...] = ()  # () if layers were extrapolated
+    events: list[Event] | None = None  # the device's allocations, for a replay; None if layers were extrapolated
     convolution_bytes: int = 0  # input, weights and output of the largest convolution
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
-    issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step, where it is traced
-    heavier_rank: int | None = None  # of those with the same parameters the one that needs most; None: it is this one
+    issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step, if it is traced
+    heavier_rank: int | None = None  # the rank with the same parameters and the highest peak; None: this one
 
     @property
     def needs(self) -> tuple[int, int]:
-        """Return the most bytes that it takes of the device, then of the host."""
+        """Return its peak bytes on the device, then on the host."""
         return self.peaks[0].bytes, sum(self.host.values())

@@ -1,4 +1,4 @@
-"""The result of a simulation, as `zerofit simulate --json` prints it. Imports no torch."""
+"""Return a simulation's result, as `zerofit simulate --json` prints it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from zerofit.spec.units import shown_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLocation:
-    """The code that allocates when memory is highest."""
+    """The code that allocates at the peak."""
 
-    module: str  # of the model, "" outside of it
-    line: str  # file:line, the file from its package on
-    own: str  # the user's innermost line, "file:line"; "" where none ran
+    module: str  # the model's module, "" outside of it
+    line: str  # file:line, the path starting at its package
+    own: str  # the user's innermost line, "file:line"; "" if none was running
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """The settings that were simulated, as far as memory depends on them."""
+    """The simulated settings on which memory depends."""
 
     model: str
     precision: str | None
@@ -62,20 +62,20 @@ class LongestBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedScript:
-    """A user's script that was simulated, and what was seen of it."""
+    """A user's script and what its simulation found."""
 
     command: str  # as typed
     facts: ScriptFacts
-    longest: LongestBatch | None = None  # where it was asked for
+    longest: LongestBatch | None = None  # if requested
 
     @property
     def model(self) -> str:
-        """What the simulation is called: the script's file."""
+        """The simulation's name: the script's file."""
         return self.facts.name
 
     @property
     def is_upper_bound(self) -> bool:
-        """Whether figures are an upper bound, since a mask or a compiled region was not known."""
+        """Whether figures are an upper bound, because of a mask of unknown values or a compiled region."""
         return any(note.bound for note in self.facts.notes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,15 +97,15 @@ class StagePeak:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobResult:
-    """One change of the run, simulated."""
+    """The result of one simulated change to the run."""
 
-    change: str  # in the words of the command line or of the DeepSpeed JSON
+    change: str  # as a flag or a key of the DeepSpeed JSON
     peak_bytes: int
     reserved_bytes: int
     host_node_bytes: int
     fits: bool
-    config: str | None = None  # the bundled DeepSpeed JSON that it takes
-    cost_rank: int = 0  # among the changes by the speed that they cost, 0 the least
+    config: str | None = None  # the bundled DeepSpeed JSON of the change
+    cost_rank: int = 0  # position among the changes by lost speed, 0 for the least
 
     @classmethod
     def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:
@@ -120,51 +120,51 @@ SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The needs of one rank, and whether they fit. Bytes are one rank's, `host_node_bytes` a node's."""
+    """What one rank needs, and whether it fits. Bytes are one rank's; `host_node_bytes` are a node's."""
 
     world_size: int
     rank: int
     layout: Layout
     run: SimulatedRun | SimulatedScript
-    phases: tuple[RankPhase, ...]  # one for each phase of a step: a step's micro batches together
+    phases: tuple[RankPhase, ...]  # one for each phase of a step, its micro batches merged
     peak_bytes: int  # allocated
     peak_phase: str
     peak_step: int
     peak_at: PeakLocation
     breakdown: dict[str, int]  # kind -> bytes; sums to peak_bytes
-    reserved_bytes: int  # by torch's caching allocator, at most, where the device keeps up with the host
-    reserved_ahead_bytes: int  # where the host is ahead: what other streams use comes back late
-    overheads: tuple[Overhead, ...]  # on the device beside reserved_bytes
+    reserved_bytes: int  # peak of torch's caching allocator if the device keeps up with the host
+    reserved_ahead_bytes: int  # the same if the host runs ahead: memory used by other streams is freed later
+    overheads: tuple[Overhead, ...]  # device memory outside of reserved_bytes
     smi_bytes: int  # as nvidia-smi shows it
-    device: str  # kind
+    device: str  # its name in the catalogue
     device_total_bytes: int
     host_bytes: dict[str, int]  # "pageable" and "pinned"
-    host_kept_bytes: int  # of the pinned ones, those that torch keeps for the next request
-    host_phases: dict[str, int]  # phase -> most bytes of host memory in it; beside a GPU
-    host_node_bytes: int  # of all ranks of a node, with their processes
+    host_kept_bytes: int  # of the pinned bytes, those that torch caches for the next request
+    host_phases: dict[str, int]  # phase -> peak of host memory; for GPUs only
+    host_node_bytes: int  # of all ranks of a node, their processes included
     host_total_bytes: int
     nvme_bytes: int
     comm: tuple[CollectiveCalls, ...]  # of the last simulated step
     flops: int  # of the last simulated step
     fits: bool
     verdict: str  # "fits", "close to the limit" or "does not fit"
-    margin_bytes: int  # negative: what is missing
+    margin_bytes: int  # negative: this much is missing
     because: str
-    layers_simulated: tuple[int, ...]  # () if all were; the first one checks the extrapolation
-    extension_error: float  # of the extrapolation at the layers that check it, relative
+    layers_simulated: tuple[int, ...]  # () for the full model; the first checks the extrapolation
+    extension_error: float  # relative error of the extrapolation at the first
     stages: tuple[StagePeak, ...] = ()  # of a pipeline
-    tried: tuple[KnobResult, ...] = ()  # the knobs, once they were simulated
+    tried: tuple[KnobResult, ...] = ()  # the changes, after they were simulated
     seconds: float = 0.0
-    picture: Path | None = None  # that was drawn
-    trace: Path | None = None  # of a step, that was written
-    against: BaselineComparison | None = None  # an earlier simulation
+    picture: Path | None = None  # the picture that was drawn
+    trace: Path | None = None  # the trace of a step that was written
+    against: BaselineComparison | None = None  # comparison with an earlier simulation
     timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
     def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Simulate what could be changed, each change by itself, when first asked; the least memory first.
+        """Simulate possible changes one by one on the first call; return them with the least memory first.
 
-        A note says what had to be left out.
+        Changes that could not be simulated are reported as a note.
         """
         look = self.simulate_knobs
         if look and not self.tried:
@@ -173,7 +173,7 @@ class Simulation:
         return self.tried
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit simulate --json` prints; "knobs" are those that were simulated."""
+        """Return what `zerofit simulate --json` prints; "knobs" are the simulated changes."""
         left_out = ["tried", "timeline", "simulate_knobs"]
         left_out += [name for name in ("stages", "picture", "trace", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
@@ -181,12 +181,12 @@ class Simulation:
     def plot(self, path: str | Path) -> None:
         """Draw device memory over the run, by kind.
 
-        Raises UserError where `path` is not a writable picture, or the layers were extrapolated instead of simulated.
+        Raises UserError if `path` cannot be written as a picture, or if the layers were extrapolated.
         """
         from zerofit.report.memory_plot import MemoryTimeline, PlotPhase, draw
 
         if not self.timeline:
-            message = "this simulation is extrapolated from few layers and has no timeline to draw"
+            message = "this simulation is extrapolated from a few layers, so it has no timeline to draw"
             raise UserError(Problem(kind="no-timeline", message=message, hint="simulate with exact=True"))
         phases: list[PlotPhase] = []
         for (name, _), points in groupby(self.timeline, key=lambda point: (point.phase, point.step)):
@@ -211,5 +211,5 @@ class Simulation:
 
 
 def severity(simulation: Simulation) -> tuple[int, int]:
-    """Return the key by which the worst of several ranks is found: its verdict, then what it reserves."""
+    """Return the sort key for the worst of several ranks: its verdict, then its reserved bytes."""
     return ORDER.index(simulation.verdict), simulation.reserved_bytes

@@ -1,7 +1,7 @@
-"""The fit of a simulated rank, with what nvidia-smi shows beside torch: context, kernels, NCCL's buffers.
+"""Decide whether a simulated rank fits, including memory outside of torch: context, kernels, NCCL's buffers.
 
-Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces go through torch's allocator, too
-(aten/src/ATen/native/cudnn/Conv_v8.cpp), and depend on the algorithm that it picks: of them there is a range.
+Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces are allocated by torch
+(aten/src/ATen/native/cudnn/Conv_v8.cpp) and depend on the algorithm that it chooses, so they have a range.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from zerofit.spec.overhead import (
 )
 from zerofit.spec.units import shown_bytes
 
-_PRIVATE = "private memory of ranks beside their tensors (spec/overhead.py)"
+_PRIVATE = "private memory of ranks besides tensors (spec/overhead.py)"
 FITS, WITHIN, NOT = ORDER = ("fits", "close to the limit", "does not fit")
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """One thing that takes memory beside what is simulated: a figure to show, and the range that sources give."""
+    """One use of memory that is not simulated: the range that its sources give."""
 
     name: str
     low_bytes: int
-    high_bytes: int  # what a verdict counts
+    high_bytes: int  # the verdict uses this one
     source: str
 
     @property
@@ -53,7 +53,7 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """A communicator: its ranks, and to how many of them this rank sends directly (all-to-all: to all the others)."""
+    """A communicator: its number of ranks, and to how many of them this rank sends directly (all-to-all: to all)."""
 
     name: str
     ranks: int
@@ -61,7 +61,7 @@ class Communicator:
 
 
 def overheads(device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0) -> list[Overhead]:
-    """Return what a rank of these communicators has on this device besides the reserved memory that is simulated.
+    """Return a rank's memory on this device besides its reserved memory, given its communicators.
 
     `convolution_bytes`: input, weights and output of its largest convolution.
     """
@@ -75,9 +75,9 @@ def overheads(device: Device, groups: Sequence[Communicator], convolution_bytes:
 
 
 def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Overhead]:
-    """Return what libraries allocate on a CPU beside a peak of tensors, of which torch knows nothing.
+    """Return what libraries allocate on a CPU besides tensors, outside of torch.
 
-    `largest_bytes`: of the model's largest parameter; `experts`: whether the model has a mixture of them.
+    `largest_bytes`: of the model's largest parameter; `experts`: whether the model is a mixture of experts.
     """
     found = {
         "gaps in the C library's heap": round(CPU_HEAP * peak_bytes),
@@ -96,35 +96,35 @@ def _buffers(device: Device, group: Communicator) -> Overhead:
     peers = min(group.direct_peers, device.node.gpus - 1)  # other nodes share one buffer (nccl#1450)
     if peers > 0:
         low += peers * NCCL_PCIE_CHANNELS[0] * NCCL_CONNECTION_BYTES
-        # measured on 8 GPUs, so to 7 peers; nccl#986: linear
+        # measured on 8 GPUs, that is 7 peers; nccl#986: linear
         high += peers * most * NCCL_CONNECTION_BYTES if over_pcie else NCCL_ALL_TO_ALL_BYTES * peers // 7
     source = "NCCL init.cc and p2p.cc (12 MiB a connection), NVIDIA/nccl#1685, #986"
     if device.kind.startswith("mi"):
-        source += "; RCCL is taken to be alike"
+        source += "; RCCL is assumed to be the same"
     return Overhead(f"NCCL buffers of the {group.name} group ({group.ranks} ranks)", low, high, source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitVerdict:
-    """One of FITS, WITHIN and NOT, and why."""
+    """One of FITS, WITHIN and NOT, with the reason."""
 
     word: str
-    margin_bytes: int  # what the device has left with every overhead at its upper end; negative: what is missing
+    margin_bytes: int  # free bytes with every overhead at its upper end; negative: this much is missing
     sentence: str
 
     @property
     def fits(self) -> bool:
-        """Whether it fits for all that is known. WITHIN does not count: such a run may run out."""
+        """Whether it fits even in the worst case. WITHIN does not count: such a run may run out of memory."""
         return self.word == FITS
 
 
 def judge(
     peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
 ) -> FitVerdict:
-    """Hold the reserved peak and what is beside it against the device.
+    """Compare the reserved peak and the overheads with the device's memory.
 
-    `kept_free_bytes` (default: REPLAYED of the peak) is for what no simulation knows. Fits: also with every overhead at
-    its upper end and that kept free. Does not fit: not even with every overhead at its lower end.
+    `kept_free_bytes` (default: REPLAYED of the peak) covers what is not simulated. FITS: even with every overhead at
+    its upper end there is room for it. NOT: it does not fit even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
     left = device_bytes - peak_reserved_bytes
@@ -141,10 +141,10 @@ def judge_events(
     device_bytes: int,
     settings: AllocatorSettings | None = None,
 ) -> tuple[FitVerdict, Reserved]:
-    """Return the verdict on a sequence of allocations, and the replay that it rests on.
+    """Return the verdict on a sequence of allocations, and the replay behind it.
 
-    Where the reserved peak is too large, the allocator's giving back of cached segments may still save the run: the
-    sequence is replayed with what the device leaves to it.
+    If the reserved peak is too large, the allocator may still save the run by returning cached segments. So the
+    sequence is replayed with the memory that the overheads leave.
     """
     found = replay(events, settings=settings)
     verdict = judge(found.peak_reserved_bytes, beside, device_bytes)
@@ -157,11 +157,11 @@ def judge_events(
             kept = round(REPLAYED * tight.peak_reserved_bytes)
             flushes = (
                 f" It fits only because the allocator frees cached memory (flushes: {tight.flushes}), which stops the"
-                " device each time; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
+                " device each time; PYTORCH_ALLOC_CONF=expandable_segments:True reduces fragmentation."
             )
             more = flushes if tight.flushes else ""
             return _verdict(word, tight.peak_reserved_bytes, beside, device_bytes, kept, more), tight
-    more = f" The allocation that fails first asks for {shown_bytes(tight.out_of_memory.asked_bytes)}."
+    more = f" The first allocation that fails needs {shown_bytes(tight.out_of_memory.asked_bytes)}."
     return _verdict(NOT, found.peak_reserved_bytes, beside, device_bytes, 0, more), found
 
 
@@ -171,10 +171,10 @@ def _verdict(
     low, high = sum(o.low_bytes for o in beside), sum(o.high_bytes for o in beside)
     left = device_bytes - reserved - high
     more_memory = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
-    outside = f"{', '.join(o.name for o in beside)} take {more_memory} outside of it" if beside else ""
+    outside = f"{', '.join(o.name for o in beside)} need another {more_memory}" if beside else ""
     end = {
-        FITS: f"{shown_bytes(left)} remain free; kernels and fragmentation may take {shown_bytes(kept)} of it.",
-        WITHIN: f"It may run out of memory: kernels and fragmentation may take {shown_bytes(kept)} more.",
+        FITS: f"{shown_bytes(left)} remain free; kernels and fragmentation may use {shown_bytes(kept)} of it.",
+        WITHIN: f"It may run out of memory: kernels and fragmentation may need {shown_bytes(kept)} more.",
         NOT: f"At least {shown_bytes(reserved + low - device_bytes)} are missing.",
     }[word]
     reserves = f"torch reserves {shown_bytes(reserved)} of the device's {shown_bytes(device_bytes)}"

@@ -1,4 +1,4 @@
-"""torch.distributed for a script: every backend is the one that sends nothing, and other ranks are like this one."""
+"""Replace torch.distributed in a script: nothing is sent, and other ranks have this rank's values."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zerofit.simulate.script.tracker import ScriptTracker
 
 
 def process_groups(target: ScriptTarget) -> None:
-    """Make every process group one that sends nothing, under the name that the device's would have.
+    """Make every process group one that sends nothing, but report the device's usual backend.
 
-    A mesh of devices makes the first group where the script has not. (torch.distributed.init_process_group, new_group,
+    A device mesh makes the first group if the script has not. (torch.distributed.init_process_group, new_group,
     get_backend, is_nccl_available, destroy_process_group; torch.distributed.device_mesh.init_process_group)
     """
     init, new_group = c10d.init_process_group, c10d.new_group
@@ -47,15 +47,15 @@ def process_groups(target: ScriptTarget) -> None:
 
 
 def barriers() -> None:
-    """Wait for nobody. (torch.distributed.barrier, monitored_barrier)"""
+    """Skip barriers. (torch.distributed.barrier, monitored_barrier)"""
     for name in ("barrier", "monitored_barrier"):
         _replace(name, lambda *_, **__: None)
 
 
 def object_lists(target: ScriptTarget) -> None:
-    """Take this rank's objects for other ranks'. (torch.distributed.gather_object, scatter_object_list)
+    """Use this rank's objects for all ranks. (torch.distributed.gather_object, scatter_object_list)
 
-    Those that go to all ranks are in `simulate.patches.object_collectives`.
+    Collectives whose result all ranks get are in `simulate.patches.object_collectives`.
     """
 
     def gather_object(obj: Any, object_gather_list: Any = None, *_: Any, **__: Any) -> None:
@@ -70,7 +70,7 @@ def object_lists(target: ScriptTarget) -> None:
 
 
 def reductions(meter: ScriptTracker) -> None:
-    """Note what an all-reduce does, which its op does not tell: sums grow with the ranks, means and maxima do not.
+    """Record an all-reduce's kind, which its op does not contain: only sums differ when all ranks have equal values.
 
     (torch.distributed.all_reduce)
     """
@@ -84,9 +84,9 @@ def reductions(meter: ScriptTracker) -> None:
 
 
 def handles(meter: ScriptTracker) -> None:
-    """Note which stream waits for a collective: the one that is current when its handle is asked to.
+    """Record which stream waits for a collective: the current one when its handle's `wait` is called.
 
-    (torch.distributed.Work.wait, of the backend that sends nothing)
+    (torch.distributed.Work.wait of the backend that sends nothing)
     """
     for kind in (c10d.Work, *c10d.Work.__subclasses__()):
         if "wait" in vars(kind):
@@ -103,7 +103,7 @@ def _noted(original: Any, meter: ScriptTracker) -> Any:
 
 
 def fetched_parameters(meter: ScriptTracker) -> None:
-    """Note what ZeRO-3's hooks fetch. (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)"""
+    """Record what ZeRO-3's hooks gather. (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)"""
     original = PartitionedParameterCoordinator.fetch_sub_module
 
     def fetch_sub_module(self: Any, current_submodule: nn.Module, forward: bool) -> None:
@@ -114,16 +114,16 @@ def fetched_parameters(meter: ScriptTracker) -> None:
 
 
 def data_parallel(meter: ScriptTracker) -> None:
-    """Send buckets of gradients by a hook: the C++ reducer wants results of collectives, and there are none.
+    """Reduce gradient buckets in a hook: the C++ reducer waits for results of collectives, which do not exist.
 
-    Its check of the other ranks' shapes is left out. (torch.nn.parallel.DistributedDataParallel,
+    The check of the other ranks' shapes is skipped. (torch.nn.parallel.DistributedDataParallel,
     torch/csrc/distributed/c10d/comm.cpp)
     """
     from torch.nn.parallel import DistributedDataParallel, distributed
 
     original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
-    def sent(state, bucket):  # torch compares annotations, which would be text here
+    def sent(state, bucket):  # no annotations: torch compares them with types, and here they would be text
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         c10d.all_reduce(bucket.buffer())
         done.set_result(bucket.buffer())
@@ -142,7 +142,7 @@ def data_parallel(meter: ScriptTracker) -> None:
 
 
 def resized_storages(meter: ScriptTracker) -> None:
-    """Note storages that are given back and taken again without an op, as FSDP does with gathered weights.
+    """Record storages that are freed and allocated again without an op, as FSDP does with gathered weights.
 
     (torch.UntypedStorage.resize_; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, free_storage)
     """
@@ -157,9 +157,9 @@ def resized_storages(meter: ScriptTracker) -> None:
 
 
 def flat_sharding() -> None:
-    """Take the GPU that FSDP 1 is given by its number, or that is current, for the one that scripts see.
+    """Let FSDP 1 use the GPU that scripts see, whether it is given by number or is the current one.
 
-    `torch.device(0)` asks C++ for the accelerator's name, which is another one there.
+    `torch.device(0)` has the accelerator's name in C++, which differs here.
     (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device)
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
@@ -184,7 +184,7 @@ def flat_sharding() -> None:
 
 
 def sharded_shapes(meter: ScriptTracker) -> None:
-    """Pass over the fakes of whole tensors by which a DTensor's op finds out its result's shape.
+    """Do not count the fakes of full tensors that a DTensor's op makes to compute its result's shape.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """

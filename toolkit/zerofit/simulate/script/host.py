@@ -1,7 +1,7 @@
-"""Changes with which a script's tensors are real on the host and fake beyond it.
+"""Patch torch so that a script's tensors are real on the host and fake on the device.
 
-Applied once, in the process of a script's simulation, beside those of `simulate.patches`; each says why it is needed
-and names what it replaces, and `tests/simulate/test_patches.py` has an entry for it.
+The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.patches`. Each
+says why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
 from zerofit.simulate.tracker import is_own
 
-_OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of kernels with a way around them
+_OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of kernels that fall back to plain torch
 
 
 def parameters(meter: ScriptTracker) -> None:
-    """Let whatever becomes a parameter hold nothing from then on, at its own place. (torch.nn.Parameter.__new__)"""
+    """Make every new parameter fake, on its own device. (torch.nn.Parameter.__new__)"""
     original = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def parameters(meter: ScriptTracker) -> None:
 
 
 def parameter_data(meter: ScriptTracker) -> None:
-    """Let `parameter.data = t` take over t's device, and make a real t fake. (torch.Tensor.data)"""
+    """Let `parameter.data = t` adopt t's device, and make a real t fake. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Any) -> None:
@@ -52,9 +52,9 @@ def parameter_data(meter: ScriptTracker) -> None:
 
 
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
-    """Let a gradient that a script computed into a small tensor of its own on the host hold nothing, as its parameter.
+    """Make the gradient of a small host tensor fake, as its parameter is.
 
-    DeepSpeed lets `grad.data` be a part of its buffers, and a real tensor's cannot be one of a fake. (Tensor hooks)
+    DeepSpeed sets `grad.data` to a part of its buffers, and a real tensor's cannot be part of a fake. (Tensor hooks)
     """
 
     def faked(gradient: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
 
 
 def tensor_values(meter: ScriptTracker) -> None:
-    """Answer what Python asks of a fake tensor's values: with the known ones, else with zeros.
+    """Return a fake tensor's values to Python: the known ones, otherwise zeros.
 
     (torch.Tensor.numpy, tolist, __format__)
     """
@@ -93,7 +93,7 @@ def tensor_values(meter: ScriptTracker) -> None:
 
 
 def equality() -> None:
-    """Compare real tensors by their values, and others by their known ones, else by shape. (torch.equal)"""
+    """Compare real tensors and known values by value, others by shape. (torch.equal)"""
     original = torch.Tensor.equal
 
     def equal(one: Tensor, other: Tensor) -> bool:
@@ -104,7 +104,7 @@ def equality() -> None:
 
 
 def addresses() -> None:
-    """Give fakes addresses as tensors with memory have them: libraries ask by these whether two share it.
+    """Give fakes addresses like those of real tensors: libraries compare them to find shared memory.
 
     (FakeTensor.data_ptr, torch.UntypedStorage.data_ptr; torch/distributed/fsdp/_flat_param.py, _same_storage)
     """
@@ -124,7 +124,7 @@ def addresses() -> None:
 
 
 def loaders() -> None:
-    """Load batches in this process: workers know nothing of fakes, and a rank's tensors are the same.
+    """Load batches in this process: workers do not inherit the fake mode, and the batches are the same.
 
     (torch.utils.data.DataLoader.__init__)
     """
@@ -145,13 +145,13 @@ def loaders() -> None:
 
 
 def compiling(meter: ScriptTracker) -> None:
-    """Run compiled functions and models as they are: what compiled kernels would keep is less, and not known.
+    """Run compiled functions and models eagerly. Compiled kernels would keep less memory, but how much is unknown.
 
     (torch.compile, torch.nn.Module.compile)
     """
 
     def compile(model: Any = None, *_: Any, **__: Any) -> Any:
-        # libraries decorate functions of theirs with it; a model that they compile was asked for
+        # libraries decorate their own functions with it; a model that they compile was the user's choice
         of_model = isinstance(getattr(model, "__self__", model), nn.Module)
         if of_model or is_own(sys._getframe(1).f_code.co_filename):
             meter.note("torch.compile: simulated as eager", bound=True, here=True)
@@ -165,7 +165,7 @@ def compiling(meter: ScriptTracker) -> None:
 
 
 def autocast_types(meter: ScriptTracker) -> None:
-    """Note the type that autocast casts to in training: users take it for the precision. (torch.autocast.__enter__)"""
+    """Record the type that autocast uses in training, which is the precision for users. (torch.autocast.__enter__)"""
     original = torch.autocast.__enter__
 
     def enter(self: Any) -> Any:
@@ -177,15 +177,15 @@ def autocast_types(meter: ScriptTracker) -> None:
 
 
 def missing_triton(meter: ScriptTracker) -> None:
-    """Note what a script has imported that takes plain torch where Triton is missing, as beside CPU builds of torch."""
+    """Note packages that the script has imported and that use plain torch here, since Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         for name in sorted(_OF_TRITON & sys.modules.keys()):
-            text = f"Triton is not installed here: {name} takes plain torch instead (pip install triton)"
+            text = f"Triton is not installed here: {name} uses plain torch instead (pip install triton)"
             meter.note(text, bound=True)
 
 
 def triton_kernels(meter: ScriptTracker) -> None:
-    """Run no Triton kernels: they write into tensors that Python has made. (triton.runtime)"""
+    """Skip Triton kernels: they only write into tensors that Python has allocated. (triton.runtime)"""
     try:
         from triton.runtime import autotuner, jit
     except ImportError:
@@ -194,7 +194,7 @@ def triton_kernels(meter: ScriptTracker) -> None:
     def run(self: Any, *_: Any, **__: Any) -> None:
         function = getattr(self, "fn", self)
         name = getattr(function, "__name__", None) or getattr(getattr(function, "fn", None), "__name__", "?")
-        meter.note(f"Triton kernel {name}: taken to write only into its arguments")
+        meter.note(f"Triton kernel {name}: assumed to write only into its arguments")
 
     for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
         replace_in(kind, "run", run)

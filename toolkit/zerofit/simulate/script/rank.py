@@ -1,4 +1,4 @@
-"""A script run as one simulated rank, in a process that is of no other use."""
+"""Run a script as one simulated rank, in a process used for nothing else."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from zerofit.spec.errors import UserError
 def simulate_script(
     target: ScriptTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> RankRecord:
-    """Run the script until it has made its optimizer steps.
+    """Run the script until it has made its optimizer steps; return the record.
 
-    This process's torch and DeepSpeed are changed for good. Raises UserError where it cannot be simulated, or ends by
-    itself without a training.
+    Patches torch and DeepSpeed for the rest of this process. Raises UserError if the script cannot be simulated, or
+    ends without training.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     shown = gpu.SHOWN if target.on_gpu else "cpu"
@@ -91,7 +91,7 @@ def simulate_script(
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Change what must be changed, for the rest of this process."""
+    """Apply all patches for the rest of this process."""
     torch._C._ensureCUDADeviceGuardSet()
     if target.on_gpu:
         gpu.install_gpu(meter, target)
@@ -151,7 +151,7 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
 
 
 def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
-    """Return what follows the steps."""
+    """Return the function that runs after the steps."""
 
     def follow(engines: list[Any]) -> None:
         for trainer in list(seen.trainers):
@@ -164,7 +164,7 @@ def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list
 def _announcer(
     meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog | None, last: int
 ) -> Callable[[str, int], None]:
-    """Return what hears of each phase; `issued` notes what the rank issues in its last step."""
+    """Return the callback for each phase; `issued` records the work that the rank issues in its last step."""
 
     def begin(name: str, step: int) -> None:
         _tag(meter, phases)
@@ -183,7 +183,7 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker) -> tuple[str, bool]:
-    """Run the script; return how it ended, and whether with an error's exit code. Raises UserError where it fails."""
+    """Run the script; return how it ended, and whether with an error code. Raises UserError if it fails."""
     try:
         _run_as_main(target)
     except ScriptStop:
