@@ -188,7 +188,7 @@ def test_a_search_for_changes_that_fails_leaves_the_refusal(tmp_path, monkeypatc
     problem = caught.value.problems[0]
     assert "llama-tiny needs at least 3.00 GiB" in problem.message and "these would fit" not in problem.hint
     why = "the server has ended" if isinstance(failure, RuntimeError) else "this machine has too little memory"
-    assert "left out, since" in problem.hint and why in problem.hint and problem.hint.endswith(gate.ANYWAY)
+    assert "left out, because" in problem.hint and why in problem.hint and problem.hint.endswith(gate.ANYWAY)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

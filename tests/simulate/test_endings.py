@@ -62,5 +62,5 @@ def test_a_search_that_fails_is_a_note(error, said):
         raise error
 
     assert optional(fails, 3, "knobs", Reporter(heard.append)) == 3
-    assert [(event.kind, event.text) for event in heard] == [("note", f"knobs: left out, since {said}")]
+    assert [(event.kind, event.text) for event in heard] == [("note", f"knobs: left out, because {said}")]
     assert optional(lambda: 4, 3, "knobs", Reporter(heard.append)) == 4 and len(heard) == 1

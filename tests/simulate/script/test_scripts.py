@@ -206,7 +206,7 @@ def test_a_gradient_that_is_summed_up_on_the_host(folder):
 
 def test_flash_attn_keeps_what_its_kernels_keep(folder):
     seen = facts(simulated(FLASH))
-    assert any(note.text.startswith("flash_attn: by the shapes") and note.count == 4 for note in seen.facts.notes)
+    assert any(note.text.startswith("flash_attn: memory of its kernels") and note.count == 4 for note in seen.facts.notes)
 
 
 @pytest.mark.parametrize("whose", ["own", "a library's"])
@@ -281,7 +281,7 @@ parser.parse_args(["--bf16"])
         (ARGUMENT, "train.py: error: argument --bf16: expected one argument", ALONE),
         (
             "import os\nprint('bye', flush=True)\nos._exit(7)\n",
-            "exit code 7 and left no answer; its last output:\n  bye",
+            "exit code 7 and without a result; its last output:\n  bye",
             "",
         ),
         ("raise KeyboardInterrupt('stop')\n", "this is the script's error", ALONE),

@@ -1,4 +1,4 @@
-"""Options of torch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF has them, and how they round sizes."""
+"""Read the options of torch's caching allocator (PYTORCH_CUDA_ALLOC_CONF), and round sizes by them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zerofit.spec.overhead import LARGE_SEGMENT_BYTES
 
 MIB = 2**20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
-INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB on, each twice the one before
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment, the newer name first
-# options that change neither what is reserved nor when; the threshold acts only where a process has a memory fraction
+INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB on, each twice the previous one
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables, the newer name first
+# options that do not change what is reserved; the threshold only acts in a process with a memory fraction
 # (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp), which neither DeepSpeed nor zerofit sets
 NO_EFFECT = ("garbage_collection_threshold", "backend", "release_lock_on_cudamalloc", "pinned_use_background_threads")
 NO_EFFECT += ("pinned_use_cuda_host_register", "pinned_num_register_threads")
@@ -22,14 +22,14 @@ KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions",
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """How the caching allocator takes and cuts segments. The defaults are torch's."""
+    """How the caching allocator allocates and splits segments. The defaults are torch's."""
 
     expandable_segments: bool = False
-    max_split_bytes: float = inf  # from this size on, a block is not cut, and serves only requests of about its size
-    divisions: tuple[int, ...] = (0,) * INTERVALS  # of each power of two to which sizes are rounded; 0 or 1: none
+    max_split_bytes: float = inf  # blocks from this size on are not split, and serve only requests of about their size
+    divisions: tuple[int, ...] = (0,) * INTERVALS  # steps per power of two to which sizes are rounded; 0 or 1: none
 
     def rounded_bytes(self, size_bytes: int) -> int:
-        """Return what a request takes of its pool (round_size)."""
+        """Return the size of the block for a request (round_size)."""
         if size_bytes < MIN_BLOCK_BYTES:
             return MIN_BLOCK_BYTES
         power = size_bytes.bit_length() - 1
@@ -41,7 +41,7 @@ class AllocatorSettings:
 
 
 def read_alloc_conf(text: str, where: str = "--alloc-conf") -> AllocatorSettings:
-    """Return the settings of PYTORCH_CUDA_ALLOC_CONF's text. Raises UserError with all that is wrong.
+    """Read the text of PYTORCH_CUDA_ALLOC_CONF. Raises UserError with all problems.
 
     >>> settings = read_alloc_conf("expandable_segments:True,roundup_power2_divisions:[64:8,>:4]")
     >>> settings.expandable_segments, settings.rounded_bytes(100 * MIB) == 104 * MIB
@@ -53,24 +53,24 @@ def read_alloc_conf(text: str, where: str = "--alloc-conf") -> AllocatorSettings
         reader = _READERS.get(name)
         if reader is None:
             if name not in NO_EFFECT:
-                message = f"{name or option!r} is no option of torch's allocator"
+                message = f"unknown option {name or option!r} of torch's allocator"
                 problems.add("alloc-conf", message, f"known: {', '.join(KNOWN)}", where)
             continue
         try:
             found |= reader(value)
         except ValueError as error:
-            problems.add("alloc-conf", f"{name}: {error}", "as in PYTORCH_CUDA_ALLOC_CONF", where)
+            problems.add("alloc-conf", f"{name}: {error}", "use the syntax of PYTORCH_CUDA_ALLOC_CONF", where)
     problems.raise_if_any()
     return AllocatorSettings(**found)
 
 
 def alloc_conf_of(environment: Mapping[str, str]) -> str:
-    """Return what an environment says of the allocator, "" where it says nothing."""
+    """Return the allocator's options from environment variables, "" if there are none."""
     return next((environment[name] for name in VARIABLES if environment.get(name)), "")
 
 
 def _options(text: str) -> list[str]:
-    """Cut at the commas that are in no brackets."""
+    """Split at the commas outside of brackets."""
     found, depth = [""], 0
     for letter in text.replace(" ", ""):
         depth += (letter == "[") - (letter == "]")
@@ -83,13 +83,13 @@ def _options(text: str) -> list[str]:
 
 def _expandable(value: str) -> dict[str, object]:
     if value.lower() not in ("true", "false"):
-        raise ValueError(f"got {value!r}, and it is True or False")
+        raise ValueError(f"must be True or False, not {value!r}")
     return {"expandable_segments": value.lower() == "true"}
 
 
 def _max_split(value: str) -> dict[str, object]:
     if not value.isdigit() or int(value) * MIB <= LARGE_SEGMENT_BYTES:
-        raise ValueError(f"got {value!r}, and it is a number of MiB above {LARGE_SEGMENT_BYTES // MIB}")
+        raise ValueError(f"must be a number of MiB above {LARGE_SEGMENT_BYTES // MIB}, not {value!r}")
     return {"max_split_bytes": int(value) * MIB}
 
 
@@ -112,7 +112,7 @@ def _divisions(value: str) -> dict[str, object]:
 
 def _power(value: str, least: int) -> int:
     if not value.isdigit() or int(value) < least or int(value) & (int(value) - 1):
-        raise ValueError(f"got {value!r}, and sizes and divisions are powers of two")
+        raise ValueError(f"sizes and divisions must be powers of two, not {value!r}")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""The memory that torch reserves on the device for a sequence of allocations and releases."""
+"""Replay allocations and releases to find how much memory torch reserves on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EmptyCache:
 
 @dataclass(frozen=True)
 class PhaseEnd:
-    """An event: note what is reserved here."""
+    """An event: record the reserved bytes here."""
 
     name: str
 
@@ -32,24 +32,24 @@ class RecordStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronized:
-    """An event: the host knows that a stream (None: every one) has done what it had to do before a moment."""
+    """An event: the host knows that a stream (None: every stream) has finished its work before a moment."""
 
     stream: int | None
     before: int  # number of an event
 
 
-_RESIZED = -1  # stands for a storage while it has two blocks
+_RESIZED = -1  # the key of a storage's second block while it is resized
 
 Note = EmptyCache | RecordStream | Synchronized
-# (storage from 0 on, change in bytes[, stream on which it is allocated])
+# (number of the storage, change in bytes[, stream that allocates it])
 Event = tuple[int, int] | tuple[int, int, int] | Note | PhaseEnd
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """The first allocation that failed, after cached segments had been given back."""
+    """The first allocation that failed, after cached segments had been returned to the driver."""
 
-    event: int  # its place among the events
+    event: int  # index of the event
     asked_bytes: int  # as rounded for the driver: torch's "Tried to allocate"
     allocated_bytes: int
     reserved_bytes: int
@@ -57,7 +57,7 @@ class OutOfMemory:
 
 @dataclass(kw_only=True)
 class AtPhaseEnd:
-    """Memory as a PhaseEnd event found it."""
+    """Memory at a PhaseEnd event."""
 
     name: str
     allocated_bytes: int
@@ -66,18 +66,18 @@ class AtPhaseEnd:
 
 @dataclass(kw_only=True)
 class Reserved:
-    """The result of a replay. With an out of memory, everything up to there: a run ends with it."""
+    """The result of a replay, which stops at an out of memory error as a run does."""
 
     peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
     peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
     end_reserved_bytes: int = 0
     phase_ends: list[AtPhaseEnd] = field(default_factory=list)
-    flushes: int = 0  # num_alloc_retries: cached segments were given back because the device was full
+    flushes: int = 0  # num_alloc_retries: cached segments were returned because the device was full
     out_of_memory: OutOfMemory | None = None
 
     @property
     def fragmentation(self) -> float:
-        """Share of the reserved peak beyond the allocated one."""
+        """Share of the reserved peak that exceeds the allocated peak."""
         return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
 
 
@@ -90,12 +90,11 @@ def replay(
 ) -> Reserved:
     """Replay a device's allocations and releases in their order.
 
-    With `host_ahead`, a block that another stream uses comes back when the host knows that stream to be done, which is
-    the latest; without, at once, as where the device keeps up with the host.
-
-    A positive change allocates or grows a storage, a negative one shrinks or releases it; resizing holds the old block
-    until the new one is there, as at::native::resize_bytes_cuda does. `device_bytes` is what is left to the allocator:
-    the device's memory less the context and what else does not go through it.
+    With `host_ahead`, a block that another stream uses is freed when the host knows that stream to be done, the latest
+    possible moment. Without, it is freed at once, as if the device kept up with the host. A positive change allocates
+    or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it frees the old
+    one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context and other uses
+    outside of the allocator.
     """
     settings = settings or AllocatorSettings()
     allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(device_bytes, settings)
@@ -130,7 +129,7 @@ def replay(
 def _change(
     allocator: CachingAllocator, sizes: dict[int, int], number: int, storage: int, change: int, stream: int = 0
 ) -> bool:
-    """Apply the event of this number; return False where it does not fit."""
+    """Apply an event; return False if it does not fit."""
     old = sizes.get(storage, 0)
     new = sizes[storage] = old + change
     if not new:

@@ -1,8 +1,8 @@
-"""Autocast as CUDA devices have it, for a device that is not there: their list of ops, their types, their cache.
+"""Apply CUDA's autocast to a simulated device: its list of ops, types and cache.
 
-torch's own kernels cast what lies on a CUDA device, and nothing else. These do the same for tensors of the simulated
-one. Which op is cast how, the installed torch says (include/ATen/autocast_mode.h; the templates `WrapFunction_` there
-are the policies here, `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`).
+torch's own autocast kernels cast only tensors on a CUDA device. These do the same for tensors on the simulated one. The
+list of ops comes from the installed torch (include/ATen/autocast_mode.h). The templates `WrapFunction_` there are
+the policies here; `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
-# ops that have no argument for the type, and the overloads that do (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
+# ops without an argument for the type -> overloads that have one (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
 _WITH_DTYPE = {
     "aten::norm.Scalar": "ScalarOpt_dtype",
     "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
@@ -26,11 +26,11 @@ _WITH_DTYPE = {
 }
 _LIST = re.compile(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)+.*)")
 _OP = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
-_libraries: list[Any] = []  # kernels are there as long as what registered them
+_libraries: list[Any] = []  # kernels stay registered as long as these objects live
 
 
 def policies() -> dict[str, str]:
-    """Return the policy of each op that autocast knows, by its full name ("aten::conv_transpose2d.input")."""
+    """Return autocast's policy for each op, by its full name ("aten::conv_transpose2d.input")."""
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
     found = {name: APPEND for name in _WITH_DTYPE if f'"{name.removeprefix("aten::")}"' in header}
     for policy, ops in _LIST.findall(header):
@@ -40,28 +40,28 @@ def policies() -> dict[str, str]:
 
 
 class CastCache:
-    """Weights in the lower type, kept until the outermost autocast ends: each is cast once for all its uses."""
+    """Weights in the lower type, kept until the outermost autocast ends, so that each is cast once."""
 
     def __init__(self, device: str):
-        self.device = device  # the type of device as Python sees it
+        self.device = device  # type of device as Python sees it
         self._kept = WeakTensorKeyDictionary()
 
     @property
     def lower(self) -> torch.dtype:
-        """The type that products take."""
+        """The type in which products are computed."""
         return torch.get_autocast_dtype(self.device)
 
     def clear(self) -> None:
-        """Let go of what was cast."""
+        """Forget all casts."""
         self._kept = WeakTensorKeyDictionary()
 
     def eligible(self, value: Any) -> bool:
-        """Return whether autocast touches a value at all."""
+        """Return whether autocast may cast a value."""
         is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
         return is_float and value.device.type == self.device
 
     def cast(self, value: Any, to: torch.dtype) -> Any:
-        """Return a tensor, or those of a list, in another type; anything else as it is."""
+        """Return a tensor, or those of a list, in another type; anything else unchanged."""
         if isinstance(value, (list, tuple)):
             return [self.cast(one, to) for one in value]
         if not self.eligible(value) or value.dtype == to:
@@ -75,14 +75,14 @@ class CastCache:
 
 
 def autocast_as_cuda(name: str, device: str) -> None:
-    """Let autocast of this type of device cast what CUDA's would, for the rest of this process.
+    """Make autocast on this type of device cast the same ops as CUDA's, for the rest of this process.
 
-    `name` is that of the dispatch key of the device's autocast. It is taken into account for any op, whatever its
-    tensors are: fakes carry the keys of the host. (torch.clear_autocast_cache)
+    `name`: dispatch key of the device's autocast. The key is active for all ops, since fakes have the host's keys.
+    (torch.clear_autocast_cache)
     """
     cache, key = CastCache(device), torch._C._parse_dispatch_key(name)
     assert key is not None
-    if name != "AutocastCUDA":  # nothing is registered for it, and so it would be an error everywhere
+    if name != "AutocastCUDA":  # without a fallback, every op would be an error
         everything = torch.library.Library("_", "IMPL")
         everything.fallback(torch.library.fallthrough_kernel, name)
         _libraries.append(everything)
@@ -101,14 +101,14 @@ def autocast_as_cuda(name: str, device: str) -> None:
 
 
 def _registered() -> Iterator[tuple[Any, str]]:
-    """Yield the ops that this torch has, with their policies."""
+    """Yield the ops of the installed torch with their policies."""
     for name, policy in policies().items():
         base, _, overload = name.removeprefix("aten::").partition(".")
         yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy
 
 
 def _kernel(op: Any, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
-    """Return what autocast runs for an op."""
+    """Return the function that autocast runs for an op."""
     if policy == APPEND:
         op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
     excluded, names = DispatchKeySet(key), [one.name for one in op._schema.arguments]

@@ -1,4 +1,4 @@
-"""The purpose of each storage: by who was seen to own it, who allocated it, else the phase of its allocation."""
+"""Decide what each storage is for: by its owner, else by the allocating code, else by the phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARAMETERS, GRADIENTS, MASTER, STATE = "parameters", "gradients", "master weight
 ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication buckets"
 GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
 WORKSPACES = "workspaces"  # that libraries keep from their first call on
-SAVED = (PARAMETERS, MASTER, STATE)  # what a checkpoint holds
+SAVED = (PARAMETERS, MASTER, STATE)  # contents of a checkpoint
 KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES, WORKSPACES)
 
 Tag = Callable[[Any, str], None]  # AllocationTracker.tag
@@ -51,7 +51,7 @@ _GATHERING = (
     *("_all_gather_sequential", "_all_gather_dtype", "_allgather_params_sequential", "_allgather_params_coalesced"),
     *("_allgather_params", "_allgather_param", "all_gather_coalesced", "_partition_all_gather"),
 )
-# file -> function -> kind. Functions of DeepSpeed 0.19.8; one that is gone makes its memory "temporaries".
+# file -> function -> kind, for DeepSpeed 0.19.8. If a function is missing, its memory counts as "temporaries".
 ALLOCATED_BY: dict[str, dict[str, str]] = {
     "deepspeed/runtime/zero/stage_1_and_2.py": _ZERO_1_2,
     "deepspeed/runtime/zero/stage3.py": _ZERO_3,
@@ -65,13 +65,13 @@ ALLOCATED_BY: dict[str, dict[str, str]] = {
 
 
 def watch_gradient(tag: Tag, parameter: torch.Tensor) -> None:
-    """Tag a parameter's gradient as soon as autograd has finished it, before DeepSpeed takes it away."""
+    """Tag a parameter's gradient when autograd has finished it, before DeepSpeed moves it."""
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
 
 
 def tag_owned_storages(tag: Tag, engine: Any) -> None:
-    """Tag the storages that model and optimizer own at this moment with what they are for."""
+    """Tag the storages that model and optimizer own at this moment."""
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
             tag(parameter.ds_tensor, PARAMETERS)
@@ -84,7 +84,7 @@ def tag_owned_storages(tag: Tag, engine: Any) -> None:
     for optimizer in _chain(engine.optimizer):
         for name, kind in OWNED_AS.items():
             for leaf in tree_leaves(getattr(optimizer, name, None)):
-                for tensor in tree_leaves(getattr(leaf, "buffer", leaf)):  # DeepSpeed's buckets have one
+                for tensor in tree_leaves(getattr(leaf, "buffer", leaf)):  # DeepSpeed's buckets have a buffer
                     tag(tensor, kind)
         for group in getattr(optimizer, "param_groups", []):
             for parameter in group["params"]:
@@ -96,7 +96,7 @@ def tag_owned_storages(tag: Tag, engine: Any) -> None:
 
 
 def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
-    """Tag the storages of an optimizer that works on the model's own parameters."""
+    """Tag the storages of an optimizer that updates the model's own parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             tag(parameter, PARAMETERS)
@@ -106,7 +106,7 @@ def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:
-    """Yield DeepSpeed's optimizer and those that it wraps, the innermost first."""
+    """Yield DeepSpeed's optimizer and those that it wraps, innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:
         yield from _chain(inner)
@@ -115,7 +115,7 @@ def _chain(optimizer: Any) -> Iterator[Any]:
 
 
 def classify(storage: Storage) -> str:
-    """Return the kind of a storage that nothing was seen to own."""
+    """Return the kind of a storage without a known owner."""
     code = storage.code
     if code is not None:
         for ending, functions in ALLOCATED_BY.items():

@@ -1,4 +1,4 @@
-"""Why the process of a simulation ended without an answer: memory, a signal, a crash, or an exit of its own."""
+"""Explain why a simulation's process ended without a result: memory, a signal, a crash, or its own exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofit.spec.units import shown_bytes
 T = TypeVar("T")
 
 OUT_OF_MEMORY, EXITED, KILLED, CRASHED = "out-of-memory", "exit", "killed", "crashed"  # kinds of problems
-_FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # of a process, whatever it simulated
+_FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of what was simulated
 LINES = 6  # of output that are shown
 HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
@@ -30,48 +30,48 @@ _LIBRARY = ("/site-packages/", "/lib/python", "/zerofit/", "<")
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a process ended that has left no answer."""
+    """How a process without a result ended."""
 
-    status: int | None  # as os.wait gives it; None: nobody saw it end, for whoever waited was ended, too
-    peak_bytes: int = 0  # resident, at most
-    ran_short: bool = False  # the kernel has ended processes for want of memory meanwhile
+    status: int | None  # from os.wait; None if its parent was killed, too
+    peak_bytes: int = 0  # peak of resident memory
+    ran_short: bool = False  # the kernel has killed processes for lack of memory meanwhile
     output: str = ""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error says that this machine has no memory left, as Python, torch or the loader say it."""
+    """Return whether an error of Python, torch or the loader means that this machine is out of memory."""
     return (
         isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or is_about_memory(str(error))
     )
 
 
 def is_about_memory(text: str) -> bool:
-    """Return whether the end of some output is an error for want of memory."""
+    """Return whether the end of some output reports a lack of memory."""
     return bool(_SAID.search(text[-2000:]))
 
 
 def out_of_memory(peak_bytes: int = 0) -> Problem:
-    """Return that a simulation had not enough memory on this machine."""
-    taken = f" (its process had {shown_bytes(peak_bytes)})" if peak_bytes else ""
+    """Return the problem that this machine has too little memory for a simulation."""
+    taken = f" (its process used {shown_bytes(peak_bytes)})" if peak_bytes else ""
     return Problem(
         kind=OUT_OF_MEMORY, message=f"this machine has too little memory for the simulation{taken}", hint=HINT
     )
 
 
 def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> T:
-    """Return what a search that only helps has found; where it fails, `instead`, and a note says why it is left out.
+    """Run an optional search; if it fails, return `instead` and report a note.
 
-    The answer that is known already must not be lost with it.
+    So a failure does not lose the answer that is known already.
     """
     try:
         return work()
     except Exception as error:
-        report.note(f"{what}: left out, since {why_it_failed(error)}")
+        report.note(f"{what}: left out, because {why_it_failed(error)}")
         return instead
 
 
 def why_it_failed(error: Exception) -> str:
-    """Return in a line why something could not be computed."""
+    """Return a line that says why something could not be computed."""
     if lacks_memory(error):
         return out_of_memory().message
     if isinstance(error, UserError):
@@ -80,31 +80,31 @@ def why_it_failed(error: Exception) -> str:
 
 
 def note_failed(outcomes: Sequence[Any], what: str, report: Reporter) -> None:
-    """Note how many simulations that only help have ended for want of memory or in a crash, and why the first did."""
+    """Report how many optional simulations were killed or crashed, and why the first one was."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
-        report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, since {failed[0].message}")
+        report.note(f"{what}: {len(failed)} of {len(outcomes)} left out, because {failed[0].message}")
 
 
 def why_ended(ending: Ending) -> Problem:
-    """Return why a process left no answer."""
+    """Return why a process left no result."""
     number = -1 if ending.status is None else ending.status & 0x7F  # os.WTERMSIG
     if (number in (-1, signal.SIGKILL) and ending.ran_short) or is_about_memory(ending.output):
         return out_of_memory(ending.peak_bytes)
     if number == 0:
-        message = f"the simulated process ended with exit code {(ending.status or 0) >> 8} and left no answer"
+        message = f"the simulated process ended with exit code {(ending.status or 0) >> 8} and without a result"
         return with_output(Problem(kind=EXITED, message=message), ending.output)
     if number in (-1, *_FROM_OUTSIDE):
         message = f"the simulated process was killed{f' with {signal.Signals(number).name}' if number > 0 else ''}"
-        hint = "something outside of zerofit does that, such as a limit of the job: run the command again"
+        hint = "something outside of zerofit killed it, e.g. a limit of the job; run the command again"
         return Problem(kind=KILLED, message=message, hint=hint)
     return _crash(signal.Signals(number).name, ending.output)
 
 
 def _crash(name: str, output: str) -> Problem:
-    """Return a crash of the simulation, with the Python line that was running and the line of the user's."""
+    """Return a crash of the simulation, with the running line of Python and the user's line."""
     said, _, stacks = output.partition("Fatal Python error")
-    main = stacks.rpartition("Thread ")[2] or stacks  # the last one: the script's
+    main = stacks.rpartition("Thread ")[2] or stacks  # the last thread is the script's
     frames = _FRAME.findall(stacks.partition("Current thread")[2].partition("\n\n")[0]) or _FRAME.findall(main)
     inner = next((f" in {shown_path(file)}:{line}" for file, line in frames), "")
     own = next((f"{file}:{line}" for file, line in _FRAME.findall(main) if not any(w in file for w in _LIBRARY)), "")
@@ -112,16 +112,16 @@ def _crash(name: str, output: str) -> Problem:
     message = f"zerofit cannot simulate this: its process crashed with {name}{inner}" + (
         f" ({reason})" if reason else ""
     )
-    return Problem(kind=CRASHED, message=message, hint="this is an error of zerofit: please report it", where=own)
+    return Problem(kind=CRASHED, message=message, hint="this is a bug in zerofit: please report it", where=own)
 
 
 def shown_path(file: str) -> str:
-    """Return a library's file from its package on."""
+    """Return a library file's path from its package on."""
     return file.rpartition("/site-packages/")[2] if "/site-packages/" in file else Path(file).name
 
 
 def with_output(problem: Problem, output: str) -> Problem:
-    """Return a problem with the last lines of what the script printed."""
+    """Return a problem with the last lines of the script's output."""
     lines = [line for line in last_lines(output, LINES) if line.strip() not in problem.message]
     if not lines:
         return problem
@@ -129,6 +129,6 @@ def with_output(problem: Problem, output: str) -> Problem:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines of output; of what a progress bar has overwritten, what stands there last."""
+    """Return the last lines of output; of a line that a progress bar has overwritten, the final text."""
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in lines if line][-count:]

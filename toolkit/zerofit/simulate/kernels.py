@@ -1,4 +1,4 @@
-"""The kernels that a traced step runs: their kind, shape, FLOPs and memory traffic, equal ones together."""
+"""List the kernels of a traced step: kind, shape, FLOPs and memory traffic; equal ones are merged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def call_of(func: Any, args: Any, kwargs: Any, out: Any) -> KernelCall:
 
 
 def one_kernel(call: KernelCall) -> Kernel:
-    """Return the kernel of one call, whatever the micro batch."""
+    """Return the kernel of a single call, with costs that do not depend on the micro batch."""
     return Kernel(
         kind=call.kind,
         dtype=call.dtype,
@@ -88,7 +88,7 @@ def _kind(name: str) -> KernelKind:
 
 
 def _written(func: Any, args: Any, out: Any) -> list[Tensor]:
-    """Return what an op makes, or where it gives nothing out, what it changes: lists of tensors, as optimizers do."""
+    """Return an op's outputs or, if it has none, the tensors that it changes, such as optimizers' lists."""
     made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     if made:
         return made
@@ -101,10 +101,10 @@ def _written(func: Any, args: Any, out: Any) -> list[Tensor]:
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count each tensor once, an expanded one as it is stored; with what the op is known to leave out or read again.
+    """Count each tensor once, expanded ones as stored, except where an op is known to read less or more.
 
-    An embedding reads the rows that it writes, not its table. Batch norm reads activations once for their statistics
-    and once to normalise them, forward and backward (ATen/native/cuda/Normalization.cuh).
+    An embedding reads only the rows that it writes. Batch norm reads activations twice, for the statistics and to
+    normalise them, in forward and backward (ATen/native/cuda/Normalization.cuh).
     """
     written = sum(map(_stored_bytes, outputs))
     if name == "embedding":
@@ -120,14 +120,14 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def _product_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
-    """Return M, N, K; of a mixture of experts the rows that one of them gets on average."""
+    """Return M, N, K; for a mixture of experts, M is the average number of rows per expert."""
     left, right = [t for t in tensors if t.dim() > 1 and t.is_floating_point()][-2:]
     rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
     return rows, right.shape[-1], left.shape[-1]
 
 
 def _convolution_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
-    """Return output pixels of all samples, output channels of a group, and inputs that make one output."""
+    """Return output pixels of all samples, output channels per group, and inputs per output."""
     made = arguments.get("grad_output", out)
     weight, groups = arguments["weight"], arguments["groups"]
     return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
@@ -149,9 +149,9 @@ _SHAPES: dict[str, Callable[[dict[str, Any], Sequence[Tensor], Any], tuple[int, 
 def kernels_of(
     few: Sequence[KernelCall], more: Sequence[KernelCall], line: Callable[[Sequence[float]], Linear]
 ) -> tuple[Kernel, ...]:
-    """Return the kernels of a section from its calls at two micro batches; `line` runs through two values.
+    """Return the kernels of a section from its calls at two micro batches; `line` fits a line through two values.
 
-    Kernels of equal kind and shape are one entry. Where the micro batches ran other kernels, those of a kind are one.
+    Kernels of equal kind and shape become one entry. If the micro batches ran different kernels, each kind becomes one.
     """
     made: dict[tuple, tuple[list[KernelCall], list[KernelCall]]] = {}
     alike = [call.kind for call in few] == [call.kind for call in more]

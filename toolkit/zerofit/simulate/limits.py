@@ -1,6 +1,6 @@
-"""What DeepSpeed limits of a large model, and how many layers reach it: from there on all is linear in the layers.
+"""Find how many layers reach DeepSpeed's limits for large models; beyond them all figures are linear in the layers.
 
-All but stage 3's sub-groups of parameters, which are known for any number of layers.
+The exceptions are stage 3's sub-groups of parameters, which `sub_groups` computes for any number of layers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Partitioned:
-    """Trained parameters that the same number of ranks divide, by elements."""
+    """Trained parameters that are divided by the same number of ranks, in elements."""
 
-    before: int  # in what is no repeated layer
-    layer: int
+    before: int  # outside of repeated layers
+    layer: int  # per repeated layer
     ranks: int
 
 
 def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarget, count: int) -> list[float]:
-    """Return how many layers reach each limit of DeepSpeed's that the whole model, of `count` layers, reaches.
+    """Return, for each DeepSpeed limit that the full model (`count` layers) reaches, how many layers reach it.
 
-    `few` and `more` have one and two such layers. Of layers that are not repeated (DeepSeek's first ones) none counts.
+    `few` and `more` have one and two such layers. Only repeated layers count (not DeepSeek's first ones).
     """
     zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
     one, two = _rank_model(few), _rank_model(more)
@@ -47,8 +47,7 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     if layout.zero_stage == 0 and layout.dp * layout.sp > 1:
         found = [(_layers_before_the_largest_bucket(_trained(one, False), _trained(two, False), count), 1)]
     if layout.zero_stage in (1, 2):
-        # parameters beside their flat copy: what the device has no room for is put together on the host
-        # (stage_1_and_2.py:453)
+        # parameters plus a flat copy: if the device has no room, it is made on the host (stage_1_and_2.py:453)
         before = sum(p.numel() for p in one.parameters()) - a_layer + sum(part.before for part in parts)
         room = target.device_bytes / ELEMENT_BYTES[target.job.precision] - before
         found = [(max(0, room), a_layer + reduced[1]), reduced]
@@ -60,10 +59,10 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
 
 
 def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
-    """Return a function from a number of layers to stage 3's sub-groups: elements that a rank has of each.
+    """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups.
 
-    `few` and `more` have one and two such layers. It returns [] where an encoder and a decoder both have a layer more,
-    and where tensor or expert parallel ranks have parts of a parameter.
+    `few` and `more` have one and two such layers. The function returns [] if `more` adds a layer to an encoder and to a
+    decoder, or if tensor or expert parallel ranks have parts of a parameter.
     """
     zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
     if layout.tp * layout.ep > 1:
@@ -85,7 +84,7 @@ def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int],
 
 
 def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
-    """Yield the elements of each sub-group: full once it has as many as `most` (zero/stage3.py:1210)."""
+    """Yield the elements of each sub-group; one is full at `most` elements (zero/stage3.py:1210)."""
     if sum(parts) <= most:
         yield sum(parts)
         return
@@ -98,23 +97,23 @@ def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
 
 
 def _groups(target: SimulationTarget) -> dict[str, list[int]]:
-    """Return the elements of each parameter of each of the optimizer's groups."""
+    """Return the elements of each parameter in each of the optimizer's groups."""
     decay = bool(get(target.job.ds_config, "optimizer.params.weight_decay", True))
     groups = parameter_groups(_rank_model(target).parameters(), decay)
     return {group["name"]: [parameter.numel() for parameter in group["params"]] for group in groups}
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the most layers with which the largest bucket of gradients is not that of the whole model, of `count`.
+    """Return the largest number of layers whose largest gradient bucket is not the full model's.
 
-    `one`, `two`: elements of each gradient of a model with one and with two layers. Where an encoder and a decoder both
-    have a layer more nothing is known: one less than the whole model.
+    `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
+    have a second layer, nothing is known: return one less than the full model's `count`.
     """
     if _grown(one, two, count) is None:
         return count - 1
 
     def largest(layers: int) -> dict[bool, int]:
-        found = {True: 0, False: 0}  # of several gradients, of one alone
+        found = {True: 0, False: 0}  # of several gradients, of a single one
         for size, gradients in buckets(_grown(one, two, layers) or []):
             found[gradients > 1] = max(found[gradients > 1], size)
         return found
@@ -124,9 +123,9 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
 
 
 def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
-    """Return what stands one after the other in a model of `layers`, of what does so with one and with two of them.
+    """Return the sequence of sizes for a model of `layers`, given those for one and for two layers.
 
-    None where the second layer is not in one place.
+    None if the second layer is not inserted in one place.
     """
     same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     layer = two[same : same + len(two) - len(one)]
@@ -136,7 +135,7 @@ def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:
-    """Return a target's model on the meta device, of spread experts one rank's."""
+    """Return a target's model on the meta device; with expert parallelism, one rank's."""
     run = target.job.run
     with torch.device("meta"):
         model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
@@ -148,7 +147,7 @@ def _rank_model(target: SimulationTarget) -> nn.Module:
 
 
 def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterator[_Partitioned]:
-    """Yield what all ranks divide among them, and what those divide that have the same experts."""
+    """Yield the parameters that all ranks divide, then those that ranks with the same experts divide."""
     for spread_ones, dividing in ((False, ranks), (True, ranks // ep)):
         few, more = _trained(one, spread_ones), _trained(two, spread_ones)
         layer = sum(more) - sum(few)

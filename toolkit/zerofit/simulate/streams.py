@@ -1,8 +1,8 @@
-"""Streams and events of the simulated device: which memory belongs to which, and what the host knows to be done.
+"""Simulate the device's streams and events: which memory each uses, and which work the host knows to be done.
 
-The host is ahead of the device: it knows a stream's work to be done when it has waited for it, with `synchronize()`,
-for a value (`item()`), or for a copy that is not `non_blocking`. What one stream waits for, the host knows to be done
-with that stream. `query()` says no until then, or until it is asked again with nothing issued since: that is a wait.
+The host runs ahead of the device. It knows that a stream's work is done after waiting for it: by `synchronize()`, for a
+value (`item()`), or for a copy without `non_blocking`. Work that the stream itself has waited for is then known to be
+done, too. `query()` returns False until then, or until it is called again without new work: that is a waiting loop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zerofit.simulate.ledger import Ledger
 
 
 class Streams:
-    """The streams of one device, by number; the first is the default one, current in each thread until another is."""
+    """The streams of one device, by number; the first is the default, and current in each thread at the start."""
 
     def __init__(self, ledger: Ledger):
         streams, self.ledger, self.made = self, ledger, 0
-        self.issued: IssuedLog | None = None  # where what is issued is noted
-        self.known: dict[int, int] = {}  # number of a stream -> the moment before which the host knows it to be done
+        self.issued: IssuedLog | None = None  # the log of issued work, if any
+        self.known: dict[int, int] = {}  # stream's number -> the host knows its work before this moment to be done
         self._here = threading.local()
 
         class Stream(SimulatedStream):
@@ -44,7 +44,7 @@ class Streams:
 
     @property
     def current(self) -> SimulatedStream:
-        """The stream to which this thread issues."""
+        """The stream to which this thread issues work."""
         return getattr(self._here, "stream", self.default)
 
     @current.setter
@@ -53,7 +53,7 @@ class Streams:
 
     @contextmanager
     def using(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Let another stream be current for a while; None changes nothing."""
+        """Make another stream current inside this context; None changes nothing."""
         before = self.current
         self.current = stream or before
         try:
@@ -62,14 +62,14 @@ class Streams:
             self.current = before
 
     def synchronize(self, *_: Any) -> None:
-        """Wait for all that the device has to do."""
+        """Wait for all work on the device."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
         self.known = dict.fromkeys(range(self.made), self.now)
         if self.issued is not None:
             self.issued.wait(None, None)
 
     def wait_for(self, done: dict[int, int]) -> None:
-        """Let the host wait until streams have come so far."""
+        """Make the host wait until streams have reached these moments."""
         for number, moment in done.items():
             if self.known.get(number, 0) < moment:
                 self.known[number] = moment
@@ -77,67 +77,67 @@ class Streams:
 
     @property
     def now(self) -> int:
-        """A moment: the number of allocations and releases so far."""
+        """The current moment: the number of allocations and releases so far."""
         return len(self.ledger.events)
 
     @property
     def place(self) -> int:
-        """Another: the number of works and waits that were noted."""
+        """The current place: the number of recorded works and waits."""
         return 0 if self.issued is None else len(self.issued.items)
 
 
 class SimulatedEvent:
-    """A place in a stream: what is done when the stream has come there."""
+    """A point in a stream, and the work that is done when the stream reaches it."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
-        self.done: dict[int, int] = {}  # number of a stream -> the moment before which its work is done
-        self._place = 0, 0  # number of the stream, and how much had been issued
+        self.done: dict[int, int] = {}  # stream's number -> its work before this moment is done
+        self._place = 0, 0  # stream's number, and the number of works issued before
         self._asked_at = -1
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """Take the present end of a stream."""
+        """Record the present end of a stream."""
         stream = stream or self._streams.current
         self.done = {**stream.waited, stream.number: self._streams.now}
         self._place = stream.number, self._streams.place
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
-        """Let a stream wait for this event."""
+        """Make a stream wait for this event."""
         (stream or self._streams.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait for this event."""
+        """Make the host wait for this event."""
         self._streams.wait_for(self.done)
         self.waits(None)
 
     def waits(self, stream: int | None) -> None:
-        """Note that a stream, or the host, waits for this event."""
+        """Record that a stream, or the host (None), waits for this event."""
         if self._streams.issued is not None:
             self._streams.issued.wait(stream, *self._place)
 
     def query(self) -> bool:
-        """Return whether the host knows it to be done."""
+        """Return whether the host knows that it is done."""
         if self._asked_at == self._streams.now:
             self.synchronize()
         self._asked_at = self._streams.now
         return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
 
     def elapsed_time(self, *_: Any) -> float:
-        """Return milliseconds: one, as no time passes here and libraries divide by it."""
+        """Return 1 millisecond: no time passes here, and libraries divide by it."""
         return 1.0
 
 
 class SimulatedStream:
-    """A queue of work; nothing computes, but memory is allocated for it and used on it."""
+    """A queue of work; nothing is computed, but memory is allocated and used on it."""
 
     device_index = 0
     device_type = 1  # c10::DeviceType::CUDA
 
     def __init__(self, streams: Streams, number: int):
         self._streams, self.number = streams, number
-        self.waited: dict[int, int] = {}  # number of another stream -> the moment up to which this one has waited
+        self.waited: dict[int, int] = {}  # another stream's number -> moment to which this one has waited for it
         self.stream_id = self.cuda_stream = number
-        self._end = SimulatedEvent(streams)  # that is asked for
+        self._end = SimulatedEvent(streams)  # used by `query`
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Wait for an event of another stream."""
@@ -146,7 +146,7 @@ class SimulatedStream:
         event.waits(self.number)
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """Wait for all that another stream has to do."""
+        """Wait for all work on another stream."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
@@ -156,16 +156,16 @@ class SimulatedStream:
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait for all that this stream has to do."""
+        """Make the host wait for all work on this stream."""
         self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Return whether the host knows all to be done."""
+        """Return whether the host knows that all work is done."""
         self.record_event(self._end)
         return self._end.query()
 
     def is_capturing(self) -> bool:
-        """Say no: no graph is captured."""
+        """Return False: no graph is being captured."""
         return False
 
     def __enter__(self) -> SimulatedStream:

@@ -1,6 +1,6 @@
-"""The model that a trace runs: few blocks for many equal ones, one rank's shard of it, cut into units.
+"""Build the model for a trace: a few of its equal blocks, as one rank's shard, divided into units.
 
-A rank's shard of a transformers model is as DeepSpeed's AutoTP makes it (deepspeed/module_inject/auto_tp.py).
+A rank's shard of a transformers model is the same as DeepSpeed's AutoTP makes it (deepspeed/module_inject/auto_tp.py).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from zerofit.simulate.traced_experts import spread
 from zerofit.spec.profile import NOTHING_SAVED, Savings
 from zerofit.train.build import batch_norm_in_fp32
 
-# linear layers whose outputs are summed over the ranks, so that their inputs are split (AutoTP's all_reduce_linears)
+# linear layers whose inputs are split and whose outputs are all-reduced (AutoTP's all_reduce_linears)
 _ROWS = ("o_proj", "down_proj", "output.dense")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """A model on the meta device that is ready to be traced."""
+    """A model on the meta device, ready to be traced."""
 
     model: nn.Module
     units: list[ModelSection]
-    parameters: int  # of the whole model; a shard's, where it is one rank's
-    config: Any = None  # transformers' config of the whole model
+    parameters: int  # of the full model; with tensor or expert parallelism, of one rank's shard
+    config: Any = None  # transformers' config of the full model
 
 
 def make_subject(
@@ -52,9 +52,9 @@ def make_subject(
     ep: int = 1,
     whole: bool = False,
 ) -> TracedModel:
-    """Return the model as a rank has it, its parameters of this dtype and its buffers as built.
+    """Return the model as a rank has it: parameters in `dtype`, buffers as built.
 
-    `whole`: with all of its layers, equal or not. Raises ModelError where it has no tensor or expert parallel form.
+    `whole`: keep all layers, even equal ones. Raises ModelError if it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
     equal = {} if whole else equal_layers(source, inputs, args)
@@ -88,10 +88,10 @@ def make_subject(
 
 
 def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return modules and names of the float buffers that ZeRO-3 makes in the lower type: BART's on its logits, for one.
+    """Return the modules and names of float buffers that ZeRO-3 casts to the lower type, e.g. BART's bias of logits.
 
-    As transformers partitions a model while it is built, all that its constructor makes is cast (zero.Init). Rotary
-    frequencies stay (models/hf.py), and norms' statistics (train/build.py).
+    transformers partitions a model while it is built, and zero.Init casts all that its constructor makes. Exceptions
+    are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
     """
     if not hasattr(model, "config") or is_denoiser(model):
         return []
@@ -107,14 +107,14 @@ def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
-    """Replace the blocks' linear layers and an untied `lm_head` by one rank's parts; changes the model.
+    """Replace the blocks' linear layers and an untied `lm_head` by one rank's shards, in place.
 
-    Raises ModelError where the degree does not divide a layer, or a block's matrices are not those of linear layers.
+    Raises ModelError if the degree does not divide a layer, or if a block has matrices outside of linear layers.
     """
     for block in blocks:
         linears = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear)]
         if {id(p) for p in block.parameters() if p.dim() > 1} != {id(linear.weight) for _, linear in linears}:
-            message = f"tensor parallelism splits linear layers, and {type(block).__name__} has other matrices"
+            message = f"tensor parallelism splits linear layers only, but {type(block).__name__} has other matrices"
             raise ModelError("profile-tp", message)
         for path, linear in linears:
             made = _RowLinear if path.endswith(_ROWS) else _ColumnLinear
@@ -125,7 +125,7 @@ def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
 
 
 class _ColumnLinear(nn.Module):
-    """1/degree of the outputs; with `gather` the ranks' outputs are put together (LinearLayer)."""
+    """1/degree of the outputs; with `gather`, the ranks' outputs are concatenated (LinearLayer)."""
 
     def __init__(self, linear: nn.Linear, degree: int, gather: bool = False):
         super().__init__()
@@ -134,7 +134,7 @@ class _ColumnLinear(nn.Module):
         self.bias = None if linear.bias is None else _part(linear.bias, 0, degree)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out / degree), or to (..., out) where gathered."""
+        """Map (..., in) to (..., out / degree), or to (..., out) with `gather`."""
         out = torch.matmul(x, self.weight.transpose(-1, -2))
         if self.bias is not None:
             out = out + self.bias
@@ -142,7 +142,7 @@ class _ColumnLinear(nn.Module):
 
 
 class _RowLinear(nn.Module):
-    """1/degree of the inputs; the sum over the ranks happens in place, the bias comes after it (LinearAllreduce)."""
+    """1/degree of the inputs; outputs are all-reduced in place before the bias is added (LinearAllreduce)."""
 
     def __init__(self, linear: nn.Linear, degree: int):
         super().__init__()
@@ -155,7 +155,7 @@ class _RowLinear(nn.Module):
 
 
 class _Gather(torch.autograd.Function):
-    """The shards of all ranks along the last dimension: received as one buffer, then put side by side."""
+    """Concatenate the shards of all ranks along the last dimension, after receiving them in one buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, degree: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch.cuda and torch.accelerator as a script asks them, answered for a device that is not there."""
+"""Replace torch.cuda and torch.accelerator in a script by answers for a simulated device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.streams import Streams
 from zerofit.spec.devices import Device
 
-# compute capability and multiprocessors by the beginning of a kind; kernels share their work, and partial sums, among
-# these (docs.nvidia.com/cuda: CUDA GPUs; NVIDIA's architecture whitepapers; AMD's data sheets: gfx942, gfx950, gfx90a,
-# compute units of a device)
+# device name prefix -> compute capability, multiprocessors. Kernels divide their work and partial sums among these.
+# Sources: docs.nvidia.com/cuda (CUDA GPUs), NVIDIA's architecture whitepapers, AMD's data sheets (gfx942, gfx950,
+# gfx90a, compute units of a device)
 _MADE = {
     "gb200": ((10, 0), 152),
     "b200": ((10, 0), 148),
@@ -47,16 +47,16 @@ _MADE = {
     "mi355": ((9, 5), 256),
     "mi250": ((9, 0), 110),
 }
-_UNKNOWN = ((8, 0), 108)  # a device of a file: as the A100
+_UNKNOWN = ((8, 0), 108)  # for a device from a file: the A100's
 _STATE_BYTES = 16  # of a CUDA generator
 
 
 class _Properties(SimpleNamespace):
-    """What scripts ask of a device's properties."""
+    """The properties of a device that scripts read."""
 
 
 class _Context(contextlib.ContextDecorator):
-    """A context of a device or a profiler's range, in which nothing changes."""
+    """A context for a device or a profiler range that does nothing."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -69,7 +69,7 @@ class _Context(contextlib.ContextDecorator):
 
 
 def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Answer for a GPU; torch.cuda would look for a driver. (torch.cuda.*)"""
+    """Answer for a GPU, since torch.cuda would look for a driver. (torch.cuda.*)"""
     cuda: Any = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
     for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
@@ -84,7 +84,7 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Answer for the same GPU under torch's newer name. (torch.accelerator)"""
+    """Answer for the same GPU under torch's newer interface. (torch.accelerator)"""
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: target.gpus,
@@ -95,18 +95,18 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
         **{name: answer for name, answer in _streams(meter.streams).items() if name in ("synchronize", "set_stream")},
         **_memory(meter, target.device.memory_bytes),
     }
-    replace_in(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # what meshes of devices ask
+    replace_in(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # read by device meshes
     for name in answers.keys() & set(dir(torch.accelerator)):
         replace_in(torch.accelerator, name, answers[name])
 
 
 def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Cast as CUDA does what lies on the device that is shown as one."""
+    """Apply CUDA's autocast rules to tensors on the simulated device, which Python sees as CUDA."""
     autocast_as_cuda("AutocastCUDA", "cuda")
 
 
 def capability(device: Device) -> tuple[tuple[int, int], int]:
-    """Return the compute capability of a device of the catalogue, and its number of multiprocessors."""
+    """Return a catalogue device's compute capability and its number of multiprocessors."""
     known = [kind for kind in _MADE if device.kind.startswith(kind)]
     return _MADE[max(known, key=len)] if known else _UNKNOWN
 
@@ -164,7 +164,7 @@ def _streams(streams: Streams) -> dict[str, Any]:
 
 
 def _memory(meter: ScriptTracker, total: int) -> dict[str, Any]:
-    """Answer by the ledger; what is allocated counts as reserved."""
+    """Answer from the ledger; allocated bytes count as reserved."""
 
     def live(*_: Any, **__: Any) -> int:
         return meter.live()

@@ -1,8 +1,7 @@
-"""A GPU for scripts: Python sees cuda:N where torch's C++ code sees the simulated device.
+"""Simulate a GPU for scripts: Python sees cuda:N, torch's C++ code sees the simulated device.
 
-A fake tensor on a CUDA device dies in autograd where there is no GPU (torch/csrc/autograd/engine.cpp,
-hasPrimaryContext). So C++ gets the device of `simulate.device`, and what Python asks of a tensor, or names as a
-device, is translated.
+Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
+hasPrimaryContext). So C++ gets the device of `simulate.device`. Devices that Python reads or names are translated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HOSTS = ("cpu", "meta")
 
 
 class ScriptGpu(device.SimulatedGpu):
-    """DeepSpeed's accelerator under the name that scripts know."""
+    """DeepSpeed's accelerator under the name that scripts use."""
 
     def __init__(self, meter: AllocationTracker, target: ScriptTarget):
         super().__init__(meter, target.device.memory_bytes)
@@ -38,7 +37,7 @@ class ScriptGpu(device.SimulatedGpu):
         return SHOWN if device_index is None else f"{SHOWN}:{device_index}"
 
     def current_device(self) -> int:
-        """Return this rank's place on its node."""
+        """Return this rank's index on its node."""
         return self._local
 
     def current_device_name(self) -> str:
@@ -46,7 +45,7 @@ class ScriptGpu(device.SimulatedGpu):
         return f"{SHOWN}:{self._local}"
 
     def device_count(self) -> int:
-        """Return the devices of the node."""
+        """Return the number of devices of a node."""
         return self._count
 
     def on_accelerator(self, tensor: Tensor) -> bool:
@@ -55,7 +54,7 @@ class ScriptGpu(device.SimulatedGpu):
 
 
 def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Let torch and DeepSpeed compute on a device that is not there."""
+    """Make torch and DeepSpeed use the simulated device."""
     device.register()
     real_accelerator.set_accelerator(ScriptGpu(meter, target))
     for patch in (device_shown, to_device, constructors, generators):
@@ -63,11 +62,10 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Show Python the rank's CUDA device, and take it for the simulated one.
+    """Show the rank's CUDA device to Python, and translate it to the simulated one.
 
-    Before torch 2.14 `fake_device` is no property, but in each tensor's own dictionary: there it stays; and making a
-    fake starts the device's context first, of which there is none.
-
+    Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. Making a fake also
+    initialises the device's context, which does not exist.
     (FakeTensor.device, fake_device, is_cuda, get_device, init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
@@ -94,7 +92,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Take a CUDA device in `.to()` and `.cuda()` for the simulated one. (torch.Tensor.to, cuda)"""
+    """Translate a CUDA device to the simulated one in `.to()` and `.cuda()`. (torch.Tensor.to, cuda)"""
     original = Tensor.to
 
     def named(value: Any) -> Any:
@@ -119,7 +117,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Make tensors from Python's numbers on the host and take them to the device. (torch.tensor, as_tensor, asarray)"""
+    """Make tensors of Python numbers on the host, then copy them to the device. (torch.tensor, as_tensor, asarray)"""
     from deepspeed.runtime.zero import partition_parameters
 
     def on_host(original: Any) -> Any:
@@ -140,11 +138,11 @@ def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     for name in ("tensor", "as_tensor", "asarray"):
         replace_in(torch, name, on_host(getattr(torch, name)))
-    partition_parameters._orig_torch_tensor = torch.tensor  # what zero.Init puts back
+    partition_parameters._orig_torch_tensor = torch.tensor  # zero.Init restores this
 
 
 def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Draw random numbers on the host: there are none on the device. (torch.Generator)"""
+    """Use the host's random generators: the device has none. (torch.Generator)"""
     original = torch.Generator
 
     class HostGenerator(original):

@@ -1,4 +1,4 @@
-"""Kernels of a GPU that scripts call and that have no shape rule: what they allocate, and what they keep."""
+"""Define shapes for GPU kernels that scripts call and that have no shape rule: what they allocate and keep."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch.nn.modules._functions import SyncBatchNorm
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
-_ROWS = 128  # to which flash_attn's backward rounds lengths
-_NARROW, _WIDE = 32, 64  # and to which it rounds heads, up to 128 and above
+_ROWS = 128  # flash_attn's backward rounds lengths to a multiple of this
+_NARROW, _WIDE = 32, 64  # and widths of heads to these, up to 128 and above
 
 
 def synchronized_norms(meter: ScriptTracker) -> None:
-    """Give torch.nn.SyncBatchNorm's kernels, which only CUDA has, the shapes of what they make.
+    """Give the CUDA-only kernels of torch.nn.SyncBatchNorm their output shapes.
 
-    It leaves out ranks without samples by a mask, and there are none: other ranks are like this one.
+    SyncBatchNorm masks ranks without samples. There are none, since other ranks are like this one.
     (torch/nn/modules/_functions.py: SyncBatchNorm.forward; aten/src/ATen/native/cuda/Normalization.cu)
     """
     original = SyncBatchNorm.forward
@@ -62,14 +62,14 @@ def synchronized_norms(meter: ScriptTracker) -> None:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """flash_attn 2's forward and backward: the output and its log-sum-exp are kept, the scores are not.
+    """flash_attn 2's forward and backward, which keep the output and its log-sum-exp, but no scores.
 
     (csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd)
     """
 
     @staticmethod
     def forward(ctx: Any, packed: int, sequences: int, *given: Tensor) -> Tensor:
-        """Return the output; `packed` of q, k and v are the last tensor, `sequences` 0 where they are not varlen."""
+        """Return the output. `packed`: how many of q, k, v share the last tensor; `sequences`: 0 unless varlen."""
         query = given[0][..., 0, :, :] if packed == 3 else given[0]
         width = query.shape[-1]
         if width % 8:
@@ -94,19 +94,19 @@ class _FlashAttention(torch.autograd.Function):
         else:
             rows = (out.shape[0], _up(out.shape[1], _ROWS))
         found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
-        beside = [(*rows, heads), (*rows, heads, _up(width, unit))]  # sums of a row, and queries' gradients in fp32
+        beside = [(*rows, heads), (*rows, heads, _up(width, unit))]  # row sums, and gradients of queries in fp32
         scratch = [out.new_empty(shape, dtype=torch.float32) for shape in beside]
         keys = given[-1][..., 0, :, :] if ctx.packed else given[-1]
-        if keys.shape[-2] != heads:  # those of shared heads are summed up at the end
+        if keys.shape[-2] != heads:  # gradients of shared heads are summed at the end
             scratch += [keys.new_empty((*keys.shape[:-2], heads, width)) for _ in range(2)]
         del scratch
         return None, None, *(t[..., : ctx.width] for t in found)
 
 
 def flash_attention_package(meter: ScriptTracker) -> None:
-    """Answer for the flash_attn package, installed or not: it needs a GPU to be built and to be imported. (sys.modules)
+    """Replace the flash_attn package, installed or not: it needs a GPU to build and to import. (sys.modules)
 
-    Only its attention functions are there: others say that they are not.
+    Only its attention functions exist; other names raise an ImportError.
     """
 
     def attention(packed: int, varlen: bool) -> Any:
@@ -117,7 +117,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
             given = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
             rest = args[tensors:]
             lengths: Any = rest[0] if rest else kwargs.get("cu_seqlens", kwargs.get("cu_seqlens_q"))
-            meter.note("flash_attn: by the shapes of what its kernels keep and allocate")
+            meter.note("flash_attn: memory of its kernels by their shapes")
             given = [t if t.stride(-1) == 1 else t.contiguous() for t in given]
             out = _FlashAttention.apply(packed, lengths.shape[0] - 1 if varlen else 0, *given)
             return (out, None, None) if return_attn_probs else out

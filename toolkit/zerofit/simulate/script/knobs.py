@@ -1,4 +1,4 @@
-"""Changes of a script's own flags, or of its DeepSpeed JSON, that would need less memory. Imports no torch."""
+"""Find changes to a script's flags or its DeepSpeed JSON that would reduce memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnob:
-    """One change of a command."""
+    """One change to a command."""
 
-    change: str  # in the words of the command, of the JSON, or of TrainingArguments
+    change: str  # as in the command, the JSON or TrainingArguments
     command: ScriptCommand
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, in place of the script's own
-    config: str | None = None  # the bundled DeepSpeed JSON that TrainingArguments take
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
+    config: str | None = None  # the bundled DeepSpeed JSON for TrainingArguments
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder: Path) -> list[ScriptKnob]:
-    """Return the changes that can be made from outside, about those that cost least speed first.
+    """Return the changes that need no edit of the script, roughly those that cost least speed first.
 
     Edited JSONs are written into `folder`.
     """
@@ -51,7 +51,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder:
 
 
 def named_config(words: Sequence[str]) -> str | None:
-    """Return the word of a command that names a DeepSpeed JSON; None where none does."""
+    """Return the word of a command that names a DeepSpeed JSON; None if there is none."""
     for word in words:
         name = word.partition("=")[2] if word.startswith("--") else word
         if name.endswith(".json") and Path(name).is_file():
@@ -65,7 +65,7 @@ def named_config(words: Sequence[str]) -> str | None:
 
 
 def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[ScriptKnob]:
-    """Return changes of a Trainer's arguments, DeepSpeed too where it has none, those that cost least speed first."""
+    """Return changes to a Trainer's arguments, cheapest in speed first; they add DeepSpeed if the script has none."""
     changes: list[dict[str, Any]] = []
     if facts.micro_batch > 1 and facts.micro_batch % 2 == 0:
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
@@ -90,7 +90,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[
 
 
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
-    """Change an option of the launcher, whose words end with the script and its arguments."""
+    """Change a launcher option; its words end with the script and the script's arguments."""
     count = len(command.launcher_words) - len(command.arguments) - 1
     options, rest = command.launcher_words[:count], command.launcher_words[count:]
     options = _with(options, name, value) if name in options else (name, value, *options)
@@ -98,7 +98,7 @@ def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
 
 
 def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, folder: Path) -> list[ScriptKnob]:
-    written = read_json(file)  # as `named_config` has read it
+    written = read_json(file)  # already read once by `named_config`
     section = written.get("zero_optimization")
     zero: dict[str, Any] = section if isinstance(section, dict) else {}
     changes = {f"zero_optimization.stage {n}": {"zero_optimization.stage": n} for n in stages}
@@ -133,7 +133,7 @@ def _replacing(old: str, new: str) -> Callable[[Words], Words]:
 
 
 def _everywhere(command: ScriptCommand, change: Callable[[Words], Words]) -> ScriptCommand:
-    """Change the script's arguments, which the launcher's words repeat."""
+    """Change the script's arguments, also where the launcher's words repeat them."""
     launcher_words = change(command.launcher_words) if command.launcher_words else ()
     return replace(command, arguments=change(command.arguments), launcher_words=launcher_words)
 
@@ -143,7 +143,7 @@ def _has(words: Words, names: Sequence[str]) -> bool:
 
 
 def _with(words: Words, name: str, value: str) -> Words:
-    """Return words in which an option has this value: the last one of its name, or one more."""
+    """Return words with an option set to this value: its last occurrence is replaced, or it is appended."""
     for n in reversed(range(len(words))):
         if words[n] == name:
             end = n + 2 if n + 1 < len(words) and not words[n + 1].startswith("--") else n + 1

@@ -1,4 +1,4 @@
-"""The longest sequences that a script allows, beside those of the batches that were seen; and batches made so long."""
+"""Find the longest sequence that a script allows, and lengthen batches to it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.patches import replace_in
 
-ROWS_S = 3.0  # for looking at a data set's rows
-_OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TRL's and others' TrainingArguments
-_UNLIMITED = 1 << 24  # transformers' "no limit" is 1e30
+ROWS_S = 3.0  # time limit for reading a data set's rows
+_OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others
+_UNLIMITED = 1 << 24  # transformers uses 1e30 for "no limit"
 
 
 class Lengths:
-    """Notes what a script's tokenizer, trainer and data set say of the longest sequence."""
+    """Limits on sequence length set by a script's tokenizer, trainer, data set and model."""
 
     def __init__(self) -> None:
-        self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: says nothing
+        self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: no limit
         self.positions = 0  # of the model
-        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # transformers' that are alive
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # live instances of transformers' Trainer
         self.has_trainer = False
-        self.dataset: Any = None  # that gave the last batch with tokens
-        self.packed = 1  # samples in a batch of one row
+        self.dataset: Any = None  # source of the last batch with tokens
+        self.packed = 1  # samples that were packed into a batch of one row
         self._of_targets = False
         self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
 
     def limit(self) -> tuple[int, str]:
-        """Return the longest sequence that is allowed, and what says so; 0 where nothing does."""
+        """Return the longest allowed sequence and the name of its limit; 0 if there is no limit."""
         if not self.trainer and not self.tokenizer and id(self.dataset) not in self._rows:
             self._rows[id(self.dataset)] = _longest_row(self.dataset)
         said = {
@@ -47,13 +47,13 @@ class Lengths:
         return next(((tokens * self.packed, by) for by, tokens in said.items() if tokens), (0, ""))
 
     def learn_model(self, model: Any) -> None:
-        """Note how many positions a model knows."""
+        """Record the number of positions of a model."""
         config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.positions = max(self.positions, getattr(config, "max_position_embeddings", None) or 0)
 
     def learn_batch(self, loader: Any, batch: Any) -> None:
-        """Note where a batch with tokens has come from."""
+        """Record the source of a batch with tokens."""
         tokens = token_tensors(batch)
         if tokens:
             self.dataset = loader._dataset
@@ -61,21 +61,21 @@ class Lengths:
             self.packed = rows if all(t.shape[0] == 1 for t in tokens) else 1
 
     def longer(self, batch: Any) -> Any:
-        """Return a batch in which each sequence is as long as is allowed, by repeating its own values."""
+        """Return a batch with every sequence at the allowed length, by repeating its own values."""
         seen = max((t.shape[1] for t in token_tensors(batch)), default=0)
         wanted = self.limit()[0]
         return _longer(batch, seen, wanted, self.targets) if 0 < seen < wanted else batch
 
 
 def token_tensors(batch: Any) -> list[Tensor]:
-    """Return what may be tokens: integers of shape (samples, tokens)."""
+    """Return tensors that may be tokens: integers of shape (samples, tokens)."""
     values = list(batch.values()) if isinstance(batch, Mapping) else batch
     leaves = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     return [t for t in leaves if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
 
 
 def tokenizers(lengths: Lengths) -> None:
-    """Note at how many tokens a tokenizer cuts. (PreTrainedTokenizerBase._get_padding_truncation_strategies)"""
+    """Record the length to which a tokenizer truncates. (PreTrainedTokenizerBase._get_padding_truncation_strategies)"""
     from transformers import PreTrainedTokenizerBase
 
     strategies, call = PreTrainedTokenizerBase._get_padding_truncation_strategies, PreTrainedTokenizerBase.__call__
@@ -100,7 +100,7 @@ def tokenizers(lengths: Lengths) -> None:
 
 
 def trainer_arguments(lengths: Lengths) -> None:
-    """Note at how many tokens a trainer cuts by itself, as TRL's do. (transformers.Trainer.__init__)"""
+    """Record the length to which a trainer truncates, as TRL's do. (transformers.Trainer.__init__)"""
     from transformers import Trainer
 
     original = Trainer.__init__
@@ -115,7 +115,7 @@ def trainer_arguments(lengths: Lengths) -> None:
 
 
 def replaced_arguments(values: Mapping[str, Any]) -> None:
-    """Give TrainingArguments these values, whatever the script gives them. (TrainingArguments.__post_init__)"""
+    """Overwrite these values of TrainingArguments. (TrainingArguments.__post_init__)"""
     from transformers import TrainingArguments
 
     original = TrainingArguments.__post_init__
@@ -129,7 +129,7 @@ def replaced_arguments(values: Mapping[str, Any]) -> None:
 
 
 def batches(lengths: Lengths, longest: bool) -> None:
-    """Note each batch's length, and make it the longest that is allowed if asked to. (_BaseDataLoaderIter.__next__)"""
+    """Record each batch's source; with `longest`, lengthen it to the limit. (_BaseDataLoaderIter.__next__)"""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     original = _BaseDataLoaderIter.__next__
@@ -143,7 +143,7 @@ def batches(lengths: Lengths, longest: bool) -> None:
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the tokens of the longest row, of as many as can be looked at in a moment; 0 where rows have none."""
+    """Return the tokens of the longest row among those read within ROWS_S; 0 if rows have no tokens."""
     longest, deadline = 0, time.monotonic() + ROWS_S
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return 0
@@ -158,7 +158,7 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Return a batch whose dimensions of `seen` elements have `wanted` of them; those of a decoder `targets`."""
+    """Lengthen dimensions of `seen` elements to `wanted`; those of decoder inputs to `targets`."""
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
             if value.shape[dimension] == seen:
