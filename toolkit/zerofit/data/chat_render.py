@@ -35,12 +35,12 @@ class Renderer:
     """A template that writes conversations."""
 
     template: str
-    origin: str  # whose template it is, as shown to the user
+    origin: str  # "chat template chatml", as shown to the user
     special_tokens: Mapping[str, Any]
 
     def render(self, chat: ChatMessages) -> Rendered:
         """Return the text of a conversation. Raises NotRendered."""
-        text, spans = self._written(chat)
+        text, spans = self.written(chat)
         self._refuse_lost_calls(chat, text)
         spans = self._learned(chat, spans) if MARKED.search(self.template) else self._by_prefixes(chat, text)
         return Rendered(text, spans, (*self._without_effect(chat, text), *chat.unread))
@@ -50,7 +50,7 @@ class Renderer:
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             others = [*chat.messages[:n], plain, *chat.messages[n + 1 :]]
             if "tool_calls" in message and self._same(replace(chat, messages=others), text):
-                reason = f"the chat template of {self.origin} does not write the tool calls of message {n + 1}"
+                reason = f"the {self.origin} does not write the tool calls of message {n + 1}"
                 raise NotRendered(f"{reason}: the assistant would learn to say nothing instead")
 
     def _without_effect(self, chat: ChatMessages, text: str) -> list[str]:
@@ -70,7 +70,7 @@ class Renderer:
 
     def _same(self, chat: ChatMessages, text: str) -> bool:
         try:
-            return self._written(chat)[0] == text
+            return self.written(chat)[0] == text
         except NotRendered:
             return False
 
@@ -79,10 +79,10 @@ class Renderer:
         spans = []
         for n, message in enumerate(chat.messages):
             if _is_learned(message):
-                prompt, _ = self._written(replace(chat, messages=chat.messages[:n]), prompt=True)
-                answered, _ = self._written(replace(chat, messages=chat.messages[: n + 1]))
+                prompt, _ = self.written(replace(chat, messages=chat.messages[:n]), prompt=True)
+                answered, _ = self.written(replace(chat, messages=chat.messages[: n + 1]))
                 if not answered.startswith(prompt) or not text.startswith(answered):
-                    reason = f"the chat template of {self.origin} writes message {n + 1} otherwise once others follow"
+                    reason = f"the {self.origin} writes message {n + 1} otherwise once others follow"
                     raise NotRendered(reason + ", so that what the assistant writes cannot be told from the rest")
                 spans.append((len(prompt), len(answered)))
         return spans
@@ -96,12 +96,12 @@ class Renderer:
         dropped: set[int] = set()
         for n in silent:
             before, after = (
-                len(self._written(replace(chat, messages=chat.messages[:end]))[1]) if end else 0 for end in (n, n + 1)
+                len(self.written(replace(chat, messages=chat.messages[:end]))[1]) if end else 0 for end in (n, n + 1)
             )
             dropped.update(range(before, after))
         return [span for n, span in enumerate(spans) if n not in dropped]
 
-    def _written(self, chat: ChatMessages, prompt: bool = False) -> tuple[str, list[Span]]:
+    def written(self, chat: ChatMessages, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return the text of the messages, and the spans that the template marks. Raises NotRendered."""
         begin_step()
         blocks: list[str] = []
@@ -121,7 +121,7 @@ class Renderer:
             raise
         except Exception as error:  # a template can raise anything
             what = " ".join(str(error).split())[:200]
-            raise NotRendered(f"the chat template of {self.origin} does not take this conversation: {what}") from None
+            raise NotRendered(f"the {self.origin} does not take this conversation: {what}") from None
         return "".join(blocks), spans
 
 

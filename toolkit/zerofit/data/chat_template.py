@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from zerofit.data.chat_records import ChatMessages
 from zerofit.data.chat_render import MARKED, NotRendered, Renderer, Span, compiled
 from zerofit.data.hashing import text_digest
 from zerofit.data.limited import Exceeded, begin_step, limited
+from zerofit.data.named_templates import NAMED_TEMPLATES, likely_template, missing_tokens, template_file
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.spec.errors import Problem, UserError
 
@@ -35,6 +37,7 @@ COPY_IT = (
     "--chat-template FILE: a copy that writes all messages and their tool_calls, "
     "with {% generation %} ... {% endgeneration %} around what the assistant writes"
 )
+_PROBE = "zerofit-probe"  # an answer, to see what follows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,9 @@ class ChatTemplate:
     """A template and the tokenizer that reads what it writes."""
 
     text: str
-    origin: str  # whose template it is, as shown to the user
+    origin: str  # "chat template chatml", "chat template of /models/llama": as shown to the user
     tokenizer: Tokenizer
+    missing: tuple[str, ...] = ()  # tokens that it writes and the tokenizer does not have
 
     @property
     def identity(self) -> str:
@@ -66,23 +70,46 @@ class ChatTemplate:
 
     def encode_all(self, conversations: Sequence[ChatMessages]) -> list[EncodedChat | str]:
         """Return the tokens of each conversation, or why it has none. Raises UserError for a template past limits."""
+        found = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
+        rendered = [one if isinstance(one, str) else _bytes_safe(*one) for one in found]
+        texts = [one[0] for one in rendered if not isinstance(one, str)]
+        tokens = iter(_with_places(self.tokenizer, texts))
+        return [one if isinstance(one, str) else self._targets(*next(tokens), *one) for one in rendered]
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the text of a conversation up to where the assistant answers. Raises UserError."""
+        return self._text(messages, prompt=True)
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What the template writes after the assistant's answer; "" for nothing. Raises UserError."""
+        turns = {"user": "Hello", "assistant": _PROBE}
+        messages = [{"role": role, "content": content} for role, content in turns.items()]
+        return self._text(messages, prompt=False).rpartition(_PROBE)[2]
+
+    def _text(self, messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+        chat = ChatMessages(messages=list(messages))
+        (found,) = self._limited(lambda renderer, chat: list(renderer.written(chat, prompt)), [chat])
+        if isinstance(found, str):
+            raise UserError(_unusable(found, hint="--chat-template names another"))
+        return _bytes_safe(*found, ())[0]
+
+    def _limited(self, work: Callable[[Renderer, ChatMessages], Any], chats: Sequence[ChatMessages]) -> list[Any]:
+        """Return what `work` makes of each conversation, or the reason why it makes nothing. Raises UserError."""
         compiled("")  # what it imports is then not imported in every process anew
         renderer = Renderer(template=self.text, origin=self.origin, special_tokens=self._special_tokens())
 
         def attempt(chat: ChatMessages) -> Any:
             try:
-                return renderer.render(chat)
+                return work(renderer, chat)
             except NotRendered as error:
                 return str(error)
 
         try:
-            rendered = [one if isinstance(one, str) else _bytes_safe(*one) for one in limited(attempt, conversations)]
+            return list(limited(attempt, chats))
         except Exceeded as error:
-            hint = "--chat-template FILE names another; a loop over the messages takes milliseconds"
-            raise UserError(_unusable(f"the chat template of {self.origin} {error}", hint=hint)) from None
-        texts = [one[0] for one in rendered if not isinstance(one, str)]
-        tokens = iter(_with_places(self.tokenizer, texts))
-        return [one if isinstance(one, str) else self._targets(*next(tokens), *one) for one in rendered]
+            hint = "--chat-template names another; a loop over the messages takes milliseconds"
+            raise UserError(_unusable(f"the {self.origin} {error}", hint=hint)) from None
 
     def _special_tokens(self) -> dict[str, Any]:
         loaded = self.tokenizer.loaded
@@ -131,31 +158,46 @@ def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.stack([characters, characters + 1], axis=1)
 
 
-def open_chat_template(file: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template in `file`, else the tokenizer's own. Raises UserError where there is none."""
+def open_chat_template(given: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the given template (a file or a shipped one's name), else the tokenizer's own. Raises UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
         message = f"--tokenizer {tokenizer.name} does not say which characters its tokens stand for"
         hint = "take one with a tokenizer.json"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
-    if file is not None:
-        text = _read(file)
-        _check(file, text)
-        return ChatTemplate(text=text, origin=str(file), tokenizer=tokenizer)
+    if given is not None:
+        return _given(given, tokenizer)
     if loaded is None:
-        return ChatTemplate(text=PLAIN, origin="zerofit for bytes", tokenizer=tokenizer)
+        return ChatTemplate(text=PLAIN, origin="chat template for bytes", tokenizer=tokenizer)
     try:
-        return ChatTemplate(text=loaded.get_chat_template(), origin=tokenizer.name, tokenizer=tokenizer)
+        text = loaded.get_chat_template()
     except ValueError as error:  # none, or several without a default
-        message = f"--tokenizer {tokenizer.name} has no chat template of its own: {' '.join(str(error).split())[:120]}"
-        hint = "--chat-template FILE, in the form of transformers' chat_template.jinja"
+        message = f"--tokenizer {tokenizer.name} has no chat template: {' '.join(str(error).split())[:120]}"
+        hint = f"--chat-template {likely_template(loaded.get_vocab())} suits its tokens best; other names: "
+        hint += f"{', '.join(NAMED_TEMPLATES)}; or a file like transformers' chat_template.jinja"
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template")) from None
+    return ChatTemplate(text=text, origin=f"chat template of {tokenizer.name}", tokenizer=tokenizer)
+
+
+def _given(given: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    file = template_file(given)
+    text = _read(file)
+    template = ChatTemplate(text=text, origin=f"chat template {given}", tokenizer=tokenizer)
+    if file == given:
+        _check(file, text)
+    elif not template.turn_end.strip():
+        message = f"the chat template {given} ends a turn with eos_token, which --tokenizer {tokenizer.name} lacks"
+        hint = "--chat-template chatml writes its own end; `bytes` has a template without this flag"
+        raise UserError(_unusable(message, hint=hint))
+    elif tokenizer.loaded and (missing := missing_tokens(str(given), tokenizer.loaded.get_vocab())):
+        return replace(template, missing=tuple(missing))
+    return template
 
 
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
     """Read a run's tokenizer and chat template; return what writes them into a model's folder. Raises UserError."""
     loaded = open_tokenizer(tokenizer).loaded
-    text = _read(chat_template) if chat_template is not None else None
+    text = _read(template_file(chat_template)) if chat_template is not None else None
 
     def write(folder: Path) -> None:
         if loaded is not None:

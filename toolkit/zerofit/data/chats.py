@@ -181,16 +181,19 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
 def _notes(
     source: ChatSource, template: ChatTemplate, counts: ChatCounts, held_out: ChatCounts, train: ChatRows
 ) -> list[str]:
-    how = "which marks what the assistant writes" if template.marked else "what the assistant writes found by prefixes"
+    how = "which marks the assistant's turns" if template.marked else "the assistant's turns found by prefixes"
     places = counts.rows * train.seq_len
     fill = f"{counts.tokens / places:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens are learned"
     notes = [
         f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
         f"{held_out.conversations:,} to validate",
-        f"chat template of {template.origin}, {how}",
+        f"{template.origin}, {how}",
         f"{'packed into' if train.packed else 'each in one of'} {counts.rows:,} samples of {train.seq_len:,} tokens, "
         + fill,
     ]
+    if template.missing:
+        tokens = ", ".join(template.missing)
+        notes.append(f"{tokens}: no tokens of --tokenizer {template.tokenizer.name}, so each becomes several")
     if counts.truncated:
         notes.append(f"{counts.truncated:,} conversations are longer than a sample: their ends are left out")
     if counts.dropped:

@@ -159,7 +159,9 @@ class Run(BaseModel):
     )
     stream: bool = _option(False, "read hf: as it comes, a part at a time, for data larger than the disk")
     chat_template: Path | None = _option(
-        None, "jinja file that turns conversations into text (default: the tokenizer's own)"
+        None,
+        "what turns conversations into text: chatml, qwen, llama2, llama3, mistral, gemma, phi3, phi4, zephyr, "
+        "vicuna, alpaca, or a jinja file (default: the tokenizer's own)",
     )
     packing: bool = _option(True, "put several conversations into a sample, none of which sees another")
     image_size: PositiveInt | None = _option(None, "pixels to which images are resized (height and width)")
