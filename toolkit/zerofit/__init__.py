@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.rows import Comparison as Comparison
     from zerofit.app.data_view import DataView as DataView
     from zerofit.app.data_view import look_at_data as look_at_data
+    from zerofit.app.inference import Conversation as Conversation
     from zerofit.app.inference import Evaluation as Evaluation
     from zerofit.app.inference import Generation as Generation
+    from zerofit.app.inference import chat as chat
     from zerofit.app.inference import evaluate as evaluate
     from zerofit.app.inference import generate as generate
     from zerofit.app.planning.answers import Plan as Plan
@@ -50,6 +52,7 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Comparison",
+    "Conversation",
     "DataView",
     "DoesNotFit",
     "Evaluation",
@@ -66,6 +69,7 @@ __all__ = [
     "TrainingRun",
     "TuneResult",
     "UserError",
+    "chat",
     "check",
     "compare_scaling",
     "compare_sizes",
@@ -86,7 +90,7 @@ _MODULES = {
     "zerofit.app.comparing.comparisons": ("compare_scaling", "compare_sizes", "compare_strategies"),
     "zerofit.app.comparing.rows": ("Comparison",),
     "zerofit.app.data_view": ("DataView", "look_at_data"),
-    "zerofit.app.inference": ("Evaluation", "Generation", "evaluate", "generate"),
+    "zerofit.app.inference": ("Conversation", "Evaluation", "Generation", "chat", "evaluate", "generate"),
     "zerofit.app.planning.answers": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
     "zerofit.app.script_simulation": ("simulate_script",),

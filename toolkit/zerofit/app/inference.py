@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from zerofit.data import split_name
+from zerofit.infer.chat import Talk, open_chat, talk
 from zerofit.infer.evaluate import EvalScores, figures_of, open_eval_data, scratch_folder
 from zerofit.infer.evaluate import evaluate as evaluate_model
 from zerofit.infer.evaluate import working_bytes as eval_bytes
@@ -76,6 +77,11 @@ class Evaluation(EvalScores, PlacementResult):
 @dataclass(frozen=True, kw_only=True)
 class Generation(GeneratedText, PlacementResult):
     """Text that a model wrote, and where its weights lay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Talk, PlacementResult):
+    """The turns of a conversation with a model, and where its weights lay."""
 
 
 class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):
@@ -152,6 +158,52 @@ def generate(
         device = placement.execution_device
         text = generate_text(model, request, device, lambda piece: report.on_event(Event(kind="text", text=piece)))
         return Generation(**vars(text), **vars(session.result(placement)))
+
+
+def chat(
+    folder: str | Path,
+    turns: Iterable[str],
+    *,
+    system: str | None = None,
+    chat_template: str | Path | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.7,
+    top_p: float = 1.0,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    **options: Unpack[InferenceOptions],
+) -> Conversation:
+    """Talk with a causal language model; `on_event` gets each piece of an answer as an event of kind "text".
+
+    `turns` are what the user says; each is taken when the answer to the one before is complete. The chat template is
+    the model's own unless `chat_template` names one (`chatml`, `llama3`, ..., or a file). The other keyword arguments
+    are those of `generate`; `max_new_tokens` limits each answer.
+
+    >>> import zerofit as zf
+    >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/chat")
+    >>> said = zf.chat(zf.train(text).run_dir, ["Hello", "2 + 2?"], max_new_tokens=5)
+    >>> [turn["role"] for turn in said.turns]
+    ['user', 'assistant', 'user', 'assistant']
+
+    Raises as `generate` does, and UserError for a model without a chat template.
+    """
+    report, problems = Reporter(options.get("on_event")), Problems()
+    with _opened(Path(folder), options, problems, report) as session:
+        given = None if chat_template is None else Path(chat_template)
+        opened = open_chat(
+            session.saved,
+            tokenizer,
+            given,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        needed = generation_bytes(session.empty, opened.largest_request(), session.main)
+        model, placement = session.load(needed, "a smaller --max-new-tokens,")
+        device = placement.execution_device
+        said = talk(model, opened, turns, system, device, lambda piece: report.on_event(Event(kind="text", text=piece)))
+        return Conversation(**vars(said), **vars(session.result(placement)))
 
 
 @contextmanager

@@ -1,8 +1,11 @@
-"""`zerofit eval` and `zerofit generate`: a trained model used, on GPUs, the CPU or from the disk, wherever it fits."""
+"""`zerofit eval` and `zerofit generate`: use a trained model on GPUs, the CPU or from the disk, wherever it fits."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +13,14 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_options, run_options
+from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_options, given, run_options
 from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.app.inference import Evaluation, Generation
+    from zerofit.app.inference import Conversation, Evaluation, Generation
 
 DATA_FIELDS = (
     *("data", "data_root", "download", "text_field", "tokenizer", "chat_template", "packing", "image_size", "skip_bad"),
@@ -27,6 +30,7 @@ DATA_FIELDS = (
 HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
 OFFLOAD_HELP = "where weights are put that no file holds as they are needed [a temporary folder]"
 MEMORY_HELP = "0=20GiB,cpu=60GiB: no device but these (and the disk: disk=0 forbids it) [what is free]"
+NEW_TOKENS_HELP = "tokens to write at most [128, with --chat 512 for each answer]"
 TEMPERATURE_HELP = "0: the likeliest token each time"
 TOP_P_HELP = "draw among the likeliest tokens that have this probability together"
 placement_options = add_options(  # where weights may go
@@ -79,25 +83,33 @@ def _show_scores(result: Evaluation) -> None:
 
 @click.command()
 @click.argument("ckpt", type=PATH)
-@click.option("--prompt", required=True, help="what the text begins with")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--prompt", help="what the text begins with")
+@click.option("--chat", "chats", is_flag=True, help="answer turn after turn: each line of standard input is one")
+@click.option("--system", help="with --chat: the system message")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help=NEW_TOKENS_HELP)
 @click.option("--temperature", type=Number(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
 @click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
 @click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="of the draws")
-@run_options(("tokenizer",))
+@run_options(("tokenizer", "chat_template"))
 @placement_options
-def generate(ckpt: Path, as_json: bool, **options: Any) -> None:
-    """Let CKPT go on after --prompt: a run's folder, one of its checkpoints, or any causal language model's folder.
+def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **options: Any) -> None:
+    """Continue --prompt, or --chat, with CKPT: a run, a checkpoint, or any causal language model's folder.
 
-    The text comes as it is written, on standard output (with --json on standard error). Exit code 0: done, 1: the
-    model does not fit into the memory that it may take, 2: bad input.
+    The text is printed as it is written, to standard output (with --json to standard error). A chat ends with /exit
+    or Ctrl-D. Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """
+    if chats == (prompt is not None):
+        raise click.UsageError("name --prompt TEXT or --chat, one of them")
+    if unfit := [f"--{name.replace('_', '-')}" for name in ("system", "chat_template") if options[name] and not chats]:
+        raise click.UsageError(f"{' and '.join(unfit)}: only with --chat")
+    if not chats:
+        del options["system"], options["chat_template"]
 
-    def work() -> Generation:
+    def work() -> Generation | Conversation:
         with ExitStack() as until_text:
             console = until_text.enter_context(EventConsole())
             console.say("looking at the model ...")  # importing torch alone takes seconds
-            from zerofit.app.inference import generate
+            from zerofit.app.inference import chat, generate
 
             def on_event(event: Event) -> None:
                 if event.kind != "text":
@@ -106,11 +118,36 @@ def generate(ckpt: Path, as_json: bool, **options: Any) -> None:
                 until_text.close()  # progress and text would disturb each other
                 write_data(event.text, err=as_json)
 
-            result = generate(ckpt, on_event=on_event, **options)
+            named = given({**options, "on_event": on_event})
+            if prompt is None:
+                return chat(ckpt, _typed_turns(until_text, as_json), **named)
+            result = generate(ckpt, prompt, **named)
             click.echo(err=as_json)
             return result
 
-    def show(result: Generation) -> None:
+    def show(result: Generation | Conversation) -> None:
         click.echo(f"{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s", err=True)
 
     answer(work, as_json, show)
+
+
+def _typed_turns(until_text: ExitStack, as_json: bool) -> Iterator[str]:
+    """Yield what the user says until /exit or the end of standard input, and end the line of each answer."""
+    until_text.close()
+    typed = sys.stdin.isatty() and sys.stdout.isatty()
+    if typed:
+        import readline as readline  # input() edits lines with it
+    elif isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while True:
+        try:
+            line = input("> " if typed else "").strip()
+        except EOFError:
+            break
+        if line == "/exit":
+            return
+        if line:
+            yield line
+            click.echo(err=as_json)
+    if typed:
+        click.echo()

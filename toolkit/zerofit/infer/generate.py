@@ -6,11 +6,12 @@ import inspect
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from zerofit.data.labelled import text_decoder
@@ -44,7 +45,17 @@ class Prompt:
     ids: tuple[int, ...]
     end_ids: frozenset[int]  # that end the text
     decode: Callable[[list[int]], str]
+    end_text: str = ""  # that ends the text, too, where no token does
     begins_with: int | None = None  # what an encoder-decoder's text begins with: the prompt is its encoder's
+
+
+class DrawingOptions(TypedDict):
+    """Fields of GenerationRequest beside the prompt."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +74,7 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
 
     Raises UserError for a model that writes no text, a tokenizer that is not the model's, and a text too long for it.
     """
-    writes = saved.task in ("causal-lm", "seq2seq-lm")
-    if not writes or saved.source.family != "transformers":
-        what = "a model of your own" if writes else f"a model of the task {saved.task}"
-        hint = "take a causal language model or an encoder-decoder of transformers; `zerofit eval` takes this one"
-        problem = Problem(kind="cannot-generate", message=f"{what} writes no text", hint=hint, where="CKPT")
-        raise UserError(problem)
-    tokenizer = open_tokenizer(tokenizer_name or default_tokenizer(saved))
-    if isinstance(saved.inputs, TextInputs | NamedInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
-        raise UserError(too_many_ids(saved.inputs, tokenizer.vocab_size))
+    tokenizer = writers_tokenizer(saved, tokenizer_name)
     translates = saved.task == "seq2seq-lm"
     if (saved.info is None or translates) and tokenizer.name != "bytes":  # with the special tokens of its tokenizer
         ids = tuple(load_transformers(tokenizer.name)(prompt)["input_ids"])
@@ -83,17 +86,17 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     if not ids:
         problems.add("empty-prompt", "the prompt has no tokens", "give the text's first words", "--prompt")
     if translates and saved.longest is not None and max(len(ids), max_new_tokens) > saved.longest:
-        message = f"the prompt has {len(ids)} tokens, {max_new_tokens} are to be written; the model takes at most"
+        message = f"the prompt has {len(ids)} tokens and {max_new_tokens} are to be written; the model supports at most"
         message += f" {saved.longest} of each"
         problems.add("too-long", message, "a shorter --prompt, or fewer --max-new-tokens", "--max-new-tokens")
     elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not translates:
         message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
-        message += f" that is more than the {saved.longest} that the model takes"
+        message += f" that is more than the model's {saved.longest}"
         room = saved.longest - len(ids)
         hint = f"--max-new-tokens {room} or less" if room > 0 else "a shorter --prompt"
         problems.add("too-long", message, hint, "--max-new-tokens")
     problems.raise_if_any()
-    ends = _end_ids(saved, tokenizer)
+    ends = end_ids(saved, tokenizer)
     if not translates:
         return Prompt(ids=ids, end_ids=ends, decode=tokenizer.decode)
     config = make_config(saved.source, None, {})
@@ -101,7 +104,21 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     return Prompt(ids=ids, end_ids=ends, decode=text_decoder(tokenizer), begins_with=begins_with)
 
 
-def _end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
+def writers_tokenizer(saved: SavedModel, name: str | None) -> Tokenizer:
+    """Return the tokenizer of a model that writes text. Raises UserError for other models and other tokenizers."""
+    writes = saved.task in ("causal-lm", "seq2seq-lm")
+    if not writes or saved.source.family != "transformers":
+        what = "a model of your own" if writes else f"a model of the task {saved.task}"
+        hint = "name a causal language model or an encoder-decoder of transformers; `zerofit eval` supports this one"
+        problem = Problem(kind="cannot-generate", message=f"{what} writes no text", hint=hint, where="CKPT")
+        raise UserError(problem)
+    tokenizer = open_tokenizer(name or default_tokenizer(saved))
+    if isinstance(saved.inputs, TextInputs | NamedInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
+        raise UserError(too_many_ids(saved.inputs, tokenizer.vocab_size))
+    return tokenizer
+
+
+def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokenizer's end of a document, and what the model's own generation_config.json names."""
     try:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
@@ -129,6 +146,7 @@ def generate(
             attention_mask=torch.ones_like(prompt),
             generation_config=_config(request, takes_cache(cast(PreTrainedModel, model).config)),
             streamer=stream,
+            stopping_criteria=StoppingCriteriaList([stream.has_ended]),
         )
     seconds = time.perf_counter() - start
     count = len(stream.tokens)
@@ -178,18 +196,23 @@ def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0
 
 
 class _TextStreamer(BaseStreamer):
-    """Takes tokens as transformers draws them and tells their text, whole characters only."""
+    """Streams the text of tokens as transformers draws them, whole characters only, up to the prompt's end text."""
 
     def __init__(self, prompt: Prompt, on_text: Callable[[str], None]):
         self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text
+        self._end_text, self._ended = prompt.end_text, False
         self._prompt_seen = False
-        self._from = 0  # tokens before it have been said for good
-        self._told = ""  # what has been told of those from there on
+        self._from = 0  # tokens before it have been sent for good
+        self._told = ""  # what has been sent of those from there on
         self.tokens: list[int] = []
         self.text = ""
 
+    def has_ended(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Return bool (batch,): whether the end text has been written."""
+        return torch.full((len(ids),), self._ended, device=ids.device)
+
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then one token at a time."""
+        """Receive the prompt first, then one token at a time."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -197,7 +220,7 @@ class _TextStreamer(BaseStreamer):
         self._tell(final=False)
 
     def end(self) -> None:
-        """Tell what was held back."""
+        """Send what was held back."""
         self._tell(final=True)
 
     def _tell(self, final: bool) -> None:
@@ -205,10 +228,22 @@ class _TextStreamer(BaseStreamer):
         text = self._decode(written)
         if text.endswith(UNFINISHED) and not final:
             return
+        if self._end_text:
+            text = self._before_end(text, final)
         new = text[len(self._told) :]
         self._told = text
         self.text += new
         if new:
             self._on_text(new)
-        if text.endswith("\n"):  # the last token stays, since decoders look at the one before for spaces
+        if text.endswith("\n") and not self._end_text:
+            # the last token stays, since decoders look at the one before for spaces
             self._from, self._told = len(self.tokens) - 1, self._decode(self.tokens[-1:])
+
+    def _before_end(self, text: str, final: bool) -> str:
+        """Return a text up to the end text, or up to what may become one."""
+        text, end, _ = text.partition(self._end_text)
+        self._ended = bool(end)
+        if self._ended or final:
+            return text
+        held = (n for n in range(len(self._end_text) - 1, 0, -1) if text.endswith(self._end_text[:n]))
+        return text[: len(text) - next(held, 0)]
