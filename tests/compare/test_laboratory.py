@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from pathlib import Path
 
@@ -10,15 +12,37 @@ import pytest
 import zerofit as zf
 from zerofit.app.comparing import laboratory
 from zerofit.app.comparing.laboratory import command, compare_all, experiments
+from zerofit.app.comparing.rows import Comparison, Row, ScalingRow, SizeRow, SizeSummary, StrategyRow
 from zerofit.cli.compare import compare
 from zerofit.compare.job import CompareJob
 
+COMMITTED = Path(__file__).parents[2] / "docs" / "laboratory"
 JOB = CompareJob(strategy="", model="lenet", data="digits", ranks=4, global_batch=64, lr=0.02)
 
 
 def all_experiments(**job):
     found = experiments(CompareJob(**{**vars(JOB), **job}), 1438, epochs=10, seeds=3, target=0.9)
     return {one.name: one for one in found}
+
+
+def committed(folder: Path) -> Comparison[Row]:
+    """Read a comparison back from its results.json."""
+    found = json.loads((folder / "results.json").read_text())
+    kinds: dict[str, type[Row]] = {"strategies": StrategyRow, "scaling": ScalingRow, "batch-size": SizeRow}
+    rows = [kinds[found["kind"]](**row) for row in found["rows"]]
+    sizes = [SizeSummary(**one) for one in found["summary"]] if "summary" in found else None
+    return Comparison(kind=found["kind"], about=found["about"], rows=rows, summary=sizes)
+
+
+def test_the_committed_page_has_the_tables_of_the_committed_results():
+    page = (COMMITTED / "README.md").read_text()
+    folders = [COMMITTED / folder for folder in re.findall(r"\[figures\]\((.+)/results.json\)", page)]
+    assert len(folders) == 10
+    for folder in folders:
+        names, rows = committed(folder).page_table()
+        table = [" | ".join(names), *(" | ".join(row) for row in rows)]
+        assert [line for line in table if f"| {line} |\n" not in page] == [], folder
+        assert "tokens/s" not in names and "efficiency" not in names  # empty, and a detail
 
 
 def test_every_question_is_asked_once():
@@ -65,7 +89,7 @@ def test_a_page_of_real_results_and_a_second_call_that_keeps_them(tmp_path, monk
         assert done.command in page
         assert (tmp_path / "lab" / f"rows/{done.experiment.name}/comparison.png").stat().st_size > 10_000
         assert f"](rows/{done.experiment.name}/comparison.png)" in page
-    assert "| 256 | 0 of 1 | - | - |" in page
+    assert "| 256 | 0 of 1 |" in page
     told.clear()
     again = compare_all(run, seeds=1, on_event=lambda event: told.append(event.text))
     assert again.to_dict() == found.to_dict()

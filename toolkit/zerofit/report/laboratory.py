@@ -11,7 +11,7 @@ from zerofit.spec.local_machine import versions
 
 PAGE = """# {{ title }}
 
-Made with {{ versions }}. Below each question stands the command that answers it alone.
+Made with {{ versions }}. Each question has the command that answers it alone. Each page has more columns.
 {% for one in sections %}
 ## {{ one.question }}
 

@@ -147,7 +147,7 @@ def compare_all(
         report.status(f"{one.name}: {one.question}")
         done.append(conduct(one, store.folder_of(one.name), common, shared, anyway=anyway, on_event=on_event))
     sections = [
-        Section(one.question, command, store.folder_of(one.name), *compared.short_table(), missing=compared.missing())
+        Section(one.question, command, store.folder_of(one.name), *compared.page_table(), missing=compared.missing())
         for one, command, compared in done
     ]
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"

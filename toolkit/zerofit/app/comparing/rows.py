@@ -25,6 +25,7 @@ from zerofit.spec.local_machine import versions
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
 # "not-here": these devices or this installation cannot run it; "does-not-fit": not in the memory that was free
 Status = Literal["ok", "not-here", "does-not-fit", "failed"]
+DETAILS = {"efficiency", "process", "loss", "lines"}  # columns that only a comparison's own page and files have
 Mode = Literal["weak", "strong"]
 Kind = Literal["strategies", "batch-size", "scaling"]
 
@@ -380,6 +381,13 @@ class Comparison(Generic[AnyRow]):
             first = [str(one.batch_size), f"{one.reached} of {one.runs}"]
             rows.append(first + [_shown_spread(found, form) for found, form in figures])
         return [*names, "test accuracy", "noise scale"], rows
+
+    def page_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the short table for a page of several comparisons: no empty rows or columns, none of `DETAILS`."""
+        names, rows = self.short_table()
+        rows = [row for row in rows if len(row) == len(names)]
+        kept = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]
+        return [names[n] for n in kept], [[row[n] for n in kept] for row in rows]
 
     def missing(self) -> list[tuple[str, str]]:
         """Return name and reason of each row that has no figures."""

@@ -45,7 +45,7 @@ class Bench:
 
     def evidence(self, done: Done, title: str, **more: Any) -> Evidence:
         """Return the table of a comparison with its command, its picture, and why some rows have no figures."""
-        columns, rows = done.compared.short_table()
+        columns, rows = done.compared.page_table()
         missing = [f"`{name}`: {reason}" for name, reason in done.compared.missing()]
         picture = self._store.folder_of(done.experiment.name) / "comparison.png"
         usual = {"columns": columns, "rows": rows, "command": done.command, "picture": picture}
