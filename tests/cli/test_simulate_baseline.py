@@ -63,7 +63,7 @@ def test_a_change_is_held_against_its_base(base):
     allowed = simulated(2000, "--baseline", "base.json", "--fail-above", "90%")
     assert allowed.exit_code == 0 and "::notice file=train.py" in allowed.stderr
     same = simulated(1000, "--baseline", "base.json", "--fail-above", "0%")
-    assert same.exit_code == 0 and against(same)["because"].startswith("the peak is that of before")
+    assert same.exit_code == 0 and against(same)["because"].startswith("the peak is unchanged")
 
 
 def test_what_no_longer_fits_fails_whatever_is_allowed(base):
@@ -80,12 +80,12 @@ def test_baselines_that_cannot_be_compared(base):
     assert "cannot read nowhere.json: No such file" in refused("--baseline", "nowhere.json")["message"]
     assert refused("--fail-above", "2%")["message"] == "--fail-above needs --baseline"
     base.write_text(json.dumps({"fits": True}))
-    assert refused("--baseline", "base.json")["message"] == "cannot read base.json: it has no simulation"
+    assert refused("--baseline", "base.json")["message"] == "cannot read base.json: it contains no simulation"
     base.write_text(json.dumps({"device": "l4", "world_size": 1, "rank": 0, "peak_bytes": "1", "fits": True}))
-    assert "no number of bytes" in refused("--baseline", "base.json")["message"]
+    assert "must be a positive number of bytes" in refused("--baseline", "base.json")["message"]
     other = {"device": "a100-80gb", "world_size": 1, "rank": 0, "peak_bytes": 1, "fits": True}
     base.write_text(json.dumps(other))
-    assert "device a100-80gb, and this simulation l4" in refused("--baseline", "base.json")["message"]
+    assert "device a100-80gb, but this simulation has l4" in refused("--baseline", "base.json")["message"]
 
 
 def test_the_action_runs_what_it_is_told(base):

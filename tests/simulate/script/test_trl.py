@@ -75,5 +75,5 @@ def test_adapters_on_weights_of_four_bits(folder, monkeypatch):
 
 def test_quantization_that_is_refused(folder, monkeypatch):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
-    with pytest.raises(UserError, match="4 bits under ZeRO-3 cannot be simulated"):
+    with pytest.raises(UserError, match="4-bit weights under ZeRO-3 cannot be simulated"):
         simulated(folder, monkeypatch, "sft.py", "--lora True --four_bits True", stage=3)

@@ -1,7 +1,4 @@
-"""A simulation held against an earlier one's `--json`, as a change to the code is against what it changes.
-
-Imports no torch.
-"""
+"""Compare a simulation with an earlier one's `--json`, to see what a change to the code costs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,46 +14,46 @@ if TYPE_CHECKING:
     from zerofit.simulate.result import Simulation
 
 HINT = "write one with: zerofit simulate ... --json > base.json"
-SAME = ("device", "world_size", "rank")  # else the figures say nothing of the change
+SAME = ("device", "world_size", "rank")  # must be equal for a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineComparison:
-    """What a simulation's peak has become since an earlier one."""
+    """The change of a simulation's peak since an earlier one."""
 
     baseline: str  # the file
     base_bytes: int
     added_bytes: int  # negative: saved
     allowed: float  # relative to base_bytes
     no_longer_fits: bool
-    exceeded: bool  # more is added than allowed, or it no longer fits
+    exceeded: bool  # it adds more than allowed, or no longer fits
     because: str
 
     @property
     def added(self) -> float:
-        """What is added, relative to what there was."""
+        """The added bytes relative to the baseline."""
         return self.added_bytes / self.base_bytes
 
 
 def read_baseline(path: Path) -> dict[str, Any]:
-    """Return what an earlier `zerofit simulate --json` printed, the last line of a file. Raises UserError."""
+    """Read the output of an earlier `zerofit simulate --json`: the last line of a file. Raises UserError."""
     with refused(path, kind="baseline", hint=HINT, where="--baseline"):
         lines = path.read_bytes().strip().splitlines() or [b""]
         found = parse_json(lines[-1])
         if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys():
-            raise Unreadable("it has no simulation")
+            raise Unreadable("it contains no simulation")
         if not isinstance(found["peak_bytes"], int) or found["peak_bytes"] <= 0:
-            raise Unreadable(f"peak_bytes is {found['peak_bytes']!r:.40}, and no number of bytes")
+            raise Unreadable(f"peak_bytes must be a positive number of bytes, not {found['peak_bytes']!r:.40}")
         return found
 
 
 def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
-    """Hold a simulation against an earlier one of the same rank on the same hardware. Raises UserError for another."""
+    """Compare with an earlier simulation of the same rank on the same hardware. Raises UserError if it is another."""
     problems = Problems()
     for name in SAME:
         if base[name] != getattr(now, name):
-            message = f"{path} has {name.replace('_', ' ')} {base[name]}, and this simulation {getattr(now, name)}"
-            problems.add("baseline", message, "simulate both alike", "--baseline")
+            message = f"{path} has {name.replace('_', ' ')} {base[name]}, but this simulation has {getattr(now, name)}"
+            problems.add("baseline", message, "simulate both with the same setting", "--baseline")
     problems.raise_if_any()
     added, lost = now.peak_bytes - base["peak_bytes"], bool(base["fits"]) and not now.fits
     return BaselineComparison(
@@ -72,8 +69,8 @@ def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: flo
 
 def _sentence(now: Simulation, added: int, before: int, lost: bool) -> str:
     if added == 0 and not lost:
-        return f"the peak is that of before, {shown_bytes(before)}"
+        return f"the peak is unchanged, {shown_bytes(before)}"
     change = f"{'adds' if added >= 0 else 'saves'} {shown_bytes(abs(added))} ({added / before:+.2%})"
     where = f" at {now.peak_at.own or now.peak_at.line} in {now.peak_phase}" if added > 0 else ""
     end = f", and no longer fits on {now.device}" if lost else ""
-    return f"this change {change}{where}{end}: the peak was {shown_bytes(before)}, and is {shown_bytes(now.peak_bytes)}"
+    return f"this change {change}{where}{end}: the peak was {shown_bytes(before)}, now {shown_bytes(now.peak_bytes)}"

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits, and moments of 8, in a simulation: bitsandbytes' own code, which sees shapes only."""
+"""Simulate 4-bit and 8-bit weights and 8-bit moments: bitsandbytes' own code runs on fakes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
 
 
 def four_bits() -> None:
-    """Let bitsandbytes' weights be fakes, and its product take the memory of the weights that it unpacks.
+    """Make bitsandbytes' 4-bit weights fakes, and count the weights that its products unpack.
 
-    Tensor._make_subclass refuses fakes, and the product's shape rule knows only its result: backends/cuda/ops.py,
-    _dequant_linear_fallback. The table of quantised scales has values, which cannot be moved to a device that is not
-    there. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
+    Tensor._make_subclass refuses fakes, and the product's shape rule has only its result: backends/cuda/ops.py,
+    _dequant_linear_fallback. The table of quantised scales has values, which cannot be copied to a simulated device.
+    (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
     """
     weight = library().Params4bit
     replace_in(importlib.import_module("bitsandbytes.functional"), "name2qmap", {"dynamic": _CodeTable()})
@@ -42,18 +42,18 @@ def four_bits() -> None:
 
 
 def eight_bits() -> None:
-    """Let bitsandbytes' weights of 8 bits be fakes.
+    """Make bitsandbytes' 8-bit weights fakes, which Tensor._make_subclass refuses.
 
-    Tensor._make_subclass refuses them. (bitsandbytes.nn.Int8Params.__new__)
+    (bitsandbytes.nn.Int8Params.__new__)
     """
     weight = library().Int8Params
     replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))
 
 
 def moments_of_eight_bits(gpu: bool) -> None:
-    """Let moments that the driver pages lie on the host, as it may move them there; on a CPU take a step's memory.
+    """Put paged moments on the host, where the driver may move them; on a CPU count the memory of a step.
 
-    The step's shape rule allocates nothing, as CUDA's kernel does; the CPU's unpacks all (backends/cpu/ops.py).
+    The step's shape rule allocates nothing, as CUDA's kernel does; the CPU's unpacks everything (backends/cpu/ops.py).
     (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
@@ -74,7 +74,7 @@ def moments_of_eight_bits(gpu: bool) -> None:
 
 
 class _CodeTable:
-    """What the 256 codes of a scale stand for, without values until it is on a device."""
+    """The values of a scale's 256 codes, which exist only on a device."""
 
     def to(self, device: torch.device, copy: bool = False) -> torch.Tensor:
         return torch.empty(256, device=device)
@@ -82,7 +82,7 @@ class _CodeTable:
 
 @contextmanager
 def traced_bits(device: str) -> Iterator[None]:
-    """For a trace on meta: take the memory of weights that products unpack, and the products of a kind of device."""
+    """For a trace on meta: count the weights that products unpack, and run the products of this kind of device."""
     kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
 
     def on_cpu(a: Any, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
@@ -101,15 +101,15 @@ def traced_bits(device: str) -> Iterator[None]:
 
 
 def _unpacking() -> Mapping[Any, Callable[..., Any]]:
-    """Return how products of packed weights run where no kernel unpacks as it multiplies: as ops of their own."""
+    """Return the products of packed weights as separate ops, for devices without a kernel that does both."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        return {}  # older ones call dequantize_4bit themselves
+        return {}  # older versions call dequantize_4bit themselves
     ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
     return {torch.ops.bitsandbytes.gemm_4bit: ops._gemm_4bit_default_impl}
 
 
 def _or_fakes(weight: Any, state: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a constructor of a class of parameters that gives fakes, with the attributes of `state`, of a fake."""
+    """Return a constructor that makes a fake parameter of a fake, with the attributes of `state`."""
     original = weight.__new__
     kind = type(weight.__name__, (FakeTensor, weight), {})
 

@@ -1,4 +1,4 @@
-"""The driver of a rank, real or simulated, with its phases noted while it is built and trains."""
+"""Build and train the driver of a real or simulated rank, and record its phases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Driver = ZeroTrainer | PipelineTrainer
 def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
 ) -> Driver:
-    """Make the driver of a rank in a process group that stands: its model in phase "build", its engine in "init"."""
+    """Make a rank's driver in an existing process group: its model in phase "build", its engine in "init"."""
     initialize = deepspeed.initialize
 
     def announced(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def start(
 
 
 def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
-    """Train this many steps; their phases are noted in the log, the last one ended."""
+    """Train this many steps, and record their phases in the log."""
     announce_phases(driver.engine, log.begin)
     fetched = _fetched(batches, log.begin)
     for step in range(steps):
@@ -50,9 +50,9 @@ def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, l
 
 
 def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield micro batches without any data, on the CPU for one rank, in the form of `zerofit.data.micro_batches`.
+    """Yield micro batches without data, on the CPU, in the form of `zerofit.data.micro_batches`.
 
-    `samples`: of one; 0: as the job has them.
+    `samples`: of a micro batch; 0: the job's number.
     """
     while True:
         batch: dict[str, Any] = empty_batch(inputs, samples or job.batch.micro)
@@ -64,7 +64,7 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
 
 
 def _fetched(batches: Iterator[dict[str, Any]], begin: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Yield the batches; fetching one belongs to the forward."""
+    """Yield the batches; loading one belongs to the forward."""
     while True:
         begin("forward")
         batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""torch's caching allocator under `expandable_segments:True`: "Note [Expandable Segments]" of its source."""
+"""Model torch's caching allocator under `expandable_segments:True` ("Note [Expandable Segments]" of its source)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ UNLIMITED_SPACE_BYTES = 2**48  # address space of an expandable segment without 
 
 
 class ExpandableAllocator(CachingAllocator):
-    """The allocator under `expandable_segments:True`: one segment per pool that grows page by page.
+    """The allocator under `expandable_segments:True`: one segment per pool, which grows page by page.
 
-    "Note [Expandable Segments]" of the source. A segment is address space for 1 1/8 of the device; memory is mapped
-    into it in pages of 2 MiB (small pool) or 20 MiB (large pool).
+    A segment is address space for 1 1/8 of the device. Memory is mapped into it in pages of 2 MiB (small pool) or 20
+    MiB (large pool).
     """
 
     def empty_cache(self) -> None:
-        """Unmap every page that lies wholly in a free block (unmap_block)."""
+        """Unmap every page that is completely inside a free block (unmap_block)."""
         self._free_waiting()
         for pool in self._pools.values():
             for block in list(pool.at_least(pool.page_bytes)):
                 self._unmap(block)
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Take the best fit; a block before unmapped space counts as large as it can become (get_free_block)."""
+        """Remove the best fit; a block counts with the unmapped space after it (get_free_block)."""
         best = None
         for block in pool.at_least(size):
             if best is not None and _room(block) >= _room(best):
@@ -40,7 +40,7 @@ class ExpandableAllocator(CachingAllocator):
         return rest >= MIN_BLOCK_BYTES
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        return False  # nothing is oversize: pages are given back one by one
+        return False  # nothing is oversize: pages are unmapped one by one
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Map memory at the lowest address where `size` bytes fit (try_allocate_expandable_block)."""
@@ -48,7 +48,7 @@ class ExpandableAllocator(CachingAllocator):
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
-            following = block.next  # unmapped, and takes the block before it in once it is mapped
+            following = block.next  # unmapped; once mapped, it merges with this block
             assert following is not None
             if not self._map(following, min(size - block.size, following.size)):
                 return None
@@ -57,7 +57,7 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _find_space(self, pool: Pool, size: int) -> Block:
-        """Return the first free or unmapped neighbours with room (find_expandable_block), else a new segment."""
+        """Return the first free or unmapped neighbours with enough room (find_expandable_block), else a new segment."""
         for block in pool.unmapped:
             first = block.prev if block.prev is not None and block.prev.free else block
             room, at = 0, first
@@ -66,14 +66,14 @@ class ExpandableAllocator(CachingAllocator):
             if room >= size:
                 return first
         device = UNLIMITED_SPACE_BYTES if isinf(self.device_bytes) else int(self.device_bytes)
-        pages = -(-(device + device // 8) // LARGE_SEGMENT_BYTES)  # both page sizes divide it: addresses stay aligned
+        pages = -(-(device + device // 8) // LARGE_SEGMENT_BYTES)  # a multiple of both page sizes
         block = Block(pool, self._next_address, pages * LARGE_SEGMENT_BYTES, mapped=False)
         self._next_address += block.size
         pool.add(block)
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Back the beginning of an unmapped block with memory (map_block); False where the device has none."""
+        """Map memory to the beginning of an unmapped block (map_block); return False if the device has none left."""
         page = block.pool.page_bytes
         mapped = -(-size // page) * page
         if self.reserved_bytes + mapped > self.device_bytes:
@@ -103,7 +103,7 @@ class ExpandableAllocator(CachingAllocator):
         block.mapped = False
         block.absorb_neighbours()
         self.reserved_bytes -= end - begin
-        if block.prev is not None or block.next is not None:  # else the whole segment is gone
+        if block.prev is not None or block.next is not None:  # otherwise the segment is empty
             pool.add(block)
 
 

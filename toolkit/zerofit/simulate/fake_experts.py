@@ -1,6 +1,6 @@
-"""Patches for experts on fake tensors, which do not say which experts a token goes to: each gets as many as any other.
+"""Patch experts on fake tensors: which expert gets a token is unknown, so each gets the same number.
 
-See `patches`, which applies them.
+`patches` applies these.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zerofit.simulate.device import NAME
 
 
 def experts() -> None:
-    """Let tokens fall evenly on experts: which ones they go to is a question of values.
+    """Spread tokens evenly over experts, since the real choice depends on values.
 
     (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels, torch._grouped_mm)
     """
     from deepspeed.module_inject import auto_ep, auto_ep_layer
     from deepspeed.moe import ep_kernels
 
-    auto_ep._gate_activation_matches = lambda experts_module: None  # it compares values of the experts' activation
+    auto_ep._gate_activation_matches = lambda experts_module: None  # compares values of the experts' activation
     auto_ep_layer.compute_split_plan = even_split_plan
     ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = unfilled_indices
     fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = grouped_product
 
 
 def expert_counts() -> None:
-    """Count the tokens of experts, each of which has a count. (torch.bincount)"""
+    """Give torch.bincount, which counts the tokens of each expert, a shape rule. (torch.bincount)"""
     fake_impls.op_implementations_dict[torch.ops.aten.bincount.default] = bincount
 
 
@@ -51,13 +51,13 @@ def even_split_plan(
     ep_group: Any,
     num_tokens_per_expert: Tensor | None = None,
 ) -> Any:
-    """Return AutoEP's plan of what ranks send each other, with the exchange of counts that it makes.
+    """Return AutoEP's plan of what ranks send each other, and exchange the counts as it does.
 
     (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
     """
     from deepspeed.module_inject.auto_ep_layer import SplitPlan
 
-    assert num_tokens_per_expert is not None  # the layer hands on what its router counts
+    assert num_tokens_per_expert is not None  # the layer passes its router's counts
     counts = num_tokens_per_expert.view(-1).contiguous()
     received = torch.empty_like(counts)
     if ep_size > 1:
@@ -70,12 +70,12 @@ def even_split_plan(
 def unfilled_indices(
     counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: Any
 ) -> Tensor:
-    """Return rows' places among the experts, none of which is known. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
+    """Return unknown places of rows among the experts (-1). (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
     return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
 
 
 def gather_rows(src: Tensor, index: Tensor) -> Tensor:
-    """Return what Triton's kernel would fill with rows of `src`. (deepspeed/moe/ep_kernels.py, gather_rows)"""
+    """Return the tensor that Triton's kernel fills with rows of `src`. (deepspeed/moe/ep_kernels.py, gather_rows)"""
     return torch.empty((index.numel(), src.shape[1]), dtype=src.dtype, device=src.device)
 
 
@@ -88,9 +88,9 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output of torch._grouped_mm, in fp32 too, for which it has no form without data before torch 2.15.
+    """Return the output of torch._grouped_mm; before torch 2.15 it has no fp32 shape rule.
 
-    Rows by a matrix for each group, or (in backward) the product of each group's rows.
+    It multiplies rows by a matrix for each group or, in backward, the rows of each group.
     """
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None

@@ -1,7 +1,7 @@
-"""Host memory of a simulated rank, phase by phase: pageable, and page-locked as torch takes and keeps it.
+"""Replay a simulated rank's host memory by phase: pageable memory, and page-locked memory as torch caches it.
 
 ATen/core/CachingHostAllocator.h: a request is rounded to a power of two, a released block is kept for the next request
-of that size, and nothing is given back. DeepSpeed's buffers for NVMe are locked by itself, page by page
+of that size, and nothing is returned to the system. DeepSpeed locks its buffers for NVMe itself, page by page
 (csrc/aio/py_lib/deepspeed_pin_tensor.cpp).
 """
 
@@ -19,7 +19,7 @@ Line = Callable[[float, float], int]
 
 
 class _PinnedBlocks:
-    """Torch's pinned blocks: who had them made, and which are free."""
+    """Torch's pinned blocks: which lines allocated them, and which are free."""
 
     def __init__(self) -> None:
         self.made: defaultdict[str, list[int]] = defaultdict(list)
@@ -41,7 +41,7 @@ class _PinnedBlocks:
 
 
 def host_moments(ledger: Ledger) -> dict[str, HostMoment]:
-    """Return the highest moment of each phase, of any step."""
+    """Return the highest moment of each phase, over all steps."""
     found: dict[str, HostMoment] = {}
     live, blocks = Counter[str](), _PinnedBlocks()
     starts = {mark.event: mark.name for mark in ledger.marks}
@@ -75,17 +75,17 @@ def host_moments(ledger: Ledger) -> dict[str, HostMoment]:
 
 
 def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
-    """Return the parts of the highest moment of all."""
+    """Return the parts of the highest moment of all phases."""
     nothing = HostMoment(pageable_bytes=0, locked_bytes=0, pinned={}, pinned_free_bytes=0)
     return max(moments.values(), key=lambda moment: moment.total_bytes, default=nothing).parts
 
 
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
-    """Return the moment with all layers: what was asked for is a line in their number, and rounded after that.
+    """Return the moment with all layers: requested sizes are linear in their number, and rounded afterwards.
 
-    A line of code that has as many blocks made with few layers as with more asks for sizes that grow; else its sizes
-    stay, and there are more of them. Where it asks once for each of stage 3's sub-groups, of `few`, of `more` and of
-    all layers, their elements say it. None where neither holds, as where some of its requests found a released block.
+    If a line of code allocates as many blocks with few layers as with more, its sizes grow; otherwise the sizes stay
+    and their number grows. If it allocates one for each of stage 3's sub-groups (of `few`, of `more`, of all layers),
+    the sub-groups' elements give the sizes. None if nothing matches, e.g. if some requests found a released block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

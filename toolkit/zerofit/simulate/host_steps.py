@@ -1,7 +1,7 @@
-"""SuperOffload's optimizer process as its rank sees it: what is queued is stepped at once.
+"""Replace SuperOffload's optimizer process: queued groups are stepped at once.
 
-The process has moments and a buffer of its own in host memory. They are made here, since the rank of a simulation is
-the only process.
+That process has moments and a buffer of its own in host memory. They are allocated here, since a simulation has a
+single process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class HostSteps:
-    """Stands in for `SuperOffloadCPUOptimizer` (runtime/superoffload/superoffload_utils.py)."""
+    """Replaces `SuperOffloadCPUOptimizer` (runtime/superoffload/superoffload_utils.py)."""
 
     def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: Any):
         from deepspeed.runtime.superoffload.superoffload_utils import _allocate_worker_grad_buffer
@@ -25,7 +25,7 @@ class HostSteps:
     def async_step(
         self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: Any
     ) -> None:
-        """Step a group; its moments are made the first time."""
+        """Step a group; the first time, allocate its moments."""
         from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
 
         if sub_group_id not in self._moments:
@@ -33,5 +33,5 @@ class HostSteps:
         self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
 
     def get_result(self, **_: Any) -> dict[str, Any] | None:
-        """Return the next group that is stepped, if there is one."""
+        """Return the next group that was stepped, if there is one."""
         return self._done.popleft() if self._done else None

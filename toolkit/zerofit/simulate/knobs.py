@@ -1,4 +1,4 @@
-"""Changes that would need less memory: each a run of its own that is simulated in turn."""
+"""List changes to a run that reduce its memory; each is simulated as a run of its own."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from zerofit.check.dotted import get, put
 from zerofit.spec.profile import offered
 from zerofit.spec.run_folder import Job
 
-PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ in the stage alone
+PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ only in their stage
 OFFLOADED = ("zero2_offload", "zero3_offload")
 SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One change of a run: fields of Run, or the DeepSpeed JSON as the user wrote it."""
+    """One change to a run: to fields of Run, or to the DeepSpeed JSON as the user wrote it."""
 
-    change: str  # in the words of the command line or of the JSON
+    change: str  # as on the command line or in the JSON
     fields: dict[str, Any]
-    config: dict[str, Any] | str  # or the name of a bundled one
+    config: dict[str, Any] | str  # or the name of a bundled JSON
 
 
 def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[Knob]:
-    """Return changes worth trying for a job whose JSON was `written` so, about those that cost least speed first.
+    """Return changes worth trying for a job with the JSON `written`, roughly those that cost least speed first.
 
-    The training's mathematics stay the same.
-    Those that DeepSpeed or zerofit refuse for this model are found out when they are resolved. `named`: the bundled
-    JSON that the run takes; where another bundled one is the change, that one is tried, so that it is a flag.
+    The training's mathematics stay the same. Changes that DeepSpeed or zerofit refuse for this model are found when
+    they are resolved. `named`: the run's bundled JSON, if it has one; then other bundled ones are tried, since these
+    are flags.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = []
@@ -80,7 +80,7 @@ def _bundled(name: str) -> Knob:
 
 
 def edited(written: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed JSON with other values at dotted paths."""
+    """Return a copy of a DeepSpeed JSON with new values at dotted paths."""
     config = copy.deepcopy(written)
     for path, value in values.items():
         put(config, path, value)

@@ -1,4 +1,4 @@
-"""A rank's life cut into phases, alike for real ranks under an allocator meter and for simulated ones."""
+"""Divide a rank's run into phases, both for real ranks under an allocator meter and for simulated ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe import schedule
 
 from zerofit.simulate.record import RankPhase
 
-INSTRUCTIONS: dict[type, str] = {  # CommitP2P, for sends and receives of both ways, belongs to the phase that lasts
+INSTRUCTIONS: dict[type, str] = {  # CommitP2P, which commits sends and receives of both directions, starts no phase
     schedule.LoadMicroBatch: "forward",
     schedule.RecvActivation: "forward",
     schedule.ForwardPass: "forward",
@@ -24,22 +24,22 @@ INSTRUCTIONS: dict[type, str] = {  # CommitP2P, for sends and receives of both w
 
 
 class MemoryMeter(Protocol):
-    """Counts live bytes and the most there have been since the last reset."""
+    """Measures live bytes and their peak since the last reset."""
 
     def live(self) -> int:
-        """Return the bytes alive now."""
+        """Return the live bytes."""
         ...
 
     def peak(self) -> int:
-        """Return the most bytes alive since the last reset, now included."""
+        """Return the peak of live bytes since the last reset."""
         ...
 
     def reset_peak(self) -> None:
-        """Begin to look for a new peak."""
+        """Reset the peak."""
 
 
 class PhaseLog:
-    """The phases so far. A phase that begins again while it lasts goes on."""
+    """The phases so far. Beginning the current phase again changes nothing."""
 
     def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
         self._meter, self.on_begin = meter, on_begin
@@ -50,7 +50,7 @@ class PhaseLog:
 
     @property
     def name(self) -> str:
-        """The current phase; "" where there is none."""
+        """The current phase; "" if there is none."""
         return self._current[0] if self._current else ""
 
     def begin(self, name: str) -> None:
@@ -72,7 +72,7 @@ class PhaseLog:
 
 
 def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
-    """Let an engine say what it begins."""
+    """Make an engine announce its phases."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {
             kind: _announced(function, begin, INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else function

@@ -1,7 +1,7 @@
-"""Ops on fakes: outputs stored as real ones where torch's fakes are shorter, and shortcuts to what an op makes.
+"""Run ops on fakes: correct the storage of some outputs, and take shortcuts for ops that ZeRO repeats per rank.
 
-The shortcuts are for ops that ZeRO runs once for each rank of a large cluster. ZeRO-3 cuts what it gathers, and
-gradients, into one piece a rank and joins the pieces, and torch takes half a millisecond for each
+ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. On a large cluster
+that is slow, since torch needs half a millisecond for each op
 (deepspeed/runtime/zero/partition_parameters.py:791, runtime/comm/coalesced_collectives.py:96).
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-# losses that are put element by element into the tensor which is made a single number afterwards: its storage stays
+# losses that are stored per element in the tensor that becomes the scalar: its storage keeps that size
 # (aten/src/ATen/native/Loss.cpp)
 _AS_LONG_AS_ELEMENTS = {
     torch.ops.aten.mse_loss.default,
@@ -26,7 +26,7 @@ _AS_LONG_AS_ELEMENTS = {
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an op gives, fakes of the same shape, type and place as without shortcuts."""
+    """Run an op; return fakes of the same shape, type and device as without shortcuts."""
     if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
         return _view(func, args, kwargs)
     if func is torch.ops.aten.cat.default and _are_rows_alike(args[0]):
@@ -35,16 +35,16 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def as_stored(func: Any, args: Any, out: Any) -> Any:
-    """Return an op's output with the storage that a real one has."""
+    """Return an op's output with the storage that a real output has."""
     if func in _AS_LONG_AS_ELEMENTS and not out.dim() and (out.is_meta or isinstance(out, FakeTensor)):
         return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
     return out
 
 
 def sharing_pieces(function: Callable[..., Any], cut: str) -> Callable[..., Any]:
-    """Let a function that only joins the pieces it cuts of rows get one fake for all of a size.
+    """Wrap a function that only joins the pieces it cuts: it gets one shared fake for all pieces of equal size.
 
-    `cut` is the method of torch.Tensor that it cuts with: "narrow", or "__getitem__" with a slice.
+    `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
     """
 
     def run_sharing(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _are_rows_alike(pieces: list[Any]) -> bool:
-    """Return whether all are fakes of one dimension and no known value, of one type and in one place."""
+    """Return whether all are one-dimensional fakes of unknown value, of one type and on one device."""
     first = pieces[0]
     return all(
         type(piece) is FakeTensor

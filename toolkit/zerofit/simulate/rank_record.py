@@ -1,4 +1,4 @@
-"""The record of a simulated rank, from all that was noted while it ran."""
+"""Make the record of a simulated rank from its tracker and its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def record_of(
     script: ScriptFacts | None = None,
     heavier_rank: int | None = None,
 ) -> RankRecord:
-    """Return all that was noted; `alloc_conf` has the caching allocator's options."""
+    """Return the record; `alloc_conf` has the caching allocator's options."""
     ledger = meter.ledger
     for storage in ledger.storages:
         storage.kind = storage.kind or classify(storage)

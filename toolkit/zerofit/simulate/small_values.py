@@ -1,4 +1,4 @@
-"""Values of the small tensors with which a model's constructor reckons, such as a rate of drop path for each layer."""
+"""Keep the values of small tensors that a model's constructor computes with, e.g. drop path rates of its layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST = 1024  # elements: as many layers as a model has
 
 
 def small_values() -> None:
-    """Let fakes on the CPU keep the values of small tensors: torch keeps those of single numbers that were given.
+    """Let fakes on the CPU keep the values of small tensors; torch keeps only those of single given numbers.
 
-    Hiera adds up the depths of its stages, and many models space rates evenly: with other values they would be other
-    models. (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
+    Hiera sums the depths of its stages, and many models space rates evenly, so other values would give other models.
+    (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
     """
     original = torch.linspace
 
@@ -27,6 +27,6 @@ def small_values() -> None:
                 made.constant = original(*args, **kwargs)
         return made
 
-    Distribution._validate_args = False  # Gemma 3n makes a normal one in each forward; its checks ask for values
+    Distribution._validate_args = False  # Gemma 3n makes a distribution in each forward; its checks read values
     fake_tensor.CONSTANT_NUMEL_LIMIT = MOST
     torch.linspace = linspace

@@ -1,4 +1,4 @@
-"""What a simulated pipeline stage receives: nobody sends it shapes and types, so they are given."""
+"""Give a simulated pipeline stage the shapes and types of its input, which nobody sends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Sizes = Sequence[tuple[Sequence[int], torch.dtype]]  # of the tensors that arriv
 
 
 def give_input(engine: Any, sent_by: Callable[[int], tuple[Sizes, bool]]) -> None:
-    """Let a pipeline's engine receive tensors of known shapes: `sent_by` gives a stage's, and whether they are a tuple.
+    """Make a pipeline's engine receive tensors of known shapes.
 
-    DeepSpeed sends them as numbers ahead of the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`), which are
-    zeros in a process group that sends nothing.
+    `sent_by` returns the shapes that a stage sends, and whether they are a tuple. DeepSpeed sends them as numbers ahead
+    of the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). In a process group that sends nothing these
+    numbers are zeros.
     """
 
     def received(send_stage: int) -> torch.Tensor | tuple[torch.Tensor, ...]:

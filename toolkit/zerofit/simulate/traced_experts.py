@@ -1,6 +1,6 @@
-"""Spread experts in a trace: AutoEP's layers on the meta device, with no group of ranks behind them.
+"""Divide experts among ranks in a trace: AutoEP's layers on the meta device, without a process group.
 
-As a simulation has them (`fake_experts`), each expert gets as many tokens as any other.
+As in a simulation (`fake_experts`), each expert gets the same number of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerofit.models.catalog import ModelError
 from zerofit.simulate.fake_experts import even_split_plan, gather_rows, grouped_product, unfilled_indices
 from zerofit.train.expert_split import convert, expert_layers
 
-# of ops whose meta kernel takes no float32 before torch 2.15, or that have none
+# ops whose meta kernel refuses float32 before torch 2.15, or that have none
 STAND_INS = {
     torch.ops.aten._grouped_mm.default: partial(grouped_product, None, None),
     torch.ops.aten.bincount.default: partial(bincount, None, torch.ops.aten.bincount.default),
@@ -30,9 +30,9 @@ STAND_INS = {
 
 
 def spread(model: nn.Module, degree: int) -> None:
-    """Put the first rank's share of the experts in the place of all; changes the model, which is on the meta device.
+    """Replace all experts of a model on the meta device by the first rank's share, in place.
 
-    Raises ModelError where AutoEP finds no experts, or the degree does not divide them.
+    Raises ModelError if AutoEP finds no experts, or if the degree does not divide them.
     """
     try:
         with patch.object(auto_ep, "_gate_activation_matches", lambda experts_module: None):
@@ -48,7 +48,7 @@ def spread(model: nn.Module, degree: int) -> None:
 
 @contextmanager
 def without_ranks(device: str, sent: Callable[[int], None]) -> Iterator[None]:
-    """Run AutoEP's layers as a kind of device does, "cpu" or "cuda", alone; `sent` gets the bytes of each exchange."""
+    """Run AutoEP's layers without other ranks, as on "cpu" or "cuda"; `sent` gets the bytes of each exchange."""
 
     def exchange(output: Tensor, given: Tensor, *_: Any, **__: Any) -> None:
         if given.is_floating_point():

@@ -1,4 +1,4 @@
-"""Files of weights as a simulation opens them: names, types and shapes, and nothing read."""
+"""Open files of weights in a simulation: names, types and shapes, but no data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 
 class WeightFile:
-    """A file of weights of which only names, types and shapes are read: its tensors are fakes that nobody has noted.
+    """A file of weights without its data: its tensors are fakes that are not tracked.
 
-    Real ones are pages of the file, which the kernel takes back, until they are copied or cast.
+    Real ones are mapped pages of the file, which the kernel can drop, until they are copied or cast.
     """
 
     def __init__(self, file: Any, *args: Any, **kwargs: Any):
@@ -32,11 +32,11 @@ class WeightFile:
         return list(self._file.keys())
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in host memory, as the file has it."""
+        """Return a tensor in host memory, in the file's type."""
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> WeightSlice:
-        """Return what knows a tensor's shape and type before it is read."""
+        """Return a tensor's shape and type before it is read."""
         return WeightSlice(self._file.get_slice(name))
 
 

@@ -1,4 +1,4 @@
-"""What ends a script's simulation: enough steps were seen, or something in it cannot be simulated."""
+"""Define the exceptions that end a script's simulation: it is complete, or something cannot be simulated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from zerofit.spec.errors import Problem
 
 
 class ScriptStop(BaseException):
-    """Enough optimizer steps were seen. Not an Exception: scripts that catch those let it pass."""
+    """Enough optimizer steps were seen. Not an Exception, so that a script does not catch it."""
 
 
 class NotSimulated(BaseException):
-    """Something that no simulation can do. Not an Exception, for the same reason."""
+    """Something cannot be simulated. Not an Exception, for the same reason."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem.message)
@@ -20,12 +20,12 @@ class NotSimulated(BaseException):
 
 
 def not_simulated(what: str, hint: str) -> NotSimulated:
-    """Return the refusal of something that the running line of the script asks for."""
+    """Return the error for something that the running line of the script needs."""
     message = f"{what} cannot be simulated"
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
 
 
 def later_stage(number: int) -> NotSimulated:
-    """Return the refusal of a pipeline stage whose input is not known: the one before must be simulated first."""
-    message = f"stage {number} of a pipeline receives what the stage before sends"
+    """Return the error for a pipeline stage whose input is unknown until the stage before is simulated."""
+    message = f"stage {number} of a pipeline needs the output of the stage before"
     return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))

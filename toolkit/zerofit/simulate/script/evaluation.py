@@ -1,4 +1,4 @@
-"""What a script does between its steps: the first batches of a Trainer's evaluation, and gathering weights to save."""
+"""Simulate what a script does between steps: a Trainer's evaluation, and gathering weights for saving."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORTH_SAYING = 1 << 20  # bytes
 
 
 def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
-    """Evaluate a few batches as a transformers.Trainer would between steps, where its arguments ask for it.
+    """Evaluate a few batches if a transformers.Trainer's arguments ask for evaluation between steps.
 
-    What it keeps of each batch on the device is a note with what all batches would keep.
+    If batches leave tensors on the device, a note says how much all of them would leave.
     """
     args, dataset = trainer.args, trainer.eval_dataset
     if args.eval_strategy == "no" or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
         return
     if getattr(args, "predict_with_generate", False):
-        meter.note("evaluation: not simulated, it generates (--predict_with_generate)")
+        meter.note("evaluation: not simulated, since it generates (--predict_with_generate)")
         return
     rows = args.per_device_eval_batch_size * args.world_size
     batches = math.ceil(len(dataset) / rows)
@@ -35,21 +35,21 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
         trainer.evaluate(_first(dataset, _FEW * rows))
         few = meter.peak()
         trainer.evaluate(_first(dataset, _MORE * rows))
-    except Exception as error:  # metrics of values that are not there can raise anything
-        meter.note(f"evaluation: ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    except Exception as error:  # metrics of meaningless values can raise anything
+        meter.note(f"evaluation: stopped by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         return
     kept = (meter.peak() - few) // (_MORE - _FEW)
     if kept * batches > _WORTH_SAYING and batches > _MORE:
-        grown = f"{shown_bytes(kept)} of each on the device, {shown_bytes(kept * batches)} at the end"
+        grown = f"{shown_bytes(kept)} of each on the device, {shown_bytes(kept * batches)} in the end"
         meter.note(
             f"evaluation: {_MORE} of {batches} batches were simulated; it keeps {grown} (--eval_accumulation_steps)"
         )
 
 
 def gather_to_save(engines: list[Any], log: PhaseLog) -> None:
-    """Gather ZeRO-3's 16-bit weights for saving, where the JSON asks for it.
+    """Gather ZeRO-3's 16-bit weights as for saving, if the JSON asks for it.
 
-    It goes layer by layer, and rank 0 keeps all in host memory (stage3_gather_16bit_weights_on_model_save).
+    They are gathered layer by layer, and rank 0 keeps all in host memory (stage3_gather_16bit_weights_on_model_save).
     """
     for engine in engines:
         asked = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()

@@ -1,4 +1,4 @@
-"""What was seen of a script while it ran: its engines, batches and stand-ins."""
+"""Collect what was seen of a script while it ran: its engines, batches and approximations."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PRECISIONS: dict[Any, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", to
 
 
 class BatchShapes:
-    """The shapes of the tensors that a model was fed, and the longest of them."""
+    """The shapes of a model's input tensors, and the longest sequence."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[int, ...]] = Counter()  # shape of the largest tensor of each micro batch
-        self.longest = 0  # tokens of the longest batch; 0 where there are none
+        self.longest = 0  # tokens of the longest batch; 0 if none has tokens
 
     def note(self, args: Any, kwargs: Any) -> None:
-        """Note a micro batch."""
+        """Record a micro batch."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
             self.seen[tuple(max(tensors, key=lambda t: t.numel()).shape)] += 1
@@ -37,14 +37,14 @@ class BatchShapes:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of the largest micro batch; 0 where none was seen."""
+        """Samples of the largest micro batch; 0 before the first."""
         return max((shape[0] for shape in self.seen if shape), default=0)
 
 
 def script_facts(
     target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
-    """Return what is said of the script beside its memory."""
+    """Return what a result says about a script besides its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
     models = [engine.module] if engine else phases.models or [nn.Module()]
@@ -78,22 +78,22 @@ def script_facts(
 
 
 def _elements(parameter: Any) -> int:
-    """Return the numbers that a parameter stands for, where it is a part of them or has them packed."""
+    """Return a parameter's number of elements, also if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return what a wrapper that only hands on (DistributedDataParallel) holds."""
+    """Return the model inside wrappers such as DistributedDataParallel."""
     inner = getattr(model, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:
-    """Return the type of what is computed, and whether autocast is what casts to it."""
+    """Return the type of the computation, with "autocast" if autocast casts to it."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # else it switches off what is around it
+        enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # else it disables an outer autocast
         autocast = autocast if enabled() else None
     else:
         kinds = Counter(p.dtype for p in parameters)

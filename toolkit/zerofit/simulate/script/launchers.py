@@ -1,4 +1,4 @@
-"""The environment in which a launcher would start the rank of a script, and launchers that a program starts itself."""
+"""Set the environment that a script's launcher would set, and catch launchers that a program starts itself."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import UserError
 
 _STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
-_PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # not taken from accelerate
+_PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # zerofit sets these itself
 
 
 class LaunchedInside(BaseException):
-    """A program would now start ranks by a launcher: it has nothing more to do than to wait for them."""
+    """Raised when a program would start ranks with a launcher, and would then only wait for them."""
 
     def __init__(self, command: ScriptCommand, variables: Mapping[str, str]):
         super().__init__(" ".join(command.words))
@@ -30,9 +30,9 @@ class LaunchedInside(BaseException):
 
 
 def launchers_inside() -> None:
-    """Start no ranks from inside, as llamafactory-cli and axolotl would: one of them is run in this process instead.
+    """Do not start ranks from a program such as llamafactory-cli or axolotl: one runs in this process instead.
 
-    (subprocess.Popen.__init__, os.execv, os.execve, by which os' other functions of this kind go)
+    (subprocess.Popen.__init__, os.execv, os.execve; the other functions of os call these)
     """
     original = subprocess.Popen.__init__
 
@@ -62,15 +62,15 @@ def _raise_if_launched(args: Any, variables: Mapping[str, str] | None = None) ->
 
 
 def _words(args: Any) -> list[str]:
-    """Return the words of a command, which may be a shell's text; none where they cannot be told."""
+    """Return the words of a command, which may be a shell string; [] if it cannot be split."""
     if isinstance(args, str):
-        with suppress(ValueError):  # a quote inside of a here-document
+        with suppress(ValueError):  # e.g. a quote inside a here-document
             return shlex.split(args)
     return [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else []
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
-    """Return the variables that the rank finds: its place, and what its launcher adds."""
+    """Return a rank's environment variables: its place, and what its launcher adds."""
     local, node = target.rank % target.gpus, target.rank // target.gpus
     found = {
         "RANK": target.rank,
@@ -86,13 +86,13 @@ def environment(target: ScriptTarget) -> dict[str, str]:
         "MASTER_PORT": 29500,
     }
     more = _of_accelerate(target) if target.command.launcher == "accelerate launch" else {}
-    # threads know nothing of fakes
+    # threads do not inherit the fake mode
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
     return {**{name: str(value) for name, value in found.items()}, **more, **quiet}
 
 
 def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
-    """Return what `accelerate launch` adds to the environment, by its own code; nothing is started."""
+    """Return what `accelerate launch` adds to the environment, by running its code without starting anything."""
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 

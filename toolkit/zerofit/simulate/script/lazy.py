@@ -1,4 +1,4 @@
-"""Parameters and buffers of torch.nn.Lazy* modules, whose shapes the first batch says."""
+"""Support torch.nn.Lazy* modules, whose parameters and buffers get their shapes from the first batch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it
-_watch: list[Callable[[Tensor], None]] = []  # who is told of a shape
+_watch: list[Callable[[Tensor], None]] = []  # called when a shape becomes known
 
 
 class _Unknown(_Mixin):
-    """What a fake tensor is before its shape is known; then it becomes one that is like all others."""
+    """A fake tensor of unknown shape; when the shape is known it becomes an ordinary fake."""
 
     cls_to_become = FakeTensor
-    shape = torch._C.TensorBase.shape  # of no elements: fakes' ops ask for it
+    shape = torch._C.TensorBase.shape  # of no elements: ops on fakes read it
 
     def materialize(self, *args: Any, **kwargs: Any) -> None:
-        """Take a shape, and hear of gradients from then on."""
+        """Set the shape, and watch the gradient from now on."""
         super().materialize(*args, **kwargs)
         _watch[0](self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Allow what torch allows; what was moved is as unknown as it was."""
+        """Allow what torch allows; a tensor that was moved stays of unknown shape."""
         out = super().__torch_function__(func, types, args, kwargs)
         if func in cls._allowed_methods and type(out) is FakeTensor:
             out.__class__ = cls
@@ -39,17 +39,17 @@ class _Unknown(_Mixin):
 
 
 class _UnknownParameter(_Unknown, UninitializedParameter, FakeTensor):
-    """A parameter whose shape is not known."""
+    """A parameter of unknown shape."""
 
 
 class _UnknownBuffer(_Unknown, UninitializedBuffer, FakeTensor):
-    """A buffer whose shape is not known."""
+    """A buffer of unknown shape."""
 
 
 def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
-    """Let parameters and buffers of unknown shape be fakes from the start: a real tensor cannot become one in place.
+    """Make parameters and buffers of unknown shape fakes from the start: a real tensor cannot become one in place.
 
-    `watch` is told of each one whose shape has become known. (torch.nn.parameter.UninitializedParameter.__new__,
+    `watch` is called for each one whose shape becomes known. (torch.nn.parameter.UninitializedParameter.__new__,
     UninitializedBuffer.__new__)
     """
 

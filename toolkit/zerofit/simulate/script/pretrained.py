@@ -1,4 +1,4 @@
-"""Pretrained models for a script without their weights: the configuration says all shapes."""
+"""Build a script's pretrained models from their configurations, without weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zerofit.simulate.script.quantized import quantize, quantizer_of
 from zerofit.simulate.script.tracker import ScriptTracker
 
 _QUANTIZED = ("load_in_8bit", "load_in_4bit", "gguf_file")
-# of the hub: they go to the configuration
+# arguments for the hub, which are passed on for the configuration
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "code_revision")
-_PLACING = ("tp_plan", "state_dict")  # they would change where weights go
-# they only say how weights are read
+_PLACING = ("tp_plan", "state_dict")  # they change where weights go
+# arguments about reading weights
 _READING = (
     *(
         "use_safetensors",
@@ -52,15 +52,15 @@ _READING = (
 
 
 def pretrained(meter: ScriptTracker) -> None:
-    """Build a pretrained model by its configuration; weights are neither read nor needed.
+    """Build a pretrained model from its configuration; no weights are read or needed.
 
-    `_from_config` goes through zero.Init as reading weights does. (transformers.PreTrainedModel.from_pretrained)
+    `_from_config` uses zero.Init as `from_pretrained` does. (transformers.PreTrainedModel.from_pretrained)
     """
 
     def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         for name in _QUANTIZED:
             if kwargs.get(name):
-                raise not_simulated(f"{name}: quantized weights", "simulate with the weights as they are")
+                raise not_simulated(f"{name}: quantized weights", "simulate with unquantized weights")
         with_report = bool(kwargs.get("output_loading_info"))
         hub = {name: kwargs.pop(name) for name in _OF_FILES if name in kwargs}
         device_map = kwargs.pop("device_map", None)
@@ -94,9 +94,9 @@ def pretrained(meter: ScriptTracker) -> None:
 
 
 def flash_attention(meter: ScriptTracker) -> None:
-    """Take torch's flash attention for the flash_attn package's, whose kernels have no shape rule.
+    """Use torch's flash attention instead of the flash_attn package, whose kernels have no shape rule.
 
-    It is the same algorithm and keeps the same. Padded and packed batches take a mask here, which they have not there.
+    It is the same algorithm and keeps the same tensors. Only padded and packed batches need a mask here.
     (transformers.PreTrainedModel._check_and_adjust_attn_implementation)
     """
     original = PreTrainedModel._check_and_adjust_attn_implementation
@@ -111,7 +111,7 @@ def flash_attention(meter: ScriptTracker) -> None:
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
-    """Return the type that weights are read in: "auto" is the configuration's."""
+    """Return the type of the weights; "auto" is the configuration's."""
     if asked == "auto":
         asked = config.dtype or torch.float32
     return getattr(torch, asked.removeprefix("torch.")) if isinstance(asked, str) else asked

@@ -1,4 +1,4 @@
-"""Weights of 4 bits, as QLoRA trains on them: quantized by bitsandbytes' own code, which sees shapes only."""
+"""Quantize weights to 4 bits for QLoRA: bitsandbytes' own code runs on fakes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from zerofit.simulate.bits import four_bits
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.tracker import ScriptTracker
 
-_CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # by the configuration
+_CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # set by the configuration
 
 
 def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
-    """Return what quantizes a model. Raises NotSimulated where it is not bitsandbytes with 4 bits, or with ZeRO-3."""
+    """Return a model's quantizer. Raises NotSimulated unless it is 4-bit bitsandbytes without ZeRO-3."""
     chosen = getattr(config, "quantization_config", None) or asked
     said = chosen if isinstance(chosen, dict) else vars(chosen)
     if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
         method = said.get("quant_method", type(chosen).__name__)
-        hint = "simulate with the weights as trained; of bitsandbytes, load_in_4bit can be simulated"
+        hint = "simulate with unquantized weights; of bitsandbytes, load_in_4bit can be simulated"
         raise not_simulated(f"weights quantized by {getattr(method, 'value', method)}", hint)
     if is_deepspeed_zero3_enabled():
-        raise not_simulated("weights of 4 bits under ZeRO-3", "take ZeRO-2: they are small, and are not trained")
+        raise not_simulated("4-bit weights under ZeRO-3", "use ZeRO-2: the weights are small and are not trained")
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     quantizer = AutoHfQuantizer.from_config(chosen, pre_quantized=False)
@@ -45,7 +45,7 @@ def quantize(meter: ScriptTracker, model: Any, quantizer: Any, dtype: torch.dtyp
     quantizer.preprocess_model(model=model, dtype=dtype, device_map=device_map)
     for module in model.modules():
         if isinstance(module, kinds.Linear4bit):
-            with _disable_current_modes(), meter.fakes:  # a page of the file
+            with _disable_current_modes(), meter.fakes:  # mapped from the file, so not counted
                 read = torch.empty(module.out_features, module.in_features, dtype=dtype)
             chosen = {name: getattr(module.weight, name) for name in _CHOSEN}
             module.weight = kinds.Params4bit(read, requires_grad=False, module=module, **chosen).to(device)

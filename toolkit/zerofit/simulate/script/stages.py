@@ -1,4 +1,4 @@
-"""The stages of a script's pipeline: each is simulated by itself, and receives what the one before is seen to send."""
+"""Simulate the stages of a script's pipeline one by one: each receives what the stage before was seen to send."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zerofit.simulate.stage_input import give_input
 
 
 class StageJoints:
-    """What the stage of this process's rank receives, and is seen to send."""
+    """What the stage of this process's rank receives and sends."""
 
     def __init__(self, received: SentTensors | None):
         self._received = received
         self.stage: ScriptStage | None = None  # None without a pipeline
 
     def join(self) -> None:
-        """Give engines what they receive, and note what they send. For the rest of this process."""
+        """Give engines their inputs and record what they send, for the rest of this process."""
         made = PipelineEngine.__init__
 
         @functools.wraps(made)
@@ -34,9 +34,9 @@ class StageJoints:
         replace_in(PipelineEngine, "__init__", init)
 
     def _join(self, engine: Any) -> None:
-        """Raise NotSimulated where the stage receives what is not known.
+        """Connect one engine. Raises NotSimulated if the stage's input is unknown.
 
-        Shapes and dtypes are noted where the engine sends them ahead of the first tensors (runtime/pipe/engine.py,
+        Shapes and dtypes are recorded when the engine sends them ahead of the first tensors (runtime/pipe/engine.py,
         `_send_tensor_meta`).
         """
         topology, send = engine.grid._topo, engine._send_tensor_meta
@@ -57,7 +57,7 @@ class StageJoints:
             raise later_stage(engine.stage_id + 1)
         if engine.is_pipe_partitioned:
             hint = "simulate a rank of the first stage (--rank 0), or set pipeline.pipe_partitioned to false"
-            raise not_simulated("what a stage of a pipeline receives in parts, by values on the device,", hint)
+            raise not_simulated("a pipeline stage whose input is partitioned by values on the device", hint)
         sizes = [(shape, getattr(torch, dtype)) for shape, dtype in self._received.tensors]
         sent = sizes, self._received.is_tuple
         give_input(engine, lambda stage: sent)

@@ -1,4 +1,4 @@
-"""Data that crosses the border of a script's process: the target goes in, what was seen of the script comes out."""
+"""Define the data that enters a script's process: the rank and its device."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand
 from zerofit.spec.devices import Device
 
-LATER_STAGE = "later-stage"  # kind of the problem of a rank that would receive what is not known
+LATER_STAGE = "later-stage"  # kind of the problem of a rank whose input is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptTarget:
-    """One rank of a script, and the device that it would run on."""
+    """One rank of a script, and its device."""
 
     command: ScriptCommand
     device: Device
-    gpus: int  # of a node
+    gpus: int  # per node
     nodes: int
     rank: int = 0
-    workspace_bytes: int = 0  # that torch keeps for the matrix products of a thread on a stream
+    workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
-    traced: bool = False  # note what the rank issues in its last step
+    traced: bool = False  # record what the rank issues in its last step
     longest: bool = False  # make every batch as long as the script allows
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, in place of the script's own
-    received: SentTensors | None = None  # of the rank's pipeline stage, from the one before; None of the first
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
+    received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.gpus * self.nodes
 
     @property
     def on_gpu(self) -> bool:
-        """Whether device and host are told apart."""
+        """Whether device and host are separate."""
         return self.device.kind != "cpu"

@@ -1,4 +1,4 @@
-"""What a script would write before it is stopped: nothing of it reaches the disk, a tracker or the hub."""
+"""Keep a script from writing to disk, to a tracker or to the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
-# module -> attributes that save; those of libraries that are not installed are passed over
+# module -> attributes that save; libraries that are not installed are skipped
 SAVERS = {
     "torch": ("save",),
     "safetensors.torch": ("save_file", "save_model"),
@@ -26,7 +26,7 @@ SAVERS = {
     "huggingface_hub": ("HfApi.create_repo", "HfApi.upload_folder", "HfApi.upload_file", "HfApi.create_commit"),
     "peft": ("PeftModel.save_pretrained",),
 }
-# variables with which trackers keep still by themselves
+# environment variables that turn trackers off
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
@@ -34,12 +34,12 @@ TRACKERS_OFF = {
     "CLEARML_OFFLINE_MODE": "1",
     "SWANLAB_MODE": "disabled",
 }
-_CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name folders of copies
+_CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name cache folders
 _PASSED_OVER = (os.path.expanduser("~/.cache"), tempfile.gettempdir(), "/tmp", "/dev", "/proc")
 
 
 class SilentWriter:
-    """A tensorboard writer that takes whatever it is told, and writes nothing."""
+    """A tensorboard writer that accepts every call and writes nothing."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -57,7 +57,7 @@ class SilentWriter:
 
 
 def saving(meter: ScriptTracker) -> None:
-    """Save nothing and push nothing: files would hold zeros. (the functions of SAVERS)"""
+    """Save nothing and push nothing: files would contain zeros. (the functions of SAVERS)"""
     for module, names in SAVERS.items():
         if module == "peft" and "peft" not in sys.modules:
             continue
@@ -81,7 +81,7 @@ def tracking() -> None:
 
 
 def watch_files(meter: ScriptTracker) -> None:
-    """Note the files that the script opens for writing all the same, by Python's audit events (PEP 578)."""
+    """Note the files that the script still opens for writing, by Python's audit events (PEP 578)."""
     seen: set[str] = set()
     here = os.getcwd() + os.sep
     caches = tuple(os.path.abspath(os.environ[name]) for name in _CACHES if os.environ.get(name))
