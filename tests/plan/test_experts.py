@@ -103,7 +103,7 @@ def test_direct_connections_and_groups_are_kept_free():
         (Degrees(ep=16), {"experts": 16}, "16 does not divide the 8 data and sequence parallel ranks"),
         (Degrees(ep=2), {"model_type": "llama"}, "is not known to spread"),
         (Degrees(pp=2, ep=8), {}, "8 does not divide the 4 data and sequence parallel ranks"),
-        (Degrees(tp=2, ep=2), {"attention_heads": 8, "kv_heads": 8}, "beside --tensor-parallel"),
+        (Degrees(tp=2, ep=2), {"attention_heads": 8, "kv_heads": 8}, "with --tensor-parallel"),
     ],
 )
 def test_degrees_that_are_impossible(degrees, changed, word):

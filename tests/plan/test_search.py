@@ -166,9 +166,9 @@ def test_degrees_of_several_dimensions_are_looked_at_together():
     profile = make_profile(heads=12, kv_heads=12)
     assert degree_problem(Degrees(tp=2, sp=2, pp=2), profile, make_cluster()) is None
     problem = degree_problem(Degrees(tp=4, sp=2), profile, make_cluster())
-    assert "--sequence-parallel 2 beside --tensor-parallel 4 does not divide the 12 attention" in problem.message
+    assert "--sequence-parallel 2 with --tensor-parallel 4 does not divide the 12 attention" in problem.message
     assert problem.hint == "degrees that do: 1"
-    assert degree_problem(Degrees(tp=3, pp=2), profile, make_cluster()).hint == "take a multiple of 6 ranks"
+    assert degree_problem(Degrees(tp=3, pp=2), profile, make_cluster()).hint == "use a multiple of 6 ranks"
     assert "at least as many layers" in degree_problem(Degrees(tp=2, pp=16), profile, make_cluster(nodes=4)).message
     assert "AutoTP" in degree_problem(Degrees(tp=2, pp=2), make_profile(model_type="bert"), make_cluster()).message
     asked = PlanRequest(precision="bf16", global_batch=64, tp=2, pp=2)

@@ -1,6 +1,6 @@
-"""DeepSpeed's handling of gradients, replayed over a backward: memory of gradients, buckets and their reduction.
+"""Replay DeepSpeed's handling of gradients over a backward: memory of gradients, buckets and their reduction.
 
-Places are of DeepSpeed 0.19.8, below deepspeed/runtime/.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
 
 
 class LiveMemory(NamedTuple):
-    """Bytes at one moment: activations as a point, the rest by kind."""
+    """Bytes at one moment: activations as a point (fixed, per sample), the rest by kind."""
 
     activations: Point
     gradients: int = 0
     buckets: int = 0
     gathered: int = 0
     temporaries: int = 0
-    after: bool = False  # after the last backward: nothing is in flight in a pipeline
-    layer: int = -1  # in which it is; -1: in none
+    after: bool = False  # after the last backward, when nothing is in flight in a pipeline
+    layer: int = -1  # the running layer; -1: none
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and those that do not grow with the micro batch."""
+        """Return the bytes per sample, and those independent of the micro batch."""
         fixed = self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
         return self.activations[1], fixed
 
 
 def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    """Return what is alive beside persistent memory when a backward can be at its peak, for any micro batch.
+    """Return what is alive besides persistent memory at moments that can be a backward's peak, for any micro batch.
 
-    `graded`: elements that have gradients before it, where these wait for the last micro batch (stages 0 and 1).
+    `graded`: elements with gradients from before, if these wait for the last micro batch (stages 0 and 1).
     """
-    # it is the same for all values of these
+    # the result does not depend on these values
     return _highest(line, replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2)), device, graded)
 
 
 @lru_cache(maxsize=4096)
 def _highest(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
     found = list(replayed(line, layout, device, graded))
-    found.reverse()  # of equal moments the last is kept
+    found.reverse()  # so that the last of equal moments is kept
     during, after = [live for live in found if not live.after], [live for live in found if live.after]
     return (*upper(during, LiveMemory.line), *upper(after, LiveMemory.line))
 
 
 def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> Iterator[LiveMemory]:
     """Yield the moments of such a backward in their order."""
-    if device == "cpu":  # the host's memory is the device's
+    if device == "cpu":  # host and device memory are the same
         layout = replace(layout, offload_param="none")
     if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
         return _Bucketed(line, layout).run()
@@ -68,9 +68,9 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Drop moments that another one reaches at every micro batch from 1 on; of equal ones the first stays.
+    """Drop moments that another one reaches at every micro batch from 1 on; of equal ones, keep the first.
 
-    `line` gives a moment's bytes per sample and its fixed bytes.
+    `line` returns a moment's bytes per sample and its fixed bytes.
     """
     best: list[T] = []
     most = -1.0
@@ -82,7 +82,10 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
 
 
 def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
-    """Replay stages 0 and 1: whole gradients wait for the last micro batch; the first hook makes stage 1's bucket."""
+    """Replay stages 0 and 1: full gradients wait for the last micro batch.
+
+    Stage 1's first hook allocates its bucket.
+    """
     element = layout.element_bytes
     whole = element * line.parameters
     bucket = element * layout.bucket if layout.zero_stage == 1 else 0  # zero/stage_1_and_2.py:3266
@@ -99,12 +102,12 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
 
 
 def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int) -> Iterator[LiveMemory]:
-    """Reduce stage 1 without overlap: parameter by parameter, in the groups' order (stage_1_and_2.py:973)."""
+    """Replay stage 1 without overlap: parameters are reduced one by one, in group order (stage_1_and_2.py:973)."""
     state = _Bucketed(line, layout)
-    # with a pipeline a second bucket beside the hooks' (:963)
+    # a pipeline has a second bucket besides the hooks' (:963)
     state.bucket_bytes = element * layout.bucket * (2 if layout.pp > 1 else 1)
     state.after, waiting = True, line.parameters
-    # what waits grows less: after the first reductions no more than before is alive
+    # waiting gradients are freed: after the first reductions the peak cannot grow any more
     end = waiting - 3 * (layout.bucket + line.largest)
     for group in line.members:
         for parameter in group:
@@ -118,33 +121,33 @@ def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int
 
 
 class _Bucketed:
-    """Stages 1 and 2: gradients are copied into a bucket, reduced when it is full, and this rank's are kept."""
+    """Stages 1 and 2: gradients are copied into a bucket; when it is full, it is reduced and this rank's are kept."""
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout):
         self.line, self.element, self.limit = line, layout.element_bytes, layout.bucket
         self.bucket_bytes = self.element * layout.bucket * (2 if layout.overlap else 1)  # :3266, :3275
         offloaded = layout.offload_optimizer != "none"
-        # of the heaviest rank that a parameter reaches: with its first gradient the rank has room for all (:2187)
+        # of the heaviest rank that a parameter overlaps: its first gradient allocates room for all (:2187)
         self.kept_of = {} if offloaded else heaviest_reached(line, layout.zero_ranks)
-        # offloaded gradients pass through a float32 copy, and a float64 one for the norm (:1897, :1884)
+        # offloaded gradients are copied to float32, and to float64 for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
         accumulates = layout.accumulation > 1 and layout.zero_stage == 2
         self.before = self.element * max(self.kept_of.values(), default=0) if accumulates else 0
-        # lifted where the ranks reduce in another dtype (:2375)
+        # a copy if ranks reduce in another dtype (:2375)
         self.lifted = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
         groups = [group[0].group for group in line.members if group]
         self.sizes = dict(zip(groups, partitions(line, layout.zero_ranks), strict=True))
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
-        self.passed: list[Parameter] = []  # of layers that are not looked at, waiting in a bucket
-        # whole gradients outside of the bucket; at stage 1 those of earlier micro batches
+        self.passed: list[Parameter] = []  # in a bucket, of layers that are skipped
+        # full gradients outside of the bucket; at stage 1 those of earlier micro batches
         accumulated = layout.zero_stage == 1 and layout.accumulation > 1
         self.waiting_bytes, self.after = self.element * line.parameters if accumulated else 0, False
         self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
         """Replay the backward."""
-        waiting = began = self.waiting_bytes > 0  # an earlier micro batch has made the bucket
+        waiting = began = self.waiting_bytes > 0  # an earlier micro batch has allocated the bucket
         for event in self.line.backward:
             self._pass(self.line.layers[event.layer + 1 : max(self.layer, 0)])
             self.layer = event.layer
@@ -154,10 +157,10 @@ class _Bucketed:
                 began = True
                 yield from self.arrive(event.parameter, event.end)
                 self.waiting_bytes -= self.element * event.parameter.numel if waiting else 0
-        yield from self.reduce(NOTHING)  # what is left in the bucket (independent_gradient_partition_epilogue)
+        yield from self.reduce(NOTHING)  # the rest of the bucket (independent_gradient_partition_epilogue)
 
     def arrive(self, parameter: Parameter, activations: Point) -> Iterator[LiveMemory]:
-        """Take in one complete gradient, as its hook does (:1414)."""
+        """Handle a complete gradient, as its hook does (:1414)."""
         numel = parameter.numel
         if self.filled + numel > self.limit:
             yield from self.reduce(activations)
@@ -171,7 +174,7 @@ class _Bucketed:
         """Reduce the bucket and empty it."""
         if not self.filled:
             return
-        # each kind is reduced over ranks of its own, one after the other (:1640)
+        # each kind is reduced over its own ranks, one after the other (:1640)
         kinds = [[p for p in self.bucket if p.expert == expert] for expert in (False, True)]
         parts = [[part for parameter in kind for part in self._slices(parameter)] for kind in kinds]
         slices = [*parts[0], *parts[1]]
@@ -184,7 +187,7 @@ class _Bucketed:
         self.bucket = []
 
     def _pass(self, layers: Sequence[Sequence[Parameter]]) -> None:
-        """Keep what layers that are not looked at, of many equal ones, fill buckets with."""
+        """Handle the gradients of skipped layers, which fill buckets like those of the layers that are replayed."""
         filled, waiting = self.filled, [*self.bucket]
         for parameter in chain.from_iterable(reversed(layers)):
             if filled + parameter.numel > self.limit:
@@ -195,12 +198,12 @@ class _Bucketed:
         self.passed = waiting if layers else self.passed
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
-        """Let ranks that parameters reach keep all of theirs from now on."""
+        """Let ranks whose partitions the parameters overlap keep all their gradients from now on."""
         reached = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
-        """Yield each rank whose partition has elements of a parameter, and how many."""
+        """Yield each rank whose partition overlaps a parameter, and the number of its elements."""
         size = self.sizes[parameter.group]
         start, end = parameter.start, parameter.start + parameter.numel
         while start < end:
@@ -210,7 +213,7 @@ class _Bucketed:
             start = stop
 
     def _flattened(self, slices: list[tuple[int, int]]) -> int:
-        """Count elements that are copied together for one all-reduce (:1545); a single slice stays where it is."""
+        """Count elements that are copied together for an all-reduce (:1545); a single slice is not copied."""
         largest = together = count = 0
         for _, of_rank in groupby(slices, key=itemgetter(0)):
             together, count = together + sum(numel for _, numel in of_rank), count + 1
@@ -227,7 +230,7 @@ class _Bucketed:
 
 
 class _Scattered:
-    """Stage 3: as stage 2, but parts go into persistent buffers; parameters are gathered and released meanwhile."""
+    """Stage 3: as stage 2, but parts are added to persistent buffers, and parameters are gathered and released."""
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout, device: str):
         self.line, self.limit = line, layout.bucket
@@ -235,12 +238,12 @@ class _Scattered:
         self.copies = 2 if device == "cpu" else 1
         self.spread, self.gathered_bytes = sharers(layout), gathered_in_backward(line, layout)
         self.left = left_by_backward(line, layout)
-        self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # those that share what is in the bucket
+        self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # `ranks` divide the bucket's parameters
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.offloaded = layout.offload_optimizer != "none"
-        self.fetched = 0 if device == "cpu" else self.element  # of an offloaded part, which comes back (:2028)
-        # parts that go to disks stay in float32 until all of the bucket are written (:1453)
+        self.fetched = 0 if device == "cpu" else self.element  # per element of an offloaded part, read back (:2028)
+        # parts for disks stay in float32 until all of the bucket are written (:1453)
         swapped = layout.offload_optimizer == "nvme" and (device != "cpu" or self.element < MASTER_BYTES)
         self.swapped = MASTER_BYTES if swapped else 0
         self.filled = self.outside = 0
@@ -258,7 +261,7 @@ class _Scattered:
         yield from self._reduce(NOTHING, self.left)  # independent_gradient_partition_epilogue
 
     def _arrive(self, parameter: Parameter, activations: Point, gathered: int) -> Iterator[LiveMemory]:
-        """Take in one complete gradient (zero/stage3.py:1570)."""
+        """Handle a complete gradient (zero/stage3.py:1570)."""
         numel = parameter.numel
         ranks = self.spread.expert if parameter.expert else self.zero_ranks
         if self.filled and (self.filled + numel > self.limit or ranks != self.ranks):  # :1580
@@ -267,7 +270,7 @@ class _Scattered:
         yield self._live(activations, gathered)
         self.parts.append(numel)
         self.filled += numel
-        if numel > self.limit:  # does not fit into the bucket, and stays where it is (:1627)
+        if numel > self.limit:  # too large for the bucket, so it is not copied (:1627)
             self.outside = self.element * numel
 
     def _reduce(self, activations: Point, gathered: int) -> Iterator[LiveMemory]:
@@ -277,7 +280,7 @@ class _Scattered:
         alone = len(self.parts) == 1 and self.filled % self.ranks == 0
         flat = 0 if alone else self.reduced * -(-self.filled // self.ranks) * self.ranks
         copied = (self.copies - 1) * self.reduced * self.filled if self.ranks > 1 else 0
-        if self.ranks != self.zero_ranks:  # a rank's part is scaled into another tensor (:1950)
+        if self.ranks != self.zero_ranks:  # a rank's part is scaled out of place (:1950)
             copied = max(copied, self.reduced * -(-self.filled // self.ranks))
         yield self._live(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
         if self.offloaded:
@@ -286,7 +289,7 @@ class _Scattered:
         self.parts.clear()
 
     def _passing(self) -> Iterator[int]:
-        """Yield the bytes of each offloaded part on its way: float64 for its norm (:1964), and what stays of others."""
+        """Yield the bytes while each part is offloaded: float64 for its norm (:1964), and what earlier parts leave."""
         kept = 0
         for numel in self.parts:
             part = -(-numel // self.ranks)

@@ -1,4 +1,4 @@
-"""Parallel degrees of a layout: which a model and a cluster take, and why not others."""
+"""Check the parallel degrees of a layout: which a model and a cluster support, and why others are impossible."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zerofit.spec.run import PipelineSchedule
 
 
 class Degrees(NamedTuple):
-    """Parallel degrees beside data parallelism. The search takes one above 1 by itself, and more where it is asked."""
+    """Parallel degrees besides data parallelism. The search tries them one at a time, or combined if requested."""
 
     tp: int = 1
     pp: int = 1
     sp: int = 1
-    ep: int = 1  # which takes no ranks of its own
+    ep: int = 1  # uses data parallel ranks
 
     @property
     def product(self) -> int:
@@ -34,7 +34,7 @@ class Degrees(NamedTuple):
 
     @property
     def combined(self) -> bool:
-        """Whether more than one of those that take ranks is above 1."""
+        """Whether more than one of tp, pp and sp is above 1."""
         return sum(degree > 1 for degree in self[:3]) > 1
 
     def setting(self, precision: str, checkpointing: bool) -> str:
@@ -42,11 +42,11 @@ class Degrees(NamedTuple):
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 
     def beside_plain(self) -> tuple[Degrees, ...]:
-        """Return what a profile is traced for: the plain model and, where they differ, these, within a stage."""
+        """Return the degrees to trace a profile for: the plain model, and these degrees within a stage."""
         return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
 
     def alone(self) -> Iterator[Degrees]:
-        """Yield each degree above 1 that takes ranks by itself: pipeline, tensor, sequence."""
+        """Yield each of pipeline, tensor and sequence degree that is above 1, by itself."""
         found = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))
         return (one for one in found if one.product > 1)
 
@@ -54,7 +54,7 @@ class Degrees(NamedTuple):
 def settings_of(
     heads: tuple[int | None, int | None], model_type: str | None, most: int, experts: int | None = None
 ) -> list[Degrees]:
-    """Return the degrees up to `most` worth tracing for a model of these attention and key-value heads and experts."""
+    """Return the degrees up to `most` that are worth tracing for a model with these heads and experts."""
     powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
     found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
     spread = [Degrees(ep=n) for n in powers if model_type in EXPERT_TYPES and (experts or 1) % n == 0]
@@ -62,7 +62,7 @@ def settings_of(
 
 
 def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
-    """Return whether tensor and sequence parallelism can divide a model of these attention and key-value heads so."""
+    """Return whether tensor and sequence parallelism can divide a model with these attention and key-value heads."""
     if degrees.tp * degrees.sp == 1:
         return True
     able = all(model_type in types_of(one, degrees.combined) for one in degrees.alone())
@@ -70,9 +70,9 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
 
 
 def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
-    """Return whether attention and key-value heads are not divided: over tensor ranks, then each's over sequence ranks.
+    """Return whether attention and key-value heads cannot be divided among tensor ranks, then among sequence ranks.
 
-    Ulysses repeats key-value heads where there are fewer of them than sequence ranks
+    Ulysses repeats key-value heads if there are fewer than sequence ranks
     (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
     """
     attention, keys = (count or 0 for count in heads)
@@ -83,7 +83,7 @@ def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[
 
 
 def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
-    """Return the model types that tensor or sequence parallelism takes, by itself or `beside` another dimension."""
+    """Return the model types that tensor or sequence parallelism supports, alone or `beside` another dimension."""
     if degrees.tp > 1:
         return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
     return SEQUENCE_PARALLEL_TYPES
@@ -92,11 +92,11 @@ def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
 def degree_problem(
     degrees: Degrees, profile: Profile, cluster: Cluster, schedule: PipelineSchedule = "1f1b"
 ) -> Problem | None:
-    """Say why these degrees are impossible for this model and cluster; None where they are not."""
+    """Return why these degrees are impossible for this model and cluster; None if they are possible."""
     if cluster.ranks % degrees.product:
         if degrees.combined:
             names, product = " x ".join(f"{name} {n}" for name, n in map(_named, degrees.alone())), degrees.product
-            message, hint = f"{names} does not divide {cluster.ranks} ranks", f"take a multiple of {product} ranks"
+            message, hint = f"{names} does not divide {cluster.ranks} ranks", f"use a multiple of {product} ranks"
             return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
         name, degree = _named(degrees)
         fitting = [d for d in divisors(cluster.ranks) if d > 1 and _model_takes(degrees, d, profile)] or [1]
@@ -119,10 +119,10 @@ def degree_problem(
 
 
 def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Look at expert parallelism, as config/validate.py has it."""
+    """Check expert parallelism, by the rules of config/validate.py."""
     name, ranks = f"--expert-parallel {degrees.ep}", cluster.ranks // degrees.product * degrees.sp
     if degrees.tp > 1:
-        message, hint = f"{name} beside --tensor-parallel does not train like one process", "leave the latter at 1"
+        message, hint = f"{name} with --tensor-parallel does not train like one process", "leave the latter at 1"
         return Problem(kind="expert-parallel-beside", message=message, hint=hint, where="--tensor-parallel")
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:
         what = "a part of" if profile.trained < profile.parameters else "experts of"
@@ -137,7 +137,7 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
 
 
 def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedule) -> Problem | None:
-    """Look for a pipeline stage without experts, as train/pipeline.py has it."""
+    """Check that no pipeline stage lacks experts, which train/pipeline.py refuses."""
     costs = next((costs for key, costs in profile.costs.items() if key.endswith(f"/ep={degrees.ep}")), None)
     if costs is None:
         return None
@@ -147,33 +147,33 @@ def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedu
     for stage in range(degrees.pp):
         if not any(held[part] for part in parts_of_stage(stage, degrees.pp, schedule)):
             message = f"stage {stage} of --pipeline {degrees.pp} has no layer with experts to spread"
-            hint = "take fewer stages, or leave --expert-parallel at 1"
+            hint = "use fewer stages, or leave --expert-parallel at 1"
             return Problem(kind="expert-parallel-stages", message=message, hint=hint, where="--pipeline")
     return None
 
 
 def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | None:
-    """Look at pipeline stages of `each` parts of the layers."""
+    """Check pipeline stages with `each` parts of the layers."""
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
-        message = f"--pipeline {pp} needs a model that can be cut into stages, which {profile.model} is not"
+        message = f"--pipeline {pp} needs a model that can be divided into stages; {profile.model} cannot"
         return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
     if each * pp <= layers:
         return None
     some = " that are trained" if profile.trained < profile.parameters else ""
     needed = "as many layers" if each == 1 else f"{each * pp} layers, {each} a stage with --pipeline-schedule dualpipev"
-    message = f"--pipeline {pp} needs at least {needed}, and {profile.model} has {layers}{some}"
-    hint = f"take {layers // each} or less"
+    message = f"--pipeline {pp} needs at least {needed}, but {profile.model} has {layers}{some}"
+    hint = f"use {layers // each} or less"
     return Problem(kind="pipeline-layers", message=message, hint=hint, where="--pipeline")
 
 
 def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Look at one of the degrees `whole`: sequence ranks share the heads that each tensor rank has."""
+    """Check one of the degrees `whole`; sequence ranks divide the heads of each tensor rank."""
     name, degree = _named(degrees)
     types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
     if profile.attention_heads is None or profile.model_type not in types:
-        what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not fit"
+        what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not support"
         message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
         return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
     sharers = whole.tp if degrees.sp > 1 else 1
@@ -182,7 +182,7 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
     for count, what, bad in zip(heads, ("attention heads", "key-value heads"), undivided, strict=True):
         if bad:
             hint = f"degrees that do: {_list(_taken(degrees, profile, sharers))}"
-            beside = f" beside --tensor-parallel {sharers}" if sharers > 1 else ""
+            beside = f" with --tensor-parallel {sharers}" if sharers > 1 else ""
             message = f"{name} {degree}{beside} does not divide the {count} {what} of {profile.model}"
             return Problem(kind=f"{kind}-heads", message=message, hint=hint, where=name)
     if degrees.tp > 1 and cluster.gpus % degree:
@@ -191,13 +191,13 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
         return Problem(kind="tensor-parallel-node", message=message, hint=f"degrees that do: {_list(fitting)}")
     if degrees.sp > 1 and profile.seq_len and profile.seq_len % degree:
         message = f"{name} {degree} does not divide {profile.seq_len} tokens"
-        hint = f"take --seq-len {profile.seq_len // degree * degree or degree}"
+        hint = f"use --seq-len {profile.seq_len // degree * degree or degree}"
         return Problem(kind="sequence-parallel-length", message=message, hint=hint, where=name)
     return None
 
 
 def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
-    """Return whether the model takes another degree of the same kind."""
+    """Return whether the model supports another degree of the same kind."""
     if degrees.pp > 1:
         return _pipeline_problem(degree, profile) is None
     other = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
@@ -205,9 +205,9 @@ def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
 
 
 def _taken(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
-    """Return degrees of this kind that the model takes: those that divide its heads and, for `sp`, its tokens.
+    """Return degrees of this kind that the model supports: divisors of its heads and, for `sp`, of its tokens.
 
-    `sharers`: tensor ranks that each have a part of the heads.
+    `sharers`: tensor ranks that divide the heads.
     """
     heads = profile.attention_heads, profile.kv_heads
     found = divisors(max(1, (profile.attention_heads or 1) // sharers))

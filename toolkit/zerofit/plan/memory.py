@@ -1,7 +1,7 @@
-"""The memory that a layout needs: the peak of a training step and of the start, from a stored profile.
+"""Forecast the memory of a layout: the peak of start-up and of a training step, from a stored profile.
 
-What is alive when is taken from DeepSpeed 0.19.8's source and torch's optimizers, term by term; nothing is fitted.
-Left out: kernels' scratch, what the collectives' library and the device's context hold, and the allocator's rounding.
+The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers; nothing is fitted. Not included are kernels'
+scratch memory, the communication library, the device's context and the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.profile import Profile
 
-# all of a layout that the moments of a step depend on
+# all attributes of a layout on which the moments of a step depend
 _WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__ if name != "micro_batch")
 _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
 
 
 class _Moment(NamedTuple):
-    """The bytes on the device (on "cpu": on the host, too) at one moment."""
+    """The bytes on the device (on "cpu", of the host) at one moment."""
 
     phase: str
-    fixed: float  # in all at micro batch 0
+    fixed: float  # all bytes at micro batch 0
     slope: float  # per sample
     activations: Point
     kinds: dict[str, int]  # the rest
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and those that do not grow with the micro batch."""
+        """Return the bytes per sample, and those independent of the micro batch."""
         return self.slope, self.fixed
 
 
 class LayerMoment(NamedTuple):
-    """The moment of a phase at which most is alive in one layer."""
+    """A phase's moment with most live bytes in one layer."""
 
     phase: str  # "forward", "backward" or "step"
-    layer: int  # of the stage's, from 0; -1: in none
+    layer: int  # index in the stage; -1: none
     bytes: dict[str, int]  # by kind
 
 
@@ -56,18 +56,18 @@ class _StageMoments(NamedTuple):
     static_bytes: int
     host_bytes: int
     nvme_bytes: int
-    on_host: tuple[Point, ...]  # activations of all micro batches in flight, page-locked each by itself
-    large: tuple[int, tuple[Point, ...]]  # the largest gradient, buckets and temporaries; one of these activations
-    stepped: tuple[Point, ...]  # what is alive in moments of the step, and once more what they make in one block
+    on_host: tuple[Point, ...]  # activations of all micro batches in flight, each page-locked by itself
+    large: tuple[int, tuple[Point, ...]]  # the largest gradient, buckets and temporaries; the largest activations
+    stepped: tuple[Point, ...]  # live bytes at moments of the step, plus the block that they allocate
 
     def host_at(self, samples: int) -> int:
         """Return the bytes on the host at a micro batch."""
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
     def large_at(self, samples: int, peak_bytes: int) -> int:
-        """Return the bytes of the largest block of each kind that comes and goes within a step.
+        """Return the bytes of the largest block of each kind that is allocated and freed within a step.
 
-        Of what the optimizer's step makes, what is above the peak: when it flattens gradients no activation lives.
+        The optimizer's blocks count only above the peak: while it flattens gradients, no activation is alive.
         """
         fixed, activations = self.large
         passes = fixed + round(max((a + b * samples for a, b in activations), default=0))
@@ -75,15 +75,15 @@ class _StageMoments(NamedTuple):
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
-    """Return the memory of the rank that needs most. Raises KeyError for a setting that the profile does not have."""
+    """Return the memory of the rank that needs most. Raises KeyError if the profile lacks the setting."""
     return Forecaster(profile, device).memory(layout)
 
 
 class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
-    On "cpu" host and device are one, and the optimizer is torch's; on "cuda" it is DeepSpeed's FusedAdam, or its
-    CPUAdam where the states are on the host. `workspace_bytes` are those of a thread's matrix products: forward's and
+    On "cpu" host and device are one, and the optimizer is torch's. On "cuda" it is DeepSpeed's FusedAdam, or its
+    CPUAdam if the states are on the host. `workspace_bytes`: of a thread's matrix products; forward's thread and
     backward's have one each (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
@@ -93,7 +93,7 @@ class Forecaster:
         self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
         matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
-        self._built_in_parts = profile.model_type is not None  # at stage 3, by transformers
+        self._built_in_parts = profile.model_type is not None  # transformers divides it at once at stage 3
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Return the memory of the pipeline stage that needs most."""
@@ -123,19 +123,19 @@ class Forecaster:
         )
 
     def _more_communicators(self, layout: PlannedLayout) -> int:
-        """Return the communicators for a matrix that two stages have, and for weights that are whole at stage 3.
+        """Return the number of extra communicators: for a matrix tied between stages, and for full weights at stage 3.
 
-        These are sent from the first rank to all others (engine.py, _broadcast_model) before ZeRO divides them, in a
-        group of its own; transformers' models are divided by then.
+        Before ZeRO divides full weights, the first rank sends them to all others in a group of its own (engine.py,
+        _broadcast_model). transformers' models are divided by then.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
         whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
         return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
-        """Return when most is alive in layers of a pipeline stage, and in its step; of equal layers in a few.
+        """Return the peak of each layer of a pipeline stage and of its step; of equal layers only a few.
 
-        Of several micro batches it is the one that finds most. Raises KeyError as `memory`.
+        Of several micro batches it is the one with most live bytes. Raises KeyError as `memory` does.
         """
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
@@ -171,20 +171,20 @@ class Forecaster:
     def _passes(
         self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
-        """Return a stage's layers with the passes of each part, its kinds of passes, and what stays between steps."""
+        """Return a stage's layers for each part, its kinds of passes, and what is alive between steps."""
         key = self.profile.key_of(layout.setting, layout.zero_stage)
         lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
         if parts is not None:
             return lines, *in_flight(lines, layout, stage)
         graded = lines[0].parameters if layout.accumulation > 1 else 0
         passes = [Pass(lines[0], direction, graded=graded) for direction in DIRECTIONS]
-        # a micro batch's samples outlast its backward, on the host
+        # on the host, a micro batch's samples outlive its backward
         return lines, passes, (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
     def _stage(
         self, layout: PlannedLayout, stage: int, lines: list[StageTimeline], passes: list[Pass], between: Point
     ) -> _StageMoments:
-        """Forecast a stage; `lines`: of each of its parts, `between`: what stays from step to step."""
+        """Forecast a stage; `lines`: of each of its parts, `between`: what is alive between steps."""
         line = lines[0]
         persistent = persistent_memory(line, layout, self.device, self._tied)
         moments = []
@@ -213,7 +213,7 @@ class Forecaster:
         kept = tuple(chain(*(one.on_host * count for one, count in zip(lines, counts, strict=True))))
         steps = [moment.kinds for moment in moments if moment.phase != "init"]
         most = [max(kinds.get(kind, 0) for kinds in steps) for kind in ("communication buckets", "temporaries")]
-        twice = self._tied if layout.pp == 1 else 0  # both gradients of a matrix that two layers have, before their sum
+        twice = self._tied if layout.pp == 1 else 0  # both gradients of a tied matrix, before their sum
         large = layout.element_bytes * (line.largest + twice) + sum(most), tuple(chain(*(one.blocks for one in lines)))
         return _StageMoments(
             moments=tuple(upper(moments, _Moment.line)),
@@ -239,7 +239,7 @@ class Forecaster:
 
 
 def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of a forward; of the one that finds most, a later micro batch's, where gradients accumulate."""
+    """Yield the moments of the forward with most live bytes: a later micro batch's, if gradients accumulate."""
     line, gradients, buckets = one.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * one.graded
@@ -249,7 +249,7 @@ def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[
         gradients = layout.element_bytes * overlap_in_partition(line, layout.zero_ranks)
     gathered = copied = [0] * len(line.forward)
     if layout.zero_stage == 3:
-        here = replace(layout, offload_param="none") if device == "cpu" else layout  # the host's memory is the device's
+        here = replace(layout, offload_param="none") if device == "cpu" else layout  # host and device memory are one
         gathered, copied = gathered_in_forward(line, here), gathered_at_once(line, here, device)
     for (layer, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
@@ -260,7 +260,8 @@ def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
     """Choose the stages to forecast: the first, the last, and of the others the first with each number of layers.
 
-    Of stages with two parts the last one too: the one has more in flight of its first part, the other of its second.
+    If stages have two parts, also the last one with each number: the first and second part have most in flight at
+    opposite ends.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):

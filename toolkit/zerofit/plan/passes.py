@@ -1,4 +1,4 @@
-"""What layers take in one micro batch: kernels, launches and hooks, and collectives that they wait for."""
+"""Compute the seconds of layers in one micro batch: kernels, launches and hooks, and collectives they wait for."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ class LayerWork(NamedTuple):
 
     kernels_s: float
     host_s: float  # launches and ZeRO-3's hooks
-    tensor_s: float  # all-reduces of tensor parallelism, with nothing beside them
-    sequence_s: float  # all-to-alls of sequence parallelism, the same
-    experts_s: float  # tokens to the ranks of spread experts and back, the same
-    copy_s: float  # of activations to the host and back, on the stream of the kernels
+    tensor_s: float  # all-reduces of tensor parallelism, which nothing overlaps
+    sequence_s: float  # all-to-alls of sequence parallelism, likewise
+    experts_s: float  # tokens to other ranks' experts and back, likewise
+    copy_s: float  # activations to the host and back, on the kernels' stream
     layer_s: float  # from its first kernel to its last
 
     @property
     def computed_s(self) -> float:
-        """What is left of it without waits and copies."""
+        """Seconds without waits and copies."""
         return self.layer_s - self.tensor_s - self.sequence_s - self.experts_s - self.copy_s
 
 
 class StageLayers(NamedTuple):
     """A run of equal layers in a pipeline stage."""
 
-    layer: int  # its place in the profile's layers
+    layer: int  # index in the profile's layers
     count: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankPass:
-    """One micro batch through each pipeline stage's layers; by place in the profile's layers what they take."""
+    """One micro batch through each pipeline stage's layers; tuples have an entry per layer of the profile."""
 
     parts: tuple[tuple[tuple[StageLayers, ...], ...], ...]  # of each stage
     forward: tuple[LayerWork, ...]
     backward: tuple[LayerWork, ...]
     elements: tuple[int, ...]  # of parameters, on one rank
     trained: tuple[int, ...]  # of these, elements with gradients
-    gradients: tuple[int, ...]  # how many parameters have one, on one rank
-    experts: tuple[int, ...]  # of `elements`, those of spread experts
-    output_bytes: float  # what a stage hands on
+    gradients: tuple[int, ...]  # number of parameters with gradients, on one rank
+    experts: tuple[int, ...]  # elements of experts, among `elements`
+    output_bytes: float  # what a stage sends to the next
     ahead: bool  # whether launches and hooks run ahead of the device
 
     @cached_property
@@ -63,43 +63,43 @@ class RankPass:
 
     @cached_property
     def slowest(self) -> tuple[StageLayers, ...]:
-        """The stage that takes longest."""
+        """The slowest stage."""
         return max(self.stages, key=lambda stage: self.total(stage, self.forward) + self.total(stage, self.backward))
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of the stage with most, on one rank."""
+        """Elements in the stage with most, on one rank."""
         return max(self.elements_of(stage) for stage in self.stages)
 
     @cached_property
     def trained_parameters(self) -> int:
-        """Elements with gradients of the stage with most, on one rank."""
+        """Elements with gradients in the stage with most, on one rank."""
         return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property
     def trained_tensors(self) -> int:
-        """Parameters with gradients of the stage with most elements of them, on one rank."""
+        """Number of parameters with gradients in the stage with most such elements, on one rank."""
         return sum(n * self.gradients[i] for i, n in max(self.stages, key=self.trained_of))
 
     @cached_property
     def expert_share(self) -> float:
-        """Share of the parameters that are spread experts', of the stage with most."""
+        """Experts' share of the parameters in the stage with most."""
         stage = max(self.stages, key=self.elements_of)
         return sum(n * self.experts[i] for i, n in stage) / max(1, self.elements_of(stage))
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of the slowest stage's forward, without what is fetched."""
+        """Seconds of the slowest stage's forward, without fetches."""
         return max(self.total(stage, self.forward) for stage in self.stages)
 
     @cached_property
     def backward_s(self) -> float:
-        """Seconds of the slowest stage's backward, without what is fetched and reduced."""
+        """Seconds of the slowest stage's backward, without fetches and reductions."""
         return max(self.total(stage, self.backward) for stage in self.stages)
 
     @cached_property
     def sums(self) -> LayerWork:
-        """Seconds of the slowest stage's both directions."""
+        """Seconds of the slowest stage in both directions."""
         works = [(n, work) for i, n in self.slowest for work in (self.forward[i], self.backward[i])]
         return LayerWork(*(sum(n * work[part] for n, work in works) for part in range(len(LayerWork._fields))))
 
@@ -118,7 +118,7 @@ class RankPass:
 
 
 class Passes:
-    """Passes of one model on one cluster; what layouts share is computed once."""
+    """Passes of one model on one cluster; results that layouts share are computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self._rates = profile, cluster, rates
@@ -126,7 +126,7 @@ class Passes:
         self._known_kernels: dict[tuple[str, int], list[tuple[tuple[float, float], tuple[float, float]]]] = {}
 
     def of(self, layout: PlannedLayout) -> RankPass:
-        """Return the pass of a layout. Raises KeyError where its setting is not in the profile."""
+        """Return the pass of a layout. Raises KeyError if its setting is not in the profile."""
         hooks = layout.zero_stage == 3, self._handles(layout), self._ahead(layout)
         degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, *hooks)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
@@ -137,11 +137,11 @@ class Passes:
     def _computed(self, layout: PlannedLayout) -> RankPass:
         key = layout.setting
         costs, layers = self._profile.costs[key], self._profile.layers
-        # DeepSpeed fetches and releases module by module: about one for each tensor
+        # DeepSpeed fetches and releases by module: about one per tensor
         pairs = list(zip(costs, layers, strict=True))
         tensors = [(cost.matrices or layer.matrices, cost.vectors or layer.vectors) for cost, layer in pairs]
         kernels = self._kernels(key, layout.micro_batch)
-        # for each pipeline stage, which layers it has
+        # the layers of each pipeline stage
         flat = [index for index, layer in enumerate(layers) for _ in range(layer.count)]
         stages = [
             [sorted(Counter(flat[first:last]).items()) for first, last in parts]
@@ -154,7 +154,7 @@ class Passes:
         hooks = [sum(map(len, kinds)) if layout.zero_stage == 3 else 0 for kinds in whole]
         gradients = [sum(map(len, own)) for own in tensors]
         handled = gradients if self._handles(layout) else [0] * len(gradients)
-        # where it is checkpointed, forward's hooks and collectives run again in backward
+        # with checkpointing, forward's hooks and collectives run again in backward
         directions = [
             tuple(
                 self._work(
@@ -182,11 +182,11 @@ class Passes:
         )
 
     def _handles(self, layout: PlannedLayout) -> bool:
-        """Return whether gradients take the host in backward: those of a GPU at stage 0 wait for its end."""
+        """Return whether gradients cost host time in backward; on a GPU at stage 0 they wait for its end."""
         return layout.zero_stage > 0 or not self._rates.ahead
 
     def _ahead(self, layout: PlannedLayout) -> bool:
-        """Return whether launches run ahead: ZeRO-3 with one rank waits for each parameter that it fetches.
+        """Return whether launches run ahead; ZeRO-3 with one rank waits for each parameter that it fetches.
 
         (zero/partition_parameters.py:84)
         """
@@ -207,8 +207,8 @@ class Passes:
     def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float, float]]:
         """Return for each layer the seconds of tensor, sequence and expert parallelism in its forward.
 
-        Attention and MLP all-reduce once each; Ulysses sends queries, keys, values and outputs; tokens are counted,
-        sent to their experts and back.
+        Attention and MLP all-reduce once each. Ulysses sends queries, keys, values and outputs. Expert parallelism
+        sends the counts of tokens, the tokens to their experts, and the results back.
         """
         if layout.tp * layout.sp * layout.ep == 1:
             return [(0.0, 0.0, 0.0)] * len(costs)
@@ -232,10 +232,10 @@ class Passes:
         counts: tuple[int, int, int],
         ahead: bool,
     ) -> LayerWork:
-        """Return a layer's work in one direction; where launches and hooks run ahead, the slower of both counts.
+        """Return a layer's work in one direction.
 
-        `waits`: for tensor, sequence and expert parallelism, and for a copy; `counts`: how often collectives and hooks
-        run, hooks of ZeRO-3, and gradients.
+        If launches and hooks run ahead, the slower of host and device counts. `waits`: for tensor, sequence and expert
+        parallelism, and for a copy; `counts`: how often collectives and hooks run, hooks of ZeRO-3, gradients.
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]

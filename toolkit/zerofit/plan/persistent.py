@@ -1,8 +1,8 @@
-"""Persistent memory: what stays on device, host and NVMe between two steps, by ZeRO stage and offloading.
+"""Compute persistent memory: what device, host and NVMe keep between two steps, by ZeRO stage and offloading.
 
-Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes of offloading are those of zerofit's bundled JSONs, else
-DeepSpeed's defaults. Swap buffers are rounded as torch rounds, as `zerofit simulate` counts them: an upper bound, since
-DeepSpeed's own allocator (ops/csrc/pin_memory) takes them page by page.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading are those of zerofit's bundled JSONs,
+otherwise DeepSpeed's defaults. Swap buffers are rounded up as torch does, and as `zerofit simulate` counts them. That
+is an upper bound: DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.partitions import reaching
 
-MASTER_BYTES = 4  # per element, whatever the precision: the master weights
-SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
-SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, its default (zero/offload_config.py)
-PARAMETER_BUFFERS = 5  # offload_param.buffer_count, its default
-PARAMETERS_IN_CPU = 1_000_000_000  # offload_param.max_in_cpu, its default: elements
+MASTER_BYTES = 4  # per element of the master weights, for any precision
+SUB_GROUP_ELEMENTS = 1_000_000_000  # default of zero_optimization.sub_group_size (zero/config.py)
+SWAP_BUFFERS = 4  # default of offload_optimizer.buffer_count (zero/offload_config.py)
+PARAMETER_BUFFERS = 5  # default of offload_param.buffer_count
+PARAMETERS_IN_CPU = 1_000_000_000  # default of offload_param.max_in_cpu: elements
 LEAST_SWAPPED_BYTES = 2**20  # swap_tensor/utils.py, MIN_AIO_BYTES
 ALIGNED_BYTES = 1024  # swap_tensor/utils.py, AIO_ALIGNED_BYTES
-
-Shard = Callable[[Parameter], int]  # elements of a parameter that a rank has
+Shard = Callable[[Parameter], int]  # returns a rank's elements of a parameter
 
 
 class PersistentMemory(NamedTuple):
-    """Bytes by kind that stay from step to step."""
+    """Bytes by kind that are kept from step to step."""
 
     device: dict[str, int]
     host: dict[str, int]
     nvme: int = 0
-    momentary: int = 0  # bytes beside them at the moment when host memory is highest
+    momentary: int = 0  # extra bytes when host memory is at its peak
 
 
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
-    """Return what stays of a rank's layers, by the ZeRO stage; `tied`: elements of a matrix that is another one's."""
+    """Return what is kept of a rank's layers at its ZeRO stage; `tied`: elements of a matrix tied to another one."""
     if layout.zero_stage == 3:
         found = _partitioned(line, layout, device, tied)
     elif layout.zero_stage:
@@ -59,10 +58,10 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
 
 
 def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
-    """Add float32 averages of what a rank steps on, where its optimizer's states are (train/averaging.py).
+    """Add float32 averages of what a rank steps on, where the optimizer's states are (train/averaging.py).
 
-    `plain`: the memory with Adam, which has two moments of each. Copies of the buffers, a few numbers a channel, are
-    left out.
+    `plain`: the memory with Adam, whose states are two moments each. Averaged copies of buffers, a few numbers per
+    channel, are not counted.
     """
     place = "device" if layout.offload_optimizer == "none" else "host"
     averages = MASTER_BYTES * getattr(plain, place).get("optimizer state", 0) // STATES_BYTES
@@ -76,59 +75,60 @@ def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
 
 
 def partition_ranks(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the ranks that each group is divided among: of spread experts those that hold the same ones."""
+    """Return the number of ranks that divide each group; experts are divided by the ranks with the same ones."""
     return tuple(ranks // line.ep if group[0].expert else ranks for group in line.members if group)
 
 
 def padded_groups(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Return the elements of each group as a whole, padded."""
+    """Return the padded elements of each group, over all ranks."""
     return tuple(map(mul, partitions(line, ranks), partition_ranks(line, ranks)))
 
 
 class ParameterSharers(NamedTuple):
-    """Ranks that stage 3 spreads a parameter over.
+    """The number of ranks that divide a parameter at stage 3.
 
-    transformers' zero.Init spreads over all ranks, and one that tensor parallelism then splits over data parallel ones
-    (engine.py, _resolve_zero3_param_placement). Where zerofit splits, all are spread over these.
+    transformers' zero.Init divides a parameter among all ranks. If tensor parallelism then splits it, the data parallel
+    ranks divide it (engine.py, _resolve_zero3_param_placement). If zerofit splits the model, they divide all
+    parameters.
     """
 
-    whole: int  # of parameters that every tensor parallel rank has whole
-    split: int  # of those that they have parts of
-    expert: int  # of spread experts: ranks that hold the same ones
+    whole: int  # of parameters that every tensor parallel rank has in full
+    split: int  # of parameters that tensor parallelism splits
+    expert: int  # of experts: ranks with the same ones
 
     def of(self, parameter: Parameter) -> int:
-        """Return the ranks that share a parameter."""
+        """Return the number of ranks that divide a parameter."""
         return self.expert if parameter.expert else self.split if parameter.split else self.whole
 
     def shard(self, parameter: Parameter) -> int:
-        """Return the elements of a parameter that one rank has."""
+        """Return one rank's elements of a parameter."""
         return -(-parameter.numel // self.of(parameter))
 
 
 def sharers(layout: PlannedLayout) -> ParameterSharers:
-    """Return the ranks that share parameters at stage 3."""
+    """Return the numbers of ranks that divide parameters at stage 3."""
     ranks = layout.zero_ranks
     return ParameterSharers(ranks * (1 if layout.combined else layout.tp), ranks, ranks // layout.ep)
 
 
 @lru_cache(maxsize=1024)
 def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int, ...]:
-    """Return the elements of a rank's shards per group at stage 3: each parameter is spread by itself, rounded up."""
+    """Return a rank's elements per group at stage 3, where each parameter is divided and rounded up by itself."""
     return tuple(sum(map(spread.shard, group)) for group in line.members if group)
 
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Count the elements of all parameters that reach into a rank's partitions, on the rank where they are most.
+    """Return the elements of all parameters that overlap a rank's partitions, on the rank with most of them.
 
-    Stages 1 and 2 keep whole gradients of parameters that lie in the partition in part (stage_1_and_2.py:2187).
+    Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """
     return max(overlaps(line, ranks, int))
 
 
 @lru_cache(maxsize=1024)
 def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
-    """Return for each parameter what `overlap_in_partition` counts, on the rank with most of those that it reaches."""
+    """Return for each parameter the largest overlap (as `overlap_in_partition`) of the ranks that it overlaps."""
     totals, found = overlaps(line, ranks, int), dict[Parameter, int]()
     for rank, parameter, _ in _reaching(line, ranks):
         found[parameter] = max(found.get(parameter, 0), totals[rank])
@@ -137,16 +137,16 @@ def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
-    """Count the bytes of page-locked copies of their gradients, each by itself."""
+    """Return the bytes of page-locked copies of those gradients, each allocated by itself."""
     locked = _locking(device)
     return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
 
 @lru_cache(maxsize=1024)
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return what `overlap_in_partition` counts and the elements of the largest piece of which a rank takes the norm.
+    """Return pairs of a rank's overlap (as `overlap_in_partition`) and its largest piece for the norm, in elements.
 
-    Of each rank that has more of either than any other with as much of the other.
+    Ranks are left out if another one has at least as much of both.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):
@@ -159,7 +159,7 @@ def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int
 
 
 def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
-    """Return for each rank the weight of all parameters that reach into its partitions."""
+    """Return for each rank the summed weight of the parameters that overlap its partitions."""
     totals = [0] * ranks
     for rank, parameter, _ in _reaching(line, ranks):
         totals[rank] += weigh(parameter.numel)
@@ -168,7 +168,7 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
 
 @lru_cache(maxsize=1024)
 def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, int], ...]:
-    """Return ranks with the parameters that reach into their partitions, and how many elements of each are inside."""
+    """Return tuples of a rank, a parameter that overlaps its partition, and the elements inside."""
     groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     return tuple(
         (rank, group[place], piece)
@@ -178,27 +178,24 @@ def _reaching(line: StageTimeline, ranks: int) -> tuple[tuple[int, Parameter, in
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:
-    """Return whether DeepSpeed takes its BF16_Optimizer: without ZeRO under a pipeline (engine.py:2316)."""
+    """Return whether DeepSpeed uses its BF16_Optimizer: in a pipeline without ZeRO (engine.py:2316)."""
     return layout.zero_stage == 0 and layout.pp > 1 and layout.precision == "bf16"
 
 
 def reduction_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes of an element of gradients on the wire: float32 in DeepSpeed's own sequence parallelism.
-
-    (engine.py:2182)
-    """
+    """Return the bytes per element of reduced gradients: 4 with DeepSpeed's sequence parallelism (engine.py:2182)."""
     return 4 if layout.sp > 1 and not layout.combined else layout.element_bytes
 
 
 def _locking(device: str) -> Callable[[int], int]:
-    """Return what rounds a page-locked buffer to its host memory; where the device is the CPU nothing is locked."""
+    """Return the function that rounds a page-locked buffer to its host memory; on a CPU nothing is locked."""
     return int if device == "cpu" else pinned_bytes
 
 
 def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
-    """Return stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
+    """Return stage 0: fp32 steps the parameters themselves; else there are masters (fp16/unfused_optimizer.py:78)."""
     element, whole = layout.element_bytes, line.parameters
-    if in_bf16_optimizer(layout):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
+    if in_bf16_optimizer(layout):  # divided masters, and permanent flat gradients (bf16_optimizer.py:178, :191)
         found = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
         gradients = element * sum(padded_groups(line, layout.zero_ranks))
         return found._replace(device=found.device | {"gradients": gradients})
@@ -209,7 +206,7 @@ def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> P
 
 
 def _paged(size: int) -> dict[str, int]:
-    """Return the states that the driver moves between host and device, where there are any."""
+    """Return the paged states, which the driver moves between host and device."""
     return {"optimizer state": size} if size else {}
 
 
@@ -225,10 +222,10 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
         return PersistentMemory(parameters | kept, _paged(states.host))
     locked = _locking(device)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
-    host = {  # "nvme" is the CPU here (:220)
+    host = {  # here "nvme" is treated as "cpu" (:220)
         "master weights": masters,
         "optimizer state": moments_bytes(layout) * part,
-        "gradients": masters,  # of the same sizes (:941)
+        "gradients": masters,  # of equal size (:941)
         # :573, :652
         "communication buckets": sum(locked(element * size) for size in sizes) + locked(element * line.largest),
     }
@@ -242,11 +239,11 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
-    # never given back once gathered (partitioned_param_coordinator.py:644);
-    # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
+    # never released once gathered (partitioned_param_coordinator.py:644);
+    # with a single rank its part is the parameter itself (partition_parameters.py, NoGatherHandle)
     gathered = kept_gathered(line, layout).bytes
     here = {
-        "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, held for good
+        "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, permanent
         "gathered parameters": gathered,
     }
     offloaded = PersistentMemory({}, {})
@@ -268,14 +265,14 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
 
 
 class KeptGathered(NamedTuple):
-    """Small parameters that stage 3 keeps whole, once gathered (stage3_param_persistence_threshold)."""
+    """Small parameters that stage 3 keeps gathered (stage3_param_persistence_threshold)."""
 
     count: int
     bytes: int
 
 
 def kept_gathered(line: StageTimeline, layout: PlannedLayout) -> KeptGathered:
-    """Return the parameters that a rank never gives back."""
+    """Return the parameters that a rank never releases."""
     return _small(line, layout.persistence, sharers(layout), layout.element_bytes)
 
 
@@ -292,31 +289,31 @@ def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantised weights, with their scales, that a rank has on its device from the start."""
+    """Return the bytes of quantised weights and their scales that a rank has on its device from the start."""
     on_device = layout.zero_stage == 3 and layout.offload_param == "none"
     return _whole_bits(line, layout) + (_divided_bits(line, layout) if on_device else 0)
 
 
 def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of quantised weights that each rank has whole, with their scales: at stage 3 these alone."""
+    """Return the bytes of quantised weights and scales that each rank has in full; at stage 3 these are the scales."""
     divided = sum(p.numel for p in chain(*line.packed)) if layout.zero_stage == 3 else 0
     return line.quantized_bytes - divided
 
 
 def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of a rank's parts of quantised weights, which at stage 3 are among the parameters."""
+    """Return the bytes of a rank's parts of quantised weights, which stage 3 divides as parameters."""
     return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
 class SubGroup(NamedTuple):
-    """Parameters that stage 3 steps at once."""
+    """Parameters that stage 3 steps together."""
 
     part: int  # elements of this rank
-    numels: tuple[int, ...]  # of the whole parameters
+    numels: tuple[int, ...]  # elements of the full parameters
 
 
 def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
-    """Divide parameters as zero/stage3.py, _create_fp16_sub_groups."""
+    """Divide parameters into sub-groups as zero/stage3.py, _create_fp16_sub_groups."""
     found = []
     for group in filter(None, line.members):
         waiting: list[Parameter] = []
@@ -334,7 +331,7 @@ def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
 def optimizer_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
 ) -> PersistentMemory:
-    """Return states, masters and gradients; sub-groups below a MiB stay on the host (optimizer_utils.py)."""
+    """Return states, masters and gradients; sub-groups below 1 MiB stay on the host (optimizer_utils.py)."""
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
     disk, moments = layout.offload_optimizer == "nvme", moments_bytes(layout)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
@@ -348,7 +345,7 @@ def optimizer_offloaded(
     if not swapped:
         return PersistentMemory({}, host)
     host["swap buffers"] = SWAP_BUFFERS * locked(4 * _aligned(max(swapped), 4))  # swap_tensor/utils.py:180
-    # moments are made in ordinary memory at the first step; gradients before they are locked (:791)
+    # moments are allocated pageable in the first step, gradients before they are locked (:791)
     momentary = max(moments * max(swapped), element * sum(sizes) if device != "cpu" else 0)
     return PersistentMemory({}, host, (2 * MASTER_BYTES + moments) * sum(swapped), momentary)
 
@@ -356,13 +353,13 @@ def optimizer_offloaded(
 def parameters_offloaded(
     line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str, tied: int = 0
 ) -> PersistentMemory:
-    """Return a flat buffer per group (zero/stage3.py:884); beyond PARAMETERS_IN_CPU on disk, with buffers to read into.
+    """Return a flat buffer per group (zero/stage3.py:884); beyond PARAMETERS_IN_CPU on disk, plus read buffers.
 
-    `tied`: elements of a matrix that another one replaces once it has been written.
+    `tied`: elements of a matrix that is replaced by a tied one after it has been written.
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]
-    if layout.offload_param == "cpu":  # frozen ones stay as they are, each by itself (partition_parameters.py:1604)
+    if layout.offload_param == "cpu":  # frozen parameters stay separate (partition_parameters.py:1604)
         alone = [p._replace(numel=shard(p)) for p in (*line.frozen, *chain(*line.packed))]
         sizes = [element * total for total in totals] + [p.bytes(element) for p in alone]
         return PersistentMemory({}, {"parameters": sum(map(locked, sizes))})
@@ -372,7 +369,7 @@ def parameters_offloaded(
         room -= size
     largest = max((p.numel * (layout.tp if p.split else 1) for layer in line.layers for p in layer), default=0)
     buffers = locked(element * PARAMETER_BUFFERS * _aligned(largest, element))
-    if sum(flat) < sum(totals):  # for the largest sub-group's parameters, and in full (:1015)
+    if sum(flat) < sum(totals):  # for all parameters of the largest sub-group, in full (:1015)
         most = max(sub_groups(line, shard), key=lambda g: g.part)
         buffers += locked(element * sum(_aligned(numel, element) for numel in most.numels))
     every = [p for group in (*line.members, line.frozen) for p in group]
@@ -383,6 +380,6 @@ def parameters_offloaded(
 
 
 def _aligned(numel: int, element: int) -> int:
-    """Round elements up to a whole block of a file."""
+    """Round elements up to a full block of a file."""
     block = ALIGNED_BYTES // element
     return -(-numel // block) * block

@@ -1,4 +1,4 @@
-"""Rates that a cluster reaches: peaks of the catalogue times efficiencies, or what `zerofit calibrate` measured."""
+"""Estimate a cluster's rates: peaks of the catalogue times efficiencies, or measurements of `zerofit calibrate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerofit.spec.local_machine import Calibration
 
 
 class SourcedRate(NamedTuple):
-    """A number and where it comes from."""
+    """A number with its source."""
 
     value: float
     how: str
@@ -23,20 +23,20 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """What was fitted to published throughput, for GPUs; nothing else was."""
+    """The coefficients for GPUs that were fitted to published throughput; no others were fitted."""
 
-    memory: float = 0.66  # share of the data sheet's bandwidth that kernels without products reach
-    network: float = 0.62  # share of the wire between nodes that collectives reach
+    memory: float = 0.66  # share of the data sheet's bandwidth reached by kernels without products
+    network: float = 0.62  # share of the wire speed between nodes reached by collectives
     network_hop_s: float = 39e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.52  # share of a collective between nodes, beside compute, that adds to it
-    hook_s: float = 405e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
+    exposed_between: float = 0.52  # share of a collective between nodes that is not hidden by compute
+    hook_s: float = 405e-6  # host time for ZeRO-3 to fetch and release one parameter, with streams and events
 
 
 FITTED = Coefficients()
 
 
 class ProductRate(NamedTuple):
-    """What matrix products in 16 bits reach: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
+    """Rate of 16-bit matrix products: large / (1 + edge (1/M + 1/N + 1/K)) of the data sheet's peak."""
 
     large: float
     edge: float
@@ -45,8 +45,8 @@ class ProductRate(NamedTuple):
 
 _MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS (bf16)"
 _SIMUMAX = "measured: MooreThreads/SimuMax configs/system, "
-OTHER_EDGE = 120.0  # between the two that were measured
-MODEL_SHAPES = 0.85  # of the best product of all: large ones in a model's shapes (A100 by both tables: 0.91)
+OTHER_EDGE = 120.0  # between the two measured ones
+MODEL_SHAPES = 0.85  # large products in a model's shapes, relative to the best product (A100 by both tables: 0.91)
 
 
 def _best(share: float, how: str) -> ProductRate:
@@ -54,7 +54,7 @@ def _best(share: float, how: str) -> ProductRate:
 
 
 PRODUCTS: dict[str, ProductRate] = {
-    # the rule comes within 3 % (median) and 12 % (90th percentile) of the A100's table, 6 % and 25 % of the B200's
+    # error of the rule: 3 % (median) and 12 % (90th percentile) of the A100's table, 6 % and 25 % of the B200's
     "A100": ProductRate(0.787, 154, _SIMUMAX + "a100_pcie: 183 products of training shapes"),
     "B200": ProductRate(0.509, 92, _SIMUMAX + "b200_bf16_ceperm: 514 products of training shapes"),
     "H100": ProductRate(0.60, OTHER_EDGE, "measured: KempnerInstitute/KempnerForge profiling: 552 TFLOP/s in training"),
@@ -64,7 +64,7 @@ PRODUCTS: dict[str, ProductRate] = {
     "MI250X": _best(0.767, _MAMF + ", one GCD"),
     "MI300X": _best(0.601, _MAMF),
 }
-_ALIKE = {  # of the same chip or generation
+_ALIKE = {  # same chip or generation
     "A800": "A100",
     "H800": "H100",
     "GH200": "H100",
@@ -75,15 +75,15 @@ _ALIKE = {  # of the same chip or generation
     "MI325X": "MI300X",
 }
 PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
-OTHER_PRODUCTS = _best(0.80, "assumed: the middle of those that were measured")
+OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured ones")
 FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
 
 
 class UnalignedShare(NamedTuple):
-    """What products in 16 bits reach, of others, whose rows are no multiple of 16 bytes, by a row's elements."""
+    """Rate of 16-bit products whose rows are not a multiple of 16 bytes, relative to aligned ones."""
 
-    odd: float
-    even: float  # multiples of two and four
+    odd: float  # rows of an odd number of elements
+    even: float  # rows of a multiple of two or four elements
     how: str
 
 
@@ -96,20 +96,19 @@ UNALIGNED["H200"] = UNALIGNED["H100 PCIe"] = UNALIGNED["H800"] = UNALIGNED["GH20
 UNALIGNED["A100"] = UNALIGNED["A800"] = UnalignedShare(
     0.42,
     0.42,
-    "karpathy/nanoGPT: a vocabulary of 50,304 in place of 50,257 makes GPT-2's steps on A100s a quarter faster",
+    "karpathy/nanoGPT: a vocabulary of 50,304 instead of 50,257 makes GPT-2's steps on A100s 25 % faster",
 )
 OTHER_UNALIGNED = UnalignedShare(1.0, 1.0, "assumed: no figure is known")
-
-# bytes a second of each channel that batch norm reaches by dtype: one block takes a whole channel of NCHW, in cuDNN's
-# kernels and, for bf16, which cuDNN does not take there, in torch's (ATen/native/cuda/Normalization.cuh).
+# bytes per second and channel of batch norm, by dtype: one block processes a full channel of NCHW, in cuDNN's kernels
+# and, for bf16, which cuDNN does not support there, in torch's (ATen/native/cuda/Normalization.cuh).
 # Measured on an H100 with 32 and 64 channels (benchmarks/results/gpu-kernels.json)
 BATCH_NORM_CHANNEL = {"float32": 15e9, "float16": 7.3e9, "bfloat16": 5e9}
-# fused attention, on the products that it makes: half of them under a causal mask
+# rates of fused attention for the products that it computes: half of them under a causal mask
 ATTENTION: dict[str, SourcedRate] = {
     "A100": SourcedRate(0.55, _SIMUMAX + "a100_pcie, sdp"),
     "B200": SourcedRate(0.45, _SIMUMAX + "b200_bf16_ceperm, sdp"),
     "H100": SourcedRate(0.38, "measured: FlashAttention-3 paper (2024), FlashAttention-2 on an H100: 35 to 40 %"),
-    "V100": SourcedRate(0.25, "assumed: the memory efficient kernel, without FlashAttention"),
+    "V100": SourcedRate(0.25, "assumed: the memory-efficient kernel, without FlashAttention"),
 }
 ATTENTION["H200"] = ATTENTION["H100 PCIe"] = ATTENTION["H100"]
 ATTENTION |= {name: ATTENTION[other] for name, other in _ALIKE.items() if other in ATTENTION}
@@ -119,28 +118,28 @@ ATTENTION_BLOCKS = SourcedRate(180, _SIMUMAX + "a100_pcie, sdp by number of head
 EFFICIENCIES: dict[str, SourcedRate] = {
     "general": SourcedRate(
         0.022,
-        "measured on an H100: grouped convolutions in NCHW, forward and backward together, for each channel of a group "
-        "(benchmarks/results/gpu-kernels.json), against the general cores' float32 peak",
+        "measured on an H100: grouped convolutions in NCHW, forward and backward together, per channel of a group "
+        "(benchmarks/results/gpu-kernels.json), relative to the general cores' float32 peak",
     ),
     "depthwise": SourcedRate(
         0.06,
-        "measured on an H100: the same by cuDNN, which takes float16 alone there (benchmarks/results/gpu-kernels.json)",
+        "measured on an H100: the same by cuDNN, only float16 (benchmarks/results/gpu-kernels.json)",
     ),
     "host": SourcedRate(
         0.43,
-        "measured by others: ZeRO-Offload (Ren et al. 2021), table 4: DeepSpeed's CPU Adam of 1 to 10 thousand million "
+        "measured by others: ZeRO-Offload (Ren et al. 2021), table 4: DeepSpeed's CPU Adam on 1 to 10 billion "
         "parameters moves 93 to 127 of the 256 GB/s of a DGX-2's two Xeon 8168, with all their cores",
     ),
-    "cpu general": SourcedRate(0.5, "assumed: grouped convolutions against the cores' peak"),
+    "cpu general": SourcedRate(0.5, "assumed: grouped convolutions relative to the cores' peak"),
     "nvlink": SourcedRate(
         0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
     ),
     "NVLink 4 all-reduce": SourcedRate(
         1.06,
-        "measured by others: nccl-tests all_reduce_perf, 8 H100 or H200 add up in the switch: 474 to 483 of 450 GB/s",
+        "measured by others: nccl-tests all_reduce_perf, 8 H100 or H200 reduce in the switch: 474 to 483 of 450 GB/s",
     ),
     "NVLink 5 all-reduce": SourcedRate(
-        0.93, "measured by others: nccl-tests all_reduce_perf, added up in the switch: 8 B200 reach 839 to 846 of 900"
+        0.93, "measured by others: nccl-tests all_reduce_perf, reduced in the switch: 8 B200 reach 839 to 846 of 900"
     ),
     "pcie ring": SourcedRate(
         0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
@@ -153,29 +152,27 @@ EFFICIENCIES: dict[str, SourcedRate] = {
         "to it, of 450",
     ),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
-    "cpu": SourcedRate(0.6, "assumed: oneDNN against the cores' peak, in a model's shapes"),
-    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so that it is converted to fp32 and back"),
-    "cpu memory": SourcedRate(0.85, "assumed: streaming kernels against the memory channels"),
-    "cpu host": SourcedRate(0.6, "assumed: DeepSpeed's CPU Adam on all cores against the memory channels"),
+    "cpu": SourcedRate(0.6, "assumed: oneDNN relative to the cores' peak, in a model's shapes"),
+    "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so it is converted to fp32 and back"),
+    "cpu memory": SourcedRate(0.85, "assumed: streaming kernels relative to the memory channels"),
+    "cpu host": SourcedRate(0.6, "assumed: DeepSpeed's CPU Adam on all cores relative to the memory channels"),
 }
 PAGEABLE = SourcedRate(
     7.2e9, "measured on an H100: images of 38.5 MB from pageable memory (benchmarks/results/gpu-training.json)"
 )
-LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
+LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python while the device waits")
 HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of a ring over NVLink, protocol Simple")
-CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
+CALL_S = SourcedRate(20e-6, "assumed: latency of a collective")
 CPU_HOOK_S = SourcedRate(200e-6, "measured by `zerofit calibrate` on two cores: 190 to 220 us")
 CPU_GRADIENT_S = SourcedRate(75e-6, "measured by `zerofit calibrate` on two cores: 60 to 90 us")
 _ENGINE_LAUNCH = SourcedRate(
-    0.44, "measured: GPT-2 and ResNet-50 at stage 0 on an H100: these kernels are of no module and no autograd"
+    0.44, "measured: GPT-2 and ResNet-50 at stage 0 on an H100: kernels outside of modules and autograd"
 )
-_GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: as long as so many launches")
-NO_ENGINE_LAUNCH = SourcedRate(0.0, "in what one gradient takes of the host")
+_GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: the time of this many launches")
+NO_ENGINE_LAUNCH = SourcedRate(0.0, "included in the host's time per gradient")
 STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
-EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
-
-
-# rates that a kind of a trace corrects; kernels and collectives have their kinds' own factors, these have none
+EXPOSED_INSIDE = SourcedRate(0.15, "assumed: share of a collective's time by which it slows compute")
+# rates corrected by a kind of a trace; kernels and collectives have factors of their own kinds
 _HOST = "launches and hooks"
 TRACED = {
     "launch_s": _HOST,
@@ -189,56 +186,56 @@ UNTOUCHED = ("exposed_between", "unaligned", "unaligned_even")
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates that a forecast counts with: bytes or FLOP a second of one rank, where nothing else is said."""
+    """The rates of a forecast, in bytes or FLOP per second and rank unless stated otherwise."""
 
     flops: float
     memory: float
     streaming: float  # of long passes over contiguous memory
-    adam: float  # under Adam's step on the device
-    sgd: float  # under that of SGD with momentum
+    adam: float  # Adam's step on the device
+    sgd: float  # the step of SGD with momentum
     launch_s: float
-    engine_launch_s: float  # of the host, from one of the engine's own kernels to the next
-    gradient_s: float  # of the host, for one parameter's gradient in each backward
-    hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
-    channel: Mapping[str, float]  # of each channel of a batch norm, by dtype: a block of a GPU takes a whole one
+    engine_launch_s: float  # host time between two of the engine's own kernels
+    gradient_s: float  # host time per parameter's gradient and backward
+    hook_s: float  # host time to fetch and release one parameter under ZeRO-3
+    channel: Mapping[str, float]  # per channel of a batch norm, by dtype: one block of a GPU processes a channel
     edge: float  # elements of a product's dimension that tiles waste
-    general: float  # grouped convolutions, which run on the general cores, for each channel of a group
-    depthwise: float  # the least of them in fp16
-    attention: float  # fused kernels, on the products that they make
-    unaligned: float  # share that products with rows of no multiple of 16 bytes reach of the others: odd ones
-    unaligned_even: float  # rows of an even number of elements
-    attention_blocks: float  # of queries that half fill a device
-    unfused: float  # share of the traffic between products that is left; 1: one kernel an op
-    exposed_inside: float  # share of a collective beside compute that adds to it, within a node
+    general: float  # grouped convolutions on the general cores, per channel of a group
+    depthwise: float  # lower limit of `general` in fp16
+    attention: float  # fused kernels, for the products that they compute
+    unaligned: float  # relative rate of products whose rows are not a multiple of 16 bytes: odd numbers of elements
+    unaligned_even: float  # the same for even numbers of elements
+    attention_blocks: float  # number of query blocks that half fill a device
+    unfused: float  # share of the traffic between products that is left; 1: one kernel per op
+    exposed_inside: float  # share of a collective that compute does not hide, within a node
     exposed_between: float  # the same between nodes
-    ahead: bool  # launches run ahead of the device, as on GPUs
+    ahead: bool  # whether launches run ahead of the device, as on GPUs
     link: float
-    link_reduce: float  # of all-reduces of eight ranks and more, which a switch adds up where it can
+    link_reduce: float  # of all-reduces among 8 or more ranks, which a switch reduces if it can
     network: float
     pcie: float  # between device and page-locked host memory
     pageable: float  # between device and other host memory, if that is slower
-    host: float  # host memory of a whole node under Adam
-    nvme_read: float  # of a whole node
+    host: float  # host memory of a node under Adam
+    nvme_read: float  # of a node
     nvme_write: float
     call_s: float
     hop_s: float
     network_hop_s: float
     peak: float | None  # FLOP/s of the data sheet, for MFU; None for CPUs
-    sources: dict[str, str]  # what was assumed, measured or published
-    kernels: KernelTable | None = None  # by shape, in place of the rates above
-    collectives: CollectiveTable | None = None  # within a node, in place of link and call_s
-    longer: Mapping[str, float] = field(default_factory=dict)  # by kind, as traces have them: times as long as by these
-    slower: float = 1.0  # the same of everything; the rates above have it in them, the tables do not
+    sources: dict[str, str]  # where each rate comes from
+    kernels: KernelTable | None = None  # by shape, instead of the rates above
+    collectives: CollectiveTable | None = None  # within a node, instead of link and call_s
+    longer: Mapping[str, float] = field(default_factory=dict)  # by kind of a trace: factor on the time by these rates
+    slower: float = 1.0  # the factor for everything; it is applied to the rates above but not to the tables
 
     def host_copy(self, pinned: bool) -> float:
-        """Return bytes a second of copies between device and host memory, page-locked or not."""
+        """Return bytes per second between device and host memory, page-locked or not."""
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
 def rates_of(
     cluster: Cluster, precision: str, calibration: Calibration | None = None, fitted: Coefficients = FITTED
 ) -> Rates:
-    """Return the rates of a cluster at a precision; `calibration` replaces what it has measured."""
+    """Return a cluster's rates at a precision; measurements of `calibration` replace estimates."""
     device = cluster.device
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
     products = _products(cluster, precision)
@@ -264,7 +261,7 @@ def rates_of(
         slower = measured.launch_s / LAUNCH_S.value
         found |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)
-    if reached:  # by products alone: the other kernels with FLOPs follow
+    if reached:  # only products were measured: the other kernels with FLOPs are scaled likewise
         faster = reached * MODEL_SHAPES / assumed["flops"].value
         found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
     date = f"measured here on {measured.date[:10]}"
@@ -290,7 +287,7 @@ def rates_of(
 
 
 def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRate:
-    """Return a rate as a trace corrects it: seconds are as many times longer, what is a second as many times less."""
+    """Return a rate as corrected by a trace: seconds are multiplied, rates per second divided by the factor."""
     if name in UNTOUCHED:
         return rate
     kind = TRACED.get(name, "")
@@ -299,7 +296,7 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
 
 
 def _passes(cluster: Cluster, measured: Calibration) -> float | None:
-    """Return bytes a second of long passes: on a CPU most of them fill memory that the system has just given."""
+    """Return bytes per second of long passes; on a CPU most of them fill memory that the system has just allocated."""
     copies = [one for one in measured.kernels if one.kind == "copy" and one.dtype == "float32"]
     if not cluster.on_cpu or not copies:
         return measured.memory_bandwidth
@@ -308,20 +305,20 @@ def _passes(cluster: Cluster, measured: Calibration) -> float | None:
 
 
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
-    """Return what kernels between products reach of the bandwidth that one long addition does."""
+    """Return the bandwidth of kernels between products, relative to one long addition."""
     return 1.0 if cluster.on_cpu else fitted.memory / STREAMING.value
 
 
 def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Coefficients) -> dict[str, SourcedRate]:
-    """Return the rates that a calibration may replace, and those that were fitted, each with its source."""
+    """Return the rates that a calibration may replace and the fitted ones, with their sources."""
     device, node = cluster.device, cluster.device.node
     peak = device.peak(precision) or device.peak("fp32") or 0.0
     attention = ATTENTION.get(device.name, OTHER_ATTENTION)
-    if cluster.on_cpu or precision == "fp32":  # without a fused kernel of its own: products
+    if cluster.on_cpu or precision == "fp32":  # no fused kernel: plain products
         attention = SourcedRate(products.large, products.how)
     on_cpu, general = cluster.on_cpu, device.peak("fp32") or 0.0
     unaligned = UNALIGNED.get(device.name, OTHER_UNALIGNED)
-    # a superchip's GPU reads all host memory by its own page tables; with more GPUs there are more Grace CPUs
+    # a superchip's GPU reads all host memory by its own page tables; more GPUs come with more Grace CPUs
     superchip = device.host_link == "NVLink-C2C"
     hosts = max(1.0, cluster.gpus / node.gpus) if superchip else 1.0
     ring = EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]
@@ -363,7 +360,7 @@ def _share_of(peak: float, share: SourcedRate) -> SourcedRate:
 
 
 def _products(cluster: Cluster, precision: str) -> ProductRate:
-    """Return the share of the peak that the matrix products of a model reach."""
+    """Return the share of the peak that a model's matrix products reach."""
     if cluster.on_cpu:
         share, how = EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
         return ProductRate(share, 0.0, how)

@@ -1,4 +1,4 @@
-"""The search: forecasts every layout, counts those that do not fit by reason, and ranks the rest by speed."""
+"""Search layouts: forecast all, count those that do not fit by reason, and rank the rest by speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.profile import Linear, Profile, setting
 
-PADDED = 64  # what sizes are padded to: a multiple that tensor cores of every generation take at full speed
+PADDED = 64  # sizes are padded to a multiple of this, which tensor cores of all generations run at full speed
 
 Correct = Callable[[PlannedLayout, float], float]
 
@@ -51,7 +51,7 @@ class Misfits(NamedTuple):
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Do not look for cycles meanwhile: a search leaves none behind, and would spend a tenth of its time on them."""
+    """Turn off garbage collection, which would take a tenth of a search's time: a search leaves no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -71,9 +71,9 @@ def search(
     top: int = 10,
     correct: Correct | None = None,
 ) -> PlanResult:
-    """Rank all layouts. Raises UserError where the degrees or batches of the request are impossible.
+    """Rank all layouts. Raises UserError if the degrees or batch sizes of the request are impossible.
 
-    `correct`: the step time of a layout whose forecast is given, both in seconds.
+    `correct`: returns the corrected step time of a layout and its forecast, both in seconds.
     """
     start = time.perf_counter()
     refuse(profile, cluster, request)
@@ -84,14 +84,14 @@ def search(
     fitting, misfits, too_large = _divide(space.families, cluster, forecast)
     timer = Timer(profile, cluster, rates)
     timed = [_timed(layout, timer, correct) for layout in fitting]
-    # fastest first; of those that are alike the plainest
+    # fastest first; of equally fast ones the simplest
     timed.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout)))
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
     best = _best(timed, top, request.every)
     near = [] if request.every else [_fastest(one, timer, correct) for one in too_large[: top - len(best)]]
     ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in (*best, *near)]
-    if correct is None and not cluster.on_cpu:  # a corrected forecast has errors of its own
+    if correct is None and not cluster.on_cpu:  # the error figures are of uncorrected forecasts
         ranked = [replace(one, errors=errors_of(profile.task, one.layout.offload)) for one in ranked]
     return PlanResult(
         model=profile.model,
@@ -111,7 +111,7 @@ def search(
 
 
 def _padding(profile: Profile, one: RankedLayout, rates: Rates) -> str:
-    """Say which sizes slow a layout's products down and what padding them would bring; "" below a hundredth of it."""
+    """Return a hint on sizes that slow a layout's products, and the gain of padding them; "" if it is below 1 %."""
     layout, lengths, slow_s, padded_s = one.layout, set[int](), 0.0, 0.0
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
@@ -125,8 +125,8 @@ def _padding(profile: Profile, one: RankedLayout, rates: Rates) -> str:
         return ""
     pairs = ", ".join(f"{n:,} to {_padded(n):,}" for n in sorted(lengths))
     return (
-        f"padding {pairs} saves {(slow_s - padded_s) / one.step_s:.0%} of a step: products with sizes that are no "
-        f"multiple of 8 take {slow_s / padded_s:.1f} times as long (a vocabulary: "
+        f"padding {pairs} saves {(slow_s - padded_s) / one.step_s:.0%} of a step: matrix products with sizes that are "
+        f"not a multiple of 8 run {slow_s / padded_s:.1f} times as long (for a vocabulary: "
         f"--model-args '{{\"vocab_size\": {_padded(max(lengths))}}}')"
     )
 
@@ -136,16 +136,16 @@ def _padded(size: float) -> int:
 
 
 def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float:
-    """Return the utilization of the layout that needs least of the scarcest memory; above 1 none fits."""
+    """Return the lowest utilization of the scarcest memory by any layout; if it is above 1, none fits."""
     families = space_of(profile, cluster, request).families
     return min((_utilization(family[0], profile, cluster, forecast) for family in families), default=math.inf)
 
 
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
-    """Return a layout's utilization of the scarcest memory; a lower bound, where a pipeline is far too large.
+    """Return a layout's utilization of the scarcest memory; for far too large pipelines a lower bound.
 
-    Cutting hundreds of layers into stages takes seconds: it is left out where a stage's average share of parameters
-    and moments, which stay on the device at stages 0 and 1, is too large already.
+    Dividing hundreds of layers into stages takes seconds. It is skipped if a stage's average share of parameters and
+    moments, which stay on the device at stages 0 and 1, is already too large.
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp
@@ -157,14 +157,14 @@ def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, fore
 
 
 def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float | None:
-    """Return the bytes of a node's memory with which a layout would fit; None where that alone does not help."""
+    """Return the bytes of a node's memory with which a layout would fit; None if host memory alone does not help."""
     ample = replace(cluster, host_memory=10**18)
     fits = [_forecast_fit(family[0], ample, forecast)[1] for family in space_of(profile, cluster, request).families]
     return min((fit.host_bytes / (1 - HOST_RESERVE) for fit in fits if fit.exceeded is None), default=None)
 
 
 def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
-    """Raise a UserError with everything that makes the request's degrees and batch impossible."""
+    """Raise a UserError with everything that makes the request's degrees and batch size impossible."""
     problems = Problems()
     problem = degree_problem(request.degrees, profile, cluster, request.schedule or "1f1b")
     problems.extend([problem] if problem else [])
@@ -172,14 +172,14 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         problems.add(
             "batch-size",
             f"--micro-batch {request.micro_batch} does not divide --global-batch {request.global_batch}",
-            "leave --micro-batch out, or take one that does",
+            "leave out --micro-batch, or use a divisor of the global batch",
             "--micro-batch",
         )
     problems.raise_if_any()
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with as few micro batches as count: those in flight, and one that has left its gradients."""
+    """Forecast a layout with as few micro batches as matter: those in flight, and one that has left its gradients."""
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
@@ -188,10 +188,10 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[PlannedLayout], dict[str, Misfits], list[list[PlannedLayout]]]:
-    """Return the layouts that fit, for each reason those that do not, and the families of these, the leanest first.
+    """Return the layouts that fit, those that do not by reason, and the families of the latter, smallest need first.
 
-    Where the first of a family does not fit, the others, which need more, do not either. Where it fits with all that
-    larger buckets can add to spare, the others fit too.
+    If the first of a family does not fit, the others need more and do not fit either. If it fits with enough room for
+    all that larger buckets can add, the others fit, too.
     """
     fitting: list[PlannedLayout] = []
     misfits: dict[str, Misfits] = {}
@@ -205,7 +205,7 @@ def _divide(
         fitting.append(family[0])
         spare = fit.device_available_bytes - fit.device_bytes
         for variant in family[1:]:
-            # what buckets can add at most: in float32, flattened, sent and received, twice with overlap
+            # upper limit of what buckets add: in float32, flattened, sent and received, twice with overlap
             added = 4 * 4 * variant.bucket * (1 + variant.overlap)
             if variant.persistence != family[0].persistence or added > spare:
                 memory, fit = _forecast_fit(variant, cluster, forecast)
@@ -218,7 +218,7 @@ def _divide(
 
 
 def _count(misfits: dict[str, Misfits], one: Misfits) -> None:
-    """Add layouts to those of the same reason; of both, the one that needs least is kept."""
+    """Add layouts to those with the same reason; keep the one that needs least."""
     place = one.fit.exceeded
     reason = f"device-memory-{one.memory.peak_phase}" if place == "device" else f"{place}-memory"
     known = misfits.get(reason)
@@ -229,7 +229,7 @@ def _count(misfits: dict[str, Misfits], one: Misfits) -> None:
 
 
 def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
-    """Round the speed to three digits, so that of layouts which differ in the fourth alone the plainest is first."""
+    """Time a layout; speed has three digits, so that the simplest of nearly equal layouts comes first."""
     step = timer.step(layout)
     if correct:
         step = step.scaled(correct(layout, step.step_s) / step.step_s)
@@ -241,7 +241,7 @@ def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None)
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
-    """Return the best that differ in more than buckets and overlap; with `every`, simply the best."""
+    """Return the best layouts that differ in more than buckets and overlap; with `every`, the best of all."""
     if every:
         return timed[:most]
     seen: dict[tuple, TimedLayout] = {}

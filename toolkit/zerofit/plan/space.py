@@ -1,4 +1,4 @@
-"""The layouts that a plan considers: stages, offloading, degrees and batches that DeepSpeed and zerofit take."""
+"""List the layouts that a plan considers: stages, offloading, degrees and batch sizes that are supported."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from zerofit.spec.profile import Profile
 from zerofit.spec.run import PipelineSchedule
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
-MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
+MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 times as many
 IMAGES = 8
-# knobs in which the members of a family differ, and those that no search decides; a request has them for all members
+# attributes in which the members of a family differ, or that no search decides; a request sets them for all members
 REPLACED = ("bucket", "overlap", "prefetch", "persistence", "pin_optimizer", "pin_param", "steps_early")
-MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
+MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; the time forecast knows little about these
 
 _SHARDED_BITS = Problem(
     kind="quantized",
-    message="weights in 8 bits are not divided at ZeRO stage 3, and those in 4 are not put on NVMe",
-    hint="take --quantize nf4 or stage 2, and keep parameters on the device or in host memory",
+    message="8-bit weights are not divided at ZeRO stage 3, and 4-bit weights are not offloaded to NVMe",
+    hint="use --quantize nf4 or stage 2, and keep parameters on the device or in host memory",
     where="--quantize",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The user's choices for a plan; None leaves one to the search."""
+    """The user's choices for a plan; None leaves a choice to the search."""
 
     precision: str
     global_batch: int | None = None
@@ -51,35 +51,35 @@ class PlanRequest:
     sp: int | None = None
     ep: int | None = None
     checkpointing: bool | None = None
-    schedule: PipelineSchedule | None = None  # of pipelines; None: one forward, one backward
-    pipelines: bool = True  # whether the search may cut the model into pipeline stages
-    every: bool = False  # each variant is ranked by itself, and stage 3 with larger sizes is one
-    keep: Mapping[str, Any] = field(default_factory=dict)  # further knobs of PlannedLayout that are decided
+    schedule: PipelineSchedule | None = None  # of pipelines; None: 1F1B
+    pipelines: bool = True  # whether the search may divide the model into pipeline stages
+    every: bool = False  # rank each variant by itself, including larger stage-3 sizes
+    keep: Mapping[str, Any] = field(default_factory=dict)  # further fixed attributes of PlannedLayout
 
     @property
     def degrees(self) -> Degrees:
-        """The degrees that are asked for."""
+        """The requested degrees."""
         return Degrees(self.tp or 1, self.pp or 1, self.sp or 1, self.ep or 1)
 
 
 @dataclass
 class SearchSpace:
-    """Layouts to forecast, and what was left out before any forecast: reason -> problem, with how often.
+    """Layouts to forecast, and what is impossible before any forecast: reason -> problem, count.
 
-    A family's members differ in buckets, overlap and stage 3's sizes alone; the first needs least memory.
+    A family's members differ only in buckets, overlap and stage 3's sizes; the first needs least memory.
     """
 
     families: list[list[PlannedLayout]] = field(default_factory=list)
     left_out: dict[str, tuple[Problem, int]] = field(default_factory=dict)
 
     def leave_out(self, problem: Problem) -> None:
-        """Note one degree or batch that is impossible."""
+        """Count one impossible degree or batch size."""
         _, count = self.left_out.get(problem.kind, (problem, 0))
         self.left_out[problem.kind] = (problem, count + 1)
 
 
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
-    """Return every layout that can be run on this cluster as requested."""
+    """Return every layout that can run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
     kept = {name: value for name, value in request.keep.items() if name in REPLACED}
     for degrees in _degrees(cluster, profile, request):
@@ -121,7 +121,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             if any(refusals(first.optimizer, first.precision, first.offload_optimizer, first)):
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
-                continue  # averages are of data parallel ranks, and in memory (config/images.py)
+                continue  # averages are kept by data parallel ranks, in memory (config/images.py)
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
             family = [first, *_variants(first, profile, request.every)]
@@ -132,11 +132,11 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
-    """Yield all degrees that may be possible, or those that were asked for."""
+    """Yield all degrees that may be possible, or the requested ones."""
     if request.tp or request.pp or request.sp or request.ep:
         yield request.degrees
         return
-    if request.schedule == "dualpipev":  # which orders the micro batches of stages
+    if request.schedule == "dualpipev":  # a schedule for pipelines only
         yield from (Degrees(pp=degree) for degree in divisors(cluster.ranks)[1:] or [cluster.ranks])
         return
     yield Degrees()
@@ -158,14 +158,14 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
     traced = dict.fromkeys(key.split("/")[0] for key in profile.costs)
     if request.precision not in traced:
         message = f"the profile of {profile.model} was traced in {', '.join(traced)}, not in {request.precision}"
-        hint = f"take --precision {' or '.join(traced)}"
+        hint = f"use --precision {' or '.join(traced)}"
         return Problem(kind="not-profiled", message=message, hint=hint, where="--precision")
-    message = f"{keys[0]} of {profile.model} is not in its profile: not asked for, or a layer that does not divide"
-    return Problem(kind="not-profiled", message=message, hint="ask for the degree by its flag", where="--profile")
+    message = f"the profile of {profile.model} lacks {keys[0]}: it was not requested, or a layer cannot be divided"
+    return Problem(kind="not-profiled", message=message, hint="request the degree by its flag", where="--profile")
 
 
 def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a stage takes a model's quantised weights (config/part.py): int8 ones have a byte a number."""
+    """Return whether a stage supports a model's quantised weights (config/part.py); int8 ones have one byte each."""
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     bits = any(layer.quantized for layer in profile.layers)
     return not bits or (offload_param != "nvme" and not (eight and stage == 3))
@@ -174,29 +174,29 @@ def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
 def _decided(request: PlanRequest) -> Problem:
     knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
     words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
-    message = f"no layout has all that is decided: {words}, global batch {request.global_batch or 'free'}"
-    return Problem(kind="decided", message=message, hint="decide less, or other values")
+    message = f"no layout matches all fixed values: {words}, global batch {request.global_batch or 'free'}"
+    return Problem(kind="decided", message=message, hint="fix fewer values, or change them")
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
-    """Yield ZeRO stage, where the optimizer's states are, where parameters are."""
+    """Yield ZeRO stage, place of the optimizer's states, place of parameters."""
     keep = request.keep
-    if "zero_stage" in keep and "offload_optimizer" in keep:  # a combination of the user's own
+    if "zero_stage" in keep and "offload_optimizer" in keep:  # the user's own combination
         yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
         return
-    if degrees.ep == 1 and request.schedule != "dualpipev":  # which is trained at stage 1 (config/pipelines.py)
+    if degrees.ep == 1 and request.schedule != "dualpipev":  # DualPipeV trains at stage 1 (config/pipelines.py)
         yield 0, "none", "none"
     yield 1, "none", "none"
-    if degrees.pp > 1:  # DeepSpeed's pipeline takes no more (pipe/engine.py:73)
+    if degrees.pp > 1:  # the limit of DeepSpeed's pipeline (pipe/engine.py:73)
         return
     yield 2, "none", "none"
     yield 3, "none", "none"
     if cluster.on_cpu and keep.keys().isdisjoint(("offload_optimizer", "offload_param")):
-        return  # host memory is the device's
+        return  # host and device memory are one
     yield 2, "cpu", "none"
     yield 3, "cpu", "none"
     yield 3, "cpu", "cpu"
-    if cluster.nvme_bytes:  # below stage 3 DeepSpeed takes the host instead (stage_1_and_2.py:220)
+    if cluster.nvme_bytes:  # below stage 3 DeepSpeed uses the host instead (stage_1_and_2.py:220)
         yield 3, "nvme", "none"
         yield 3, "nvme", "cpu"
         yield 3, "nvme", "nvme"
@@ -215,7 +215,7 @@ def _batches(
     if request.global_batch % dp:
         below = request.global_batch // dp * dp
         message = f"global batch {request.global_batch} is not a multiple of the data parallel degree {dp}"
-        hint = f"take {below} or {below + dp}" if below else f"take {dp}"
+        hint = f"use {below} or {below + dp}" if below else f"use {dp}"
         space.leave_out(Problem(kind="global-batch", message=message, hint=hint, where="--global-batch"))
         return
     share = request.global_batch // dp
@@ -226,7 +226,7 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """Return the same with larger buckets, with gradients reduced during backward, and with more kept gathered."""
+    """Return variants with larger buckets, with gradients reduced during backward, and with more kept gathered."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]
@@ -239,14 +239,14 @@ def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[Plann
 
 
 class Stage3Sizes(NamedTuple):
-    """Elements that stage 3 gathers ahead, and below which a parameter stays gathered."""
+    """Elements that stage 3 prefetches, and the size below which a parameter stays gathered."""
 
     prefetch: int
     persistence: int
 
 
 def stage3_sizes(profile: Profile) -> Stage3Sizes:
-    """Return the sizes that follow from the model's width."""
+    """Return the sizes for the model's width."""
     numels = [numel for layer in profile.layers for numel in layer.matrices + layer.vectors + layer.frozen]
     largest = max(numels, default=1)
     hidden = width(profile.hidden_size, largest)

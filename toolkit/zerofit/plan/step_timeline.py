@@ -1,4 +1,4 @@
-"""The timeline of a step: what each stream of a rank does when, laid out from the parts that its time is made of."""
+"""Lay out a step on a timeline: what each stream of a rank does when, from the parts of the step's time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zerofit.plan.rates import Rates
 from zerofit.plan.time import ReduceGroup, StepParts, StepTask, Stream, Timer, reduce_groups
 from zerofit.spec.profile import Profile
 
-LAUNCHES = "launches", "launches and hooks"  # what the host does: without ZeRO-3, and with it
+LAUNCHES = "launches", "launches and hooks"  # of the host: without ZeRO-3, and with it
 
 
 class Span(NamedTuple):
-    """One piece of work on one stream of a pipeline stage's rank; times in seconds from the step's start."""
+    """A piece of work on a stream of one pipeline stage's rank; times in seconds from the step's start."""
 
     stage: int
-    stream: str  # a Stream; of a script as it is called
+    stream: str  # a Stream; in a script's trace, the script's own name for it
     phase: str  # "forward", "backward" or "step"
-    micro_batch: int  # from 0; -1: of the whole step
-    module: str  # "block.17"; "" where it belongs to no layer
+    micro_batch: int  # from 0; -1: of the step
+    module: str  # "block.17"; "" outside of layers
     kind: str  # "product", "all-gather", "optimizer", ...
     start_s: float
     end_s: float
@@ -36,26 +36,26 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """Every stream of one rank of each pipeline stage, over one optimizer step."""
+    """All streams of one rank of each pipeline stage, over one optimizer step."""
 
     spans: tuple[Span, ...]
     step_s: float
 
     def busy_s(self) -> dict[tuple[int, str], float]:
-        """Return how long each stream of each stage works."""
+        """Return the busy seconds of each stream of each stage."""
         busy: defaultdict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
             busy[span.stage, span.stream] += span.end_s - span.start_s
         return dict(busy)
 
     def scaled(self, factor: float) -> StepTimeline:
-        """Return the timeline with all times times a factor."""
+        """Return the timeline with all times multiplied by a factor."""
         spans = (one._replace(start_s=factor * one.start_s, end_s=factor * one.end_s) for one in self.spans)
         return StepTimeline(spans=tuple(spans), step_s=factor * self.step_s)
 
 
 def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> StepTimeline:
-    """Lay out a step; it ends when `timer` says. KeyError where the layout's setting is not in the profile."""
+    """Lay out a step as long as `timer` forecasts it. Raises KeyError if the layout's setting is not in the profile."""
     drawing = _Drawing(profile, timer.rates, timer.parts(layout))
     if layout.schedule == "dualpipev":
         drawing.dualpipev()
@@ -68,14 +68,14 @@ def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> Step
 
 
 class _NamedLayer(NamedTuple):
-    """A layer with its name and its place in the profile's layers."""
+    """A layer's index in the profile, and its name."""
 
     layer: int
     module: str
 
 
 class _Drawing:
-    """Spans of a step so far, and its clock."""
+    """The spans of a step so far, and the current time."""
 
     def __init__(self, profile: Profile, rates: Rates, parts: StepParts):
         self.parts, self.layout, self._rates = parts, parts.layout, rates
@@ -102,7 +102,7 @@ class _Drawing:
         self._tasks(0, "step", -1, parts.step)
 
     def pipeline(self) -> None:
-        """Lay out all stages' micro batches, one forward, one backward, at the pace of the slowest; then the optimizer.
+        """Lay out all stages' micro batches (1F1B) at the pace of the slowest stage, then the optimizer.
 
         DeepSpeed's order (runtime/pipe/schedule.py, TrainSchedule): stage s of p is p - s forwards ahead.
         """
@@ -123,7 +123,7 @@ class _Drawing:
         self._steps((micro_batches + stages - 1) * (forward_s + backward_s))
 
     def dualpipev(self) -> None:
-        """Lay out the stages' passes as DualPipeV orders them; then the optimizer."""
+        """Lay out the stages' passes in DualPipeV's order, then the optimizer."""
         flows: dict[tuple[int, str], list[Piece]] = {}
         for stage, parts in enumerate(self.parts.one.parts):
             start = 0
@@ -141,7 +141,7 @@ class _Drawing:
         self._steps(self.parts.played_s())
 
     def _steps(self, done_s: float) -> None:
-        """Reduce gradients and step on all stages, once the passes are done; what was added up is drawn behind them."""
+        """Lay out accumulation, reduction and the optimizer on all stages after the passes."""
         parts, ends = self.parts, []
         for stage in range(self.layout.pp):
             self.now_s, share, others = done_s, self._share(stage), self.layout.accumulation - 1
@@ -153,14 +153,14 @@ class _Drawing:
         self.now_s = max(ends)
 
     def _send(self, pieces: list[Piece], sends: bool) -> None:
-        """Hand on what the layers have made, once the last of them is done."""
+        """Send the layers' output when the last of them is done."""
         if sends:
             end_s = max((piece.end_s for piece in pieces), default=0.0)
             what = Piece("pipeline", "", "send", end_s, end_s + self.parts.send_s, self.parts.one.output_bytes)
             pieces.append(what)
 
     def _share(self, stage: int) -> float:
-        """Return the share of a stage's trained parameters of those of the stage with most."""
+        """Return a stage's trained parameters relative to the stage with most."""
         one = self.parts.one
         return one.trained_of(one.stages[stage]) / max(1, one.trained_parameters)
 
@@ -182,7 +182,7 @@ class _Drawing:
                 self.now_s = end_s
 
     def _add(self, stage: int, phase: str, micro_batch: int, pieces: Iterable[Piece]) -> None:
-        """Add a direction of a micro batch, which begins now; it ends with its last piece."""
+        """Add one direction of a micro batch, which begins now and ends with its last piece."""
         end_s = self.now_s
         for stream, module, kind, start_s, stop_s, moved, flops in pieces:
             span = Span(
@@ -193,7 +193,7 @@ class _Drawing:
         self.now_s = end_s
 
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
-        """Return a direction of a micro batch: fetches ahead of layers, and groups of gradients reduced behind them."""
+        """Return one direction of a micro batch: fetches run ahead of layers, reductions of gradients behind them."""
         parts, clock = self.parts, Clock(self.parts.exposed)
         works = parts.one.backward if backward else parts.one.forward
         elements_after = _elements_after(groups)
@@ -220,7 +220,7 @@ class _Drawing:
         return clock.placed(pieces)
 
     def _fetch(self, one: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
-        """Yield the copy of a layer's shards from where they are offloaded to, then its all-gather."""
+        """Yield the copy of a layer's offloaded shards, then its all-gather."""
         parts = self.parts
         if parts.fetches is None:
             return
@@ -259,7 +259,7 @@ class _Drawing:
         yield Piece("expert parallel", one.module, "all-to-all", now_s, now_s + work.experts_s, sent)
 
     def _kinds(self, layer: int, backward: bool) -> list[_KindTime]:
-        """Return what a layer's kernels of each kind take, in the order of their first."""
+        """Return the time of a layer's kernels by kind, in the order of first use."""
         if (layer, backward) not in self._known:
             cost, micro_batch = self._costs[layer], self.layout.micro_batch
             found: dict[str, _KindTime] = {}
@@ -283,7 +283,7 @@ class _KindTime(NamedTuple):
 
 
 def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Return of how many elements the gradients are reduced, by the number of layers whose backward is done then."""
+    """Return how many elements of gradients are reduced after how many layers of backward."""
     found, done = {}, 0
     for group in groups:
         for _ in range(group.groups):
@@ -293,7 +293,7 @@ def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
 
 
 def _named(profile: Profile, stages: Iterable[Sequence[StageLayers]]) -> Iterator[list[_NamedLayer]]:
-    """Yield for each stage its layers, in the order of the forward."""
+    """Yield the layers of each stage, in the order of forward."""
     seen: Counter[int] = Counter()
     for stage in stages:
         placed = []

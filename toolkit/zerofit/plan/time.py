@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step: compute, collectives, transfers and the step itself, as DeepSpeed orders them."""
+"""Forecast the seconds of an optimizer step: compute, collectives, transfers and optimizer, in DeepSpeed's order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
 from zerofit.spec.profile import Profile, setting
 
-# elements that SuperOffload hands to its process at a time: sub_group_size of the bundled JSON
+# elements that SuperOffload sends to its process at a time: sub_group_size of the bundled JSON
 EARLY_GROUP = 100_000_000
-# of host memory beside what the optimizer moves: clipping reads and writes the gradient (8, stage3.py:2988), the
-# stepped parameter is converted (6, stage3.py:2858)
+# bytes of host memory per element besides the optimizer's: clipping reads and writes the gradient (8, stage3.py:2988),
+# the stepped parameter is converted (6, stage3.py:2858)
 HOST_BYTES = 14
 
 Stream = Literal[
@@ -40,7 +40,7 @@ Stream = Literal[
     "host to device",
     "NVMe",
 ]
-HANDLED = "gradients into buckets and out"  # the engine's own passes
+HANDLED = "gradients into buckets and out"  # the engine's passes over gradients
 ADDED = "gradients added up"
 GATHERED = "all-gather of stepped parameters"
 TRANSFERS = ("device to host", "host to device", "NVMe")
@@ -48,26 +48,26 @@ TRANSFERS = ("device to host", "host to device", "NVMe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step, and what the parts add to it; what overlaps with compute is not in them."""
+    """Seconds of one optimizer step and of its parts; time that overlaps with compute is not counted."""
 
     step_s: float
     compute_s: float  # forward and backward of all micro batches
-    gather_s: float  # ZeRO-3: parameters, where they are waited for
-    reduce_s: float  # gradients, with the engine's own passes over them
+    gather_s: float  # ZeRO-3: waiting for gathered parameters
+    reduce_s: float  # gradients, including the engine's passes over them
     tensor_s: float  # all-reduces of tensor parallelism
     sequence_s: float  # all-to-alls of sequence parallelism
-    experts_s: float  # all-to-alls of spread experts
-    bubble_s: float  # a pipeline that fills and drains
-    optimizer_s: float  # Adam, with the all-gather of what it stepped
-    transfer_s: float  # between device, host and disks, for offloading; of activations as well
+    experts_s: float  # all-to-alls of expert parallelism
+    bubble_s: float  # a pipeline's idle time while it fills and drains
+    optimizer_s: float  # Adam, and the all-gather of stepped parameters
+    transfer_s: float  # offloading between device, host and disks, including activations
 
     def scaled(self, factor: float) -> StepTime:
-        """Return all parts times a factor."""
+        """Return all parts multiplied by a factor."""
         return StepTime(**{name: factor * value for name, value in asdict(self).items()})
 
 
 class StepTask(NamedTuple):
-    """Work that waits for all that is issued before it, and that all that follows waits for."""
+    """Work that starts after all earlier work, and that all later work waits for."""
 
     stream: Stream
     name: str
@@ -75,61 +75,61 @@ class StepTask(NamedTuple):
     seconds: float
 
     def scaled(self, factor: float) -> StepTask:
-        """Return so many times the work."""
+        """Return the work multiplied by a factor."""
         return self._replace(bytes=factor * self.bytes, seconds=factor * self.seconds)
 
 
 class Fetches(NamedTuple):
-    """What ZeRO-3 gathers for layers, by place in the profile's layers, and what it takes."""
+    """ZeRO-3's all-gathers for each layer of the profile, and their time."""
 
-    copy_s: float  # of a byte, from the host or the disks
-    gather_s: float  # of a byte, over the links
+    copy_s: float  # per byte, from the host or the disks
+    gather_s: float  # per byte, over the links
     call_s: float
-    forward: tuple[tuple[float, float], ...]  # bytes and all-gathers, as a mean of equal layers
+    forward: tuple[tuple[float, float], ...]  # bytes and number of all-gathers, averaged over equal layers
     backward: tuple[tuple[float, float], ...]
 
     def bytes(self, layer: int, backward: bool) -> float:
-        """Return the bytes that are fetched for a layer in one direction."""
+        """Return the bytes that are gathered for a layer in one direction."""
         return (self.backward if backward else self.forward)[layer][0]
 
     def seconds(self, layer: int, backward: bool) -> float:
-        """Return what that takes."""
+        """Return the seconds that this needs."""
         size, calls = (self.backward if backward else self.forward)[layer]
         return size * (self.copy_s + self.gather_s) + calls * self.call_s
 
 
 class ReduceGroup(NamedTuple):
-    """Layers that fill a bucket of gradients, in the order of backward; several such groups where all are equal."""
+    """Layers whose gradients fill a bucket, in the order of backward; equal groups are counted."""
 
-    groups: int
-    members: tuple[StageLayers, ...]  # of one group
-    elements: int  # of one group
+    groups: int  # number of equal groups
+    members: tuple[StageLayers, ...]  # per group
+    elements: int  # per group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What a step consists of, in the engine's order: its time and its timeline are both made of this."""
+    """The parts of a step in the engine's order, from which its time and its timeline are made."""
 
     layout: PlannedLayout
     one: RankPass
-    exposed: float  # share of what runs beside compute that shows
-    fetches: Fetches | None  # where parameters are gathered
-    reduce_s: float  # of all gradients, of the stage with most parameters
-    groups: Sequence[ReduceGroup]  # of backward, where something runs beside it
-    overlapped: bool  # whether gradients are reduced beside backward
-    send_s: float  # of an activation, or its gradient, to the next pipeline stage
-    first: tuple[StepTask, ...]  # what follows the first micro batch
-    later: tuple[StepTask, ...]  # what follows each other one
-    step: tuple[StepTask, ...]  # the optimizer's, after all of them
+    exposed: float  # share of the work beside compute that is not hidden
+    fetches: Fetches | None  # of parameters; None below ZeRO-3
+    reduce_s: float  # of all gradients, in the stage with most parameters
+    groups: Sequence[ReduceGroup]  # of backward, if something runs beside it
+    overlapped: bool  # whether gradients are reduced during backward
+    send_s: float  # of an activation or its gradient to the next pipeline stage
+    first: tuple[StepTask, ...]  # after the first micro batch
+    later: tuple[StepTask, ...]  # after each later micro batch
+    step: tuple[StepTask, ...]  # of the optimizer, after all micro batches
 
     @property
     def reductions(self) -> int:
-        """How many micro batches end with a reduction; below stage 2 the last alone does."""
+        """How many micro batches end with a reduction: all from stage 2 on, only the last one below."""
         return self.layout.accumulation if self.layout.zero_stage >= 2 else 1
 
     @property
     def forward_s(self) -> float:
-        """Seconds of a micro batch's forward: of the slowest stage, with what it waits for."""
+        """Seconds of a micro batch's forward in the slowest stage, including waits."""
         if self.fetches is None:
             return self.one.forward_s
         forward = self.one.forward
@@ -137,13 +137,13 @@ class StepParts:
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
-        """Return the seconds of a micro batch's backward, with reductions beside it or with nothing but fetches."""
+        """Return the seconds of a micro batch's backward, with reductions or only with fetches beside it."""
         if self.fetches is None and not reducing:
             return self.one.backward_s
         return flow_s(list(self._backward(reducing)), self.exposed)
 
     def played(self, micro_batches: int) -> list[Played]:
-        """Return what the stages of DualPipeV do when."""
+        """Return the passes of DualPipeV's stages with their times."""
         one = self.one
         seconds = [
             [PartSeconds(one.total(part, one.forward), one.total(part, one.backward)) for part in parts]
@@ -152,18 +152,18 @@ class StepParts:
         return played(seconds, micro_batches, self.send_s)
 
     def played_s(self) -> float:
-        """Return the seconds of DualPipeV's passes; beyond those that fill it each takes the slowest stage's time."""
+        """Return the seconds of DualPipeV's passes; once it is filled, each needs the slowest stage's time."""
         layout = self.layout
         looked = min(layout.accumulation, 3 * layout.pp)
         each_s = self.one.sums.layer_s + 4 * self.send_s
         return max(one.end_s for one in self.played(looked)) + (layout.accumulation - looked) * each_s
 
     def fetch_s(self, layer: int, backward: bool) -> float:
-        """Return the seconds to fetch a layer in one direction."""
+        """Return the seconds to gather a layer in one direction."""
         return self.fetches.seconds(layer, backward) if self.fetches else 0.0
 
     def share_s(self, elements: int) -> float:
-        """Return the seconds to reduce some of the gradients."""
+        """Return the seconds to reduce this many elements of the gradients."""
         return self.reduce_s * elements / max(1, self.one.trained_parameters)
 
     def _backward(self, reducing: bool) -> Iterator[FlowRun]:
@@ -175,7 +175,7 @@ class StepParts:
 
 
 class Timer:
-    """Forecasts of step times for one model on one cluster; what layouts share is computed once."""
+    """Forecast step times for one model on one cluster; results that layouts share are computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self.rates = profile, cluster, rates
@@ -183,7 +183,7 @@ class Timer:
         self._groups: dict[tuple[RankPass, int], Sequence[ReduceGroup]] = {}
 
     def step(self, layout: PlannedLayout) -> StepTime:
-        """Return the time of one optimizer step. KeyError where the layout's setting is not in the profile."""
+        """Return the time of one optimizer step. Raises KeyError if the layout's setting is not in the profile."""
         parts = self.parts(layout)
         one, micro_batches, sums = parts.one, layout.accumulation, parts.one.sums
         forward_s, backward_s = parts.forward_s, parts.backward_s(reducing=False)
@@ -193,7 +193,7 @@ class Timer:
         if layout.schedule == "dualpipev":
             passes_s = parts.played_s()
             bubble_s = passes_s - micro_batches * sums.layer_s
-        else:  # a pipeline's stages keep step; each waits while it fills and drains, and for those that are slower
+        else:  # stages run in lockstep; each waits while the pipeline fills and drains, and for slower stages
             passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
             bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
         tasks = [(1, task) for task in (*parts.first, *parts.step)] + [(micro_batches - 1, t) for t in parts.later]
@@ -215,13 +215,13 @@ class Timer:
         )
 
     def parts(self, layout: PlannedLayout) -> StepParts:
-        """Return what a step consists of. KeyError where the layout's setting is not in the profile."""
+        """Return the parts of a step. Raises KeyError if the layout's setting is not in the profile."""
         one, b, gpus = self._passes.of(layout), layout.element_bytes, self._cluster.gpus
         shards = group_of(layout.zero_ranks, layout.tp, gpus)
-        # a pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology
+        # consecutive pipeline stages: pipe is the outermost axis of DeepSpeed's topology
         neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
         first, later = self._accumulate(layout, one, shards, b)
-        # gradients are reduced beside backward with overlap_comm alone; without it they are on its stream
+        # gradients are reduced during backward only with overlap_comm; otherwise on backward's stream
         # (stage3.py:341, stage_1_and_2.py, average_tensor), and at stage 0 after it
         overlapped = layout.overlap and layout.zero_stage > 0 and layout.pp == 1
         return StepParts(
@@ -239,13 +239,13 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, one: RankPass) -> float:
-        """Return the share of its parameters that a rank has: of experts that are spread it shares with fewer."""
+        """Return the share of its parameters that a rank keeps; fewer ranks divide an expert's."""
         return (1 + (layout.ep - 1) * one.expert_share) / layout.zero_ranks
 
     def _spread_s(
         self, op: str, size_bytes: float, calls: float, layout: PlannedLayout, one: RankPass, *, at_once: bool = False
     ) -> float:
-        """Time a collective of parameters: spread experts' among the ranks that hold the same."""
+        """Return the seconds of a collective of parameters; experts' is among the ranks with the same experts."""
         gpus, experts = self._cluster.gpus, one.expert_share
         shards = group_of(layout.zero_ranks, layout.tp, gpus)
         every_s = collective_s(
@@ -262,7 +262,7 @@ class Timer:
         return self._groups[one, bucket]
 
     def _fetches(self, layout: PlannedLayout, one: RankPass, shards: RankGroup) -> Fetches:
-        """Time ZeRO-3's all-gathers, as DeepSpeed's coordinator issues them.
+        """Return the times of ZeRO-3's all-gathers in the order of DeepSpeed's coordinator.
 
         Shards on the host are copied on the stream that gathers them (partition_parameters.py, all_gather_coalesced).
         """
@@ -292,18 +292,21 @@ class Timer:
             yield sum(one.bytes for one in mine) / layer.count, sum(one.calls for one in mine) / layer.count
 
     def _reduce_s(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> float:
-        """Time all gradients; stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
+        """Return the seconds to reduce all gradients.
+
+        Stages 0-2 all-reduce buckets (stage_1_and_2.py, average_tensor).
+        """
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         return self._spread_s(op, b * one.trained_parameters, _calls(layout, one), layout, one)
 
     def _accumulate(
         self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return what the engine does with gradients after the first and after each other micro batch.
+        """Return what the engine does with gradients after the first micro batch, and after each later one.
 
-        Stages 2 and 3 reduce them each time; below, autograd adds them to those of the micro batches before. Offloaded,
-        they are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all parameters
-        on every rank (stage_1_and_2.py:1809).
+        Stages 2 and 3 reduce them each time; below, autograd adds them to those of earlier micro batches. Offloaded
+        gradients are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all
+        parameters on every rank (stage_1_and_2.py:1809).
         """
         if layout.zero_stage < 2:
             added = 3 * b * one.trained_parameters
@@ -318,15 +321,15 @@ class Timer:
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
     def _handled(self, layout: PlannedLayout, one: RankPass, *, later: bool) -> StepTask:
-        """Return the engine's own passes over gradients that are reduced, the first time or a later one."""
+        """Return the engine's passes over reduced gradients, of the first micro batch or a later one."""
         work, share = engine_work(layout), self._share(layout, one)
         moved = (work.gradients + share * (work.kept + later * work.added)) * one.trained_parameters
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)
 
     def _step_tasks(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> Iterator[StepTask]:
-        """Yield the step on a rank's share, then the all-gather of stages 1 and 2; first what is left of the gradients.
+        """Yield the rest of the gradients' handling, the step on a rank's share, and the all-gather of stages 1 and 2.
 
-        Offloaded gradients move in float32; a node's ranks share its memory and its disks.
+        Offloaded gradients are copied in float32. A node's ranks share its memory and its disks.
         """
         rates, gpus, work = self.rates, self._cluster.gpus, engine_work(layout)
         part = self._share(layout, one) if layout.zero_stage else 1
@@ -337,7 +340,7 @@ class Timer:
         launches = part * work.looped * one.trained_tensors + work.begun
         launched_s = launches * rates.engine_launch_s
         if one.ahead and layout.zero_stage and layout.offload_optimizer == "none":
-            # of a device that is behind they are hidden; at stage 0 each parameter's overflow is waited for
+            # hidden if the device is still busy; at stage 0 the host waits for each parameter's overflow check
             launched_s = max(0.0, launched_s - layout.accumulation * (one.sums.layer_s - one.sums.host_s))
         yield StepTask("host", "launches of the step", 0.0, launched_s)
         if layout.offload_optimizer == "none":
@@ -362,14 +365,14 @@ class Timer:
             whole = b * one.trained_parameters
             seconds = self._spread_s("all_gather", whole, _calls(layout, one), layout, one)
             yield StepTask("data parallel", GATHERED, whole, seconds)
-        if layout.zero_stage == 3:  # those that are kept whole, one by one (stage3.py:2841)
+        if layout.zero_stage == 3:  # parameters that are kept gathered, one by one (stage3.py:2841)
             kept = kept_gathered(self._line(layout), layout)
             seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, one, at_once=True)
             yield StepTask("data parallel", GATHERED, kept.bytes, seconds)
 
 
 def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
-    """Yield the groups of a stage's layers, last to first, that fill a bucket of gradients each; the last may not."""
+    """Yield the groups of a stage's layers, last to first, whose gradients fill a bucket; the last may be smaller."""
     members: list[StageLayers] = []
     elements = 0
     for layer, count in reversed(stage):
@@ -388,10 +391,10 @@ def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> I
 
 
 def _left_of_step(task: StepTask, layout: PlannedLayout, one: RankPass, elements: float) -> StepTask:
-    """Return what is left of the host's step after backward, which SuperOffload steps beside without clipping.
+    """Return the host's step after backward; SuperOffload without clipping runs the rest during backward.
 
-    A group is queued once backward has its gradients (superoffload_stage3.py, partition_grads), at even distances: the
-    last one is stepped after backward, and all but the first wait for the host where that is slower.
+    Groups are queued at even intervals, each when backward has its gradients (superoffload_stage3.py, partition_grads).
+    The last group is stepped after backward. If the host is slower than backward, all but the first wait for it.
     """
     if not layout.steps_early:
         return task
@@ -401,14 +404,14 @@ def _left_of_step(task: StepTask, layout: PlannedLayout, one: RankPass, elements
 
 
 def _calls(layout: PlannedLayout, one: RankPass) -> float:
-    """Return how many buckets all gradients or stepped parameters fill."""
+    """Return the number of buckets that all gradients or stepped parameters fill."""
     return max(1.0, one.trained_parameters / max(1, layout.bucket))
 
 
 def model_flops(profile: Profile, precision: str) -> float:
-    """Return the FLOPs of one sample's forward and backward, counted as three forwards (as train/metrics.py does).
+    """Return the FLOPs of one sample's forward and backward, counted as three forwards (as in train/metrics.py).
 
-    KeyError where the plain setting was not traced.
+    Raises KeyError if the plain setting was not traced.
     """
     costs = profile.costs[setting(precision, False, 1, 1)]
     pairs = zip(profile.layers, costs, strict=True)

@@ -1,6 +1,6 @@
-"""The order in which a rank's layers allocate in forward and backward, for the memory forecast.
+"""Order the allocations of a rank's layers in forward and backward, for the memory forecast.
 
-Nothing here depends on the ZeRO stage, the micro batch or the number of data parallel ranks.
+The order does not depend on the ZeRO stage, the micro batch or the number of data parallel ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile
 
-# of many equal layers, these of the last and the first; the rest lie between them (see `_representatives`)
+# of many equal layers these many last and first ones are kept (see `_representatives`)
 _LAST, _FIRST = 3, 1
 
 Point = tuple[float, float]  # bytes: fixed, per sample
@@ -29,69 +29,72 @@ def add(one: Point, other: Point) -> Point:
 
 
 FROZEN = 2
-EXPERTS = 3  # the first group of spread experts, which DeepSpeed takes out of the matrices
-EXPERT_GROUP_ELEMENTS = 178_956_971  # of such a group at most, but for one parameter (moe/utils.py, max_group_size)
+EXPERTS = 3  # the first group of experts, which DeepSpeed separates from the matrices
+EXPERT_GROUP_ELEMENTS = 178_956_971  # limit of such a group unless it has one parameter (moe/utils.py, max_group_size)
 
 
 class Parameter(NamedTuple):
-    """One parameter of a rank, as the optimizer's groups hold it (models/build.py, parameter_groups)."""
+    """One parameter of a rank, as the optimizer groups it (models/build.py, parameter_groups)."""
 
     numel: int
-    group: int  # 0: matrices, 1: vectors, FROZEN: in none, EXPERTS and above: spread experts
+    group: int  # 0: matrices, 1: vectors, FROZEN: not in the optimizer, EXPERTS and above: experts
     start: int  # elements before it in its group
-    split: bool = False  # tensor parallel ranks have a part each
+    split: bool = False  # whether tensor parallelism splits it
     packed: bool = False  # quantised: its elements are bytes, whatever the precision
-    copied: bool = False  # another pipeline stage's, which counts it in the norm of gradients
+    copied: bool = False  # a copy of another pipeline stage's parameter, which is counted in the norm there
 
     @property
     def expert(self) -> bool:
-        """Whether it holds a rank's share of the experts: fewer ranks have the same."""
+        """Whether it is a rank's share of the experts, which fewer ranks have in common."""
         return self.group >= EXPERTS
 
     def bytes(self, element: int) -> int:
-        """Return its bytes, where an element of the precision has so many."""
+        """Return its bytes at this many bytes per element of the precision."""
         return self.numel if self.packed else element * self.numel
 
 
 class TimelineEvent(NamedTuple):
-    """A part of the backward, up to a parameter's complete gradient; bytes above parameters and done gradients."""
+    """A part of the backward, up to a parameter's complete gradient.
 
-    live: tuple[Point, ...]  # the largest holds
+    Bytes without parameters and complete gradients.
+    """
+
+    live: tuple[Point, ...]  # candidates for the peak
     end: Point
     done: int  # elements whose gradients were complete before it
     parameter: Parameter | None
-    layer: int  # place in the timeline's layers
+    layer: int  # index in the timeline's layers
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimeline:
-    """One pipeline stage's layers on one rank, and the passes of a micro batch through one part of them.
+    """One pipeline stage's layers on one rank, and the passes of a micro batch through one of its parts.
 
-    Compared by identity, so that what is derived of it can be cached. A stage has one part, in DualPipeV two.
+    Compared by identity, so that results derived from it can be cached. A stage has one part, with DualPipeV two.
     """
 
-    layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of the forward
-    forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
+    layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of forward
+    forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, live bytes before and during its forward
     backward: tuple[TimelineEvent, ...]
-    saved: Point  # of one micro batch, once its forward through the part is done
-    graded: int  # elements whose gradients are complete once its backward through the part is done
-    buffers_bytes: int  # with quantized_bytes
+    saved: Point  # of one micro batch, after its forward through the part
+    graded: int  # elements with complete gradients after its backward through the part
+    buffers_bytes: int  # including quantized_bytes
     packed: tuple[tuple[Parameter, ...], ...]  # quantised weights of each layer, which only stage 3 divides
-    quantized_bytes: int = 0  # with their scales
-    on_host: tuple[Point, ...] = ()  # of one micro batch, what each layer that keeps some has in host memory
-    received: Point = NOTHING  # activation that comes from the part before
-    sent: Point = NOTHING  # activation that goes to the next part
+    quantized_bytes: int = 0  # including scales
+    on_host: tuple[Point, ...] = ()  # of one micro batch, for each layer that saves activations to host memory
+    received: Point = NOTHING  # activation from the part before
+    sent: Point = NOTHING  # activation for the next part
     logits: Point = NOTHING  # output of the last part
     blocks: tuple[Point, ...] = ()  # the largest activation of each kind of layer
     ep: int = 1  # ranks that hold the experts together
-    factors: int = 0  # numbers that Adafactor keeps of whole parameters
-    still: int = 0  # first layers with which no backward has to do: nothing up to them is trained
+    factors: int = 0  # numbers that Adafactor keeps of full parameters
+    still: int = 0  # number of first layers without a backward, since nothing up to them is trained
     calls: tuple[tuple[ModuleCall, ...], ...] = ()  # of each layer's forward; places are in `layers`, then in `packed`
-    recomputed: tuple[bool, ...] = ()  # whether the backward of each layer begins with its forward
+    recomputed: tuple[bool, ...] = ()  # whether each layer's backward begins with a recomputed forward
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The optimizer's groups: matrices, vectors, and those of spread experts, each in the model's order."""
+        """The optimizer's groups: matrices, vectors, and experts' groups, each in the model's order."""
         found: dict[int, list[Parameter]] = {0: [], 1: []}
         for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
             found.setdefault(parameter.group, []).append(parameter)
@@ -104,7 +107,7 @@ class StageTimeline:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements that are trained."""
+        """Elements of all trained parameters."""
         return sum(map(sum, self.groups))
 
     @cached_property
@@ -127,10 +130,10 @@ class StageTimeline:
 def timeline(
     profile: Profile, key: str, parts: tuple[tuple[int, int], ...] | None = None, part: int = 0
 ) -> StageTimeline:
-    """Order a stage's layers, and the passes of one part, in the setting `key`.
+    """Order a stage's layers, and the passes through one part, in the setting `key`.
 
-    Each part is from its first layer to below its last, of all, each counted; None: one part with all of them. Raises
-    KeyError where the profile has no such setting.
+    Each part is a range of layers (first, last + 1), counting every layer; None: one part with all of them. Raises
+    KeyError if the profile has no such setting.
     """
     expanded = [
         _Placed(layer, cost)
@@ -143,7 +146,7 @@ def timeline(
     here = range(start, start + last - first)
     starts = list(accumulate((run.count for run in profile.layers), initial=0))
     layers, chosen = _in_groups(mine), [start + n for n in _representatives(mine[here.start : here.stop])]
-    # what earlier layers of the part have saved before each layer's forward, and in all
+    # bytes that the part's earlier layers have saved before each layer's forward, and in the end
     saved = accumulate((_point(mine[n].cost.saved_bytes) for n in here), add, initial=NOTHING)
     bases = dict(zip((*here, here.stop), saved, strict=True))
     return StageTimeline(
@@ -176,7 +179,7 @@ def _still(mine: Sequence[_Placed]) -> int:
 
 
 def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
-    """Return the traced calls; without a trace each parameter is a module's. `starts`: of the runs of equal layers."""
+    """Return the traced calls, or one module per parameter if there are none; `starts`: of the runs of equal layers."""
     if not placed.cost.calls:
         places = range(len(placed.numels) + len(placed.layer.packed))
         return tuple(ModuleCall(begins, (n,)) for n in places for begins in (True, False))
@@ -187,10 +190,7 @@ def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
 
 
 class _Placed:
-    """A layer with its costs, and the numels of one rank: matrices, vectors, tied to another stage's, frozen.
-
-    The last are not trained.
-    """
+    """A layer with its costs, and the element counts of one rank: matrices, vectors, tied copies, frozen parameters."""
 
     def __init__(
         self,
@@ -208,12 +208,12 @@ class _Placed:
         self.numels = matrices + vectors + tied + frozen
         first = tuple(EXPERTS if place in cost.experts else 0 for place in range(len(matrices)))
         self.group_of = first + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
-        # with spread experts, whose weights are other ones than the whole model's, nothing else is divided
+        # expert parallelism, where weights differ from the full model's, divides nothing else
         pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
         self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
         self.copied = (False,) * len(matrices + vectors) + (True,) * len(tied) + (False,) * len(frozen)
         self.shift = shift  # bytes that its backward holds more than in the trace
-        self.early = early  # elements of the tied matrix whose gradient is in the head's backward, not the embedding's
+        self.early = early  # elements of a tied matrix whose gradient is in the head's backward, not the embedding's
 
     @property
     def trained(self) -> int:
@@ -222,22 +222,22 @@ class _Placed:
 
     @property
     def graded(self) -> int:
-        """Elements whose first gradients are complete once its backward is done."""
+        """Elements whose first gradients are complete after its backward."""
         return self.trained + self.early
 
 
 def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
-    """Return a stage's layers; a tied matrix that another stage has is its own here (pipe/module.py, TiedLayerSpec).
+    """Return a stage's layers; a tied matrix that another stage has is copied here (pipe/module.py, TiedLayerSpec).
 
-    In the whole model the tied matrix's first gradient waits through the whole backward for the second one, and both
-    are added into a third tensor. Where embedding and head are two parts of a stage they have one matrix, and each
-    part's backward leaves its gradient.
+    In the full model the tied matrix's first gradient waits through the backward for the second one, and their sum is a
+    third tensor. If embedding and head are two parts of one stage, they share one matrix, and each part's backward
+    leaves its gradient.
     """
     head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
         return mine
     tied, one_matrix = max(expanded[0].numels), mine[0] is expanded[0]
-    if tied in expanded[0].layer.frozen:  # no gradient of it waits
+    if tied in expanded[0].layer.frozen:  # it has no gradient
         own = mine[-1] is head and not one_matrix
         return [*mine[:-1], _Placed(head.layer, head.cost, frozen=(tied,))] if own else mine
     size = tied * element_bytes
@@ -250,7 +250,7 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
 
 
 def _without_sums(cost: LayerCost, added: int) -> LayerCost:
-    """Return the costs without moments of the backward at which so many bytes of gradients are added."""
+    """Return the costs without backward moments at which `added` bytes of gradients are being summed."""
     moments = (replace(one, live=tuple(line for line in one.live if line.fixed < added)) for one in cost.backward)
     return replace(cost, backward=tuple(moments))
 
@@ -271,9 +271,9 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
 
 
 def _representatives(mine: Sequence[_Placed]) -> list[int]:
-    """Choose layers to look at: in a run of equal ones, what is alive changes by the same amount from each to the next.
+    """Choose the layers to look at, since in a run of equal layers live bytes are linear.
 
-    So the most is alive in the first or in the last of them; a few of the last show how buckets fill.
+    The peak is in the first or the last of them; a few of the last show how buckets fill.
     """
     chosen = []
     for n, placed in enumerate(mine):
@@ -299,7 +299,7 @@ def _backward(
 
 
 def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
-    """Yield the traced moments; without a trace the peak comes first, then gradients are complete one by one."""
+    """Yield the traced moments; without a trace, the peak, then complete gradients one by one."""
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}

@@ -1,7 +1,6 @@
-"""Stage 3's gathered parameters: how many of them are whole on a rank at each moment of a step, and what is gathered.
+"""Replay stage 3's coordinator module by module: which parameters are gathered at each moment of a step.
 
-DeepSpeed's coordinator, replayed module by module. Places are of DeepSpeed 0.19.8,
-deepspeed/runtime/zero/partitioned_param_coordinator.py.
+References are to DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from zerofit.spec.profile import ModuleCall
 
 
 class _Sizes(NamedTuple):
-    """Elements, as a JSON has them."""
+    """Sizes of a DeepSpeed JSON, in elements."""
 
     persistence: int
     prefetch: int
@@ -28,7 +27,7 @@ class _Sizes(NamedTuple):
 
 
 class LayerFetches(NamedTuple):
-    """What is gathered for a layer in one direction."""
+    """Bytes and all-gathers for a layer in one direction."""
 
     bytes: int
     calls: int  # all-gathers
@@ -37,17 +36,17 @@ class LayerFetches(NamedTuple):
 def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
     """Return what is gathered for each layer, in forward and in backward.
 
-    Where a layer has more elements than may be live and than the reuse distance, its backward gathers again some of
-    what its recomputation had.
+    If a layer has more elements than may be live and than the reuse distance, its backward gathers some parameters
+    again after the recomputation.
     """
     gathering = _gathering(line, layout)
     return gathering.fetched[False], gathering.fetched[True]
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the bytes that are gathered at most in the forward of each of line.forward's layers.
+    """Return the peak of gathered bytes in the forward of each of line.forward's layers.
 
-    And of the equal ones before it, which are left out there.
+    Each includes the equal layers before it that line.forward leaves out.
     """
     return [max(moment.bytes for moment in passed) for passed in _passed(line, layout)]
 
@@ -55,8 +54,8 @@ def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
     """Return the bytes of the largest all-gather's second copy, for each of line.forward's layers.
 
-    Several parameters come as one buffer, out of which each is then put together (partition_parameters.py:1343); gloo
-    gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    Several parameters arrive in one buffer, from which each is copied (partition_parameters.py:1343). gloo also gathers
+    a single one into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     found = []
     for passed in _passed(line, layout):
@@ -72,9 +71,9 @@ def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
 
 
 def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the bytes that are gathered at most in each of line.backward's events.
+    """Return the peak of gathered bytes in each of line.backward's events.
 
-    In a layer's last event also in the equal ones after it, which are left out there.
+    A layer's last event includes the equal layers after it that line.backward leaves out.
     """
     gathering = _gathering(line, layout)
     found: list[int] = []
@@ -95,12 +94,15 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 
 
 def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes that are whole still when the last gradients are reduced: the embedding's, of indices."""
+    """Return the bytes still gathered when the last gradients are reduced: e.g.
+
+    an embedding, whose input has no gradient.
+    """
     return _gathering(line, layout).whole
 
 
 def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
-    # a parameter on the host comes to the device even where it is whole; more ranks change nothing
+    # a parameter on the host is copied to the device even with one rank; more than two ranks change nothing
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
     still = 0 if layout.checkpointing else line.still
     sizes = _Sizes(layout.persistence, layout.prefetch, layout.live, layout.reuse)
@@ -108,9 +110,9 @@ def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the calls of a layer's backward. It recomputes where it needs what was saved: once a product begins.
+    """Return the calls of a layer's backward; a recomputation comes when the first product needs saved tensors.
 
-    DeepSpeed sees a module's backward end where its input gets a gradient (parameter_offload.py, post_bwd_fn).
+    DeepSpeed sees a module's backward end when its input gets a gradient (parameter_offload.py, post_bwd_fn).
     """
     turned = [call.turned for call in reversed(modules) if call.fed or not call.begins]
     if not recomputed:
@@ -120,12 +122,12 @@ def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCal
 
 
 class _Fetch(NamedTuple):
-    """A module that has fetched its parameters and those ahead; the first of a layer has fetched nothing."""
+    """The moment after a module has fetched its parameters and those ahead; the first of a layer fetches nothing."""
 
-    bytes: int  # that are whole
+    bytes: int  # gathered
     members: tuple[int, ...] = ()
-    waited: int = 0  # bytes once a buffer with several of its parameters has come, and each is copied out of it
-    sent: int = 0  # bytes with a copy of what is gathered now
+    waited: int = 0  # bytes when a buffer with several parameters has arrived, and each is copied out of it
+    sent: int = 0  # bytes including a copy of what is being gathered
 
 
 class _Gathering:
@@ -151,7 +153,7 @@ class _Gathering:
             (self.backward if backward else self.forward)[n] = [_Fetch(self.whole), *self._moments(modules)]
 
     def _modules(self, layer: int, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-        """Return calls with their parameters by number in the whole model."""
+        """Return calls with their parameters numbered in the full model."""
         places = [[(layer, n) for n in call.places] + list(call.others) for call in calls]
         return [
             call._replace(places=tuple(self.begins[at] + n for at, n in members))
@@ -176,7 +178,7 @@ class _Gathering:
             yield _Fetch(self.whole, call.places, waiting, self.whole + max(now, later))
 
     def _count(self, group: dict[int, int]) -> None:
-        """Count an all-gather of parameters, each with the step that it is gathered for."""
+        """Count an all-gather of parameters; each is given with the step that needs it."""
         for place, (member, step) in enumerate(group.items()):
             layer, backward = self.of_step[step]
             size, calls = self.fetched[backward][layer]
@@ -190,12 +192,11 @@ class _Gathering:
 
 
 class _Coordinator:
-    """DeepSpeed's: which parameters are gathered and released as modules begin and end.
+    """DeepSpeed's coordinator: which parameters are gathered and released as modules begin and end.
 
-    A module fetches its own parameters, then further ones of the step until they reach the prefetch size (:447), as
-    long as no more than may be live are there. So modules without parameters fetch ahead, too, and fetching runs away
-    from releasing. What a module releases stays where it is used again within the reuse distance, or where
-    fetching has passed its next use (:649).
+    A module fetches its own parameters, then the step's next ones up to the prefetch size (:447), within the limit of
+    live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A module's
+    parameters stay if they are used again within the reuse distance, or if fetching has passed their next use (:649).
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes):
@@ -207,14 +208,14 @@ class _Coordinator:
         for n, step in self.queue:
             self.uses.setdefault(n, []).append(step)
         self.step = self.place = self.live = 0
-        self.passed = [-1] * len(numels)  # the step of the last use that fetching has come to
+        self.passed = [-1] * len(numels)  # step of the last use that fetching has reached
         self.here: set[int] = set()
-        self.coming: dict[int, list[int]] = {}  # what was fetched ahead with each parameter, itself included
+        self.coming: dict[int, list[int]] = {}  # what was prefetched together with each parameter, itself included
 
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
-        """Return the parameters that are gathered now, the groups that are waited for, and those fetched ahead.
+        """Return the parameters gathered now, the groups that are waited for, and the prefetched ones.
 
-        The last with the step that they are fetched for.
+        The latter come with the step that needs them.
         """
         own, waited = self._fetch_own(members) if members else ([], [])
         ahead, elements, most = dict[int, int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)
