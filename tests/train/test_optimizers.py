@@ -101,7 +101,7 @@ def test_what_is_missing_is_said_before_anything_starts(monkeypatch):
     pytest.importorskip("bitsandbytes")
     assert missing_kernels("adamw8bit", "cpu") is None
     no_kernel = missing_kernels("adamw8bit", "mps")
-    assert no_kernel and "has no kernel of it for mps" in no_kernel.message
+    assert no_kernel and "has no kernel for mps" in no_kernel.message
 
 
 def missing(monkeypatch, package: str) -> Problem:

@@ -79,7 +79,7 @@ def test_a_stream_goes_on_bit_for_bit(pools, tmp_path, cache):
     checkpoint = str(tmp_path / "whole/checkpoints/step-00000005")
     resumed = pool.train(tmp_path / "resumed", **run, **options, resume=checkpoint)
     assert numbers(resumed) == numbers(whole)[AT:]
-    with pytest.raises(UserError, match="no end as a stream"):
+    with pytest.raises(UserError, match="a stream without an end"):
         pool.train(tmp_path / "endless", **{**options, "steps": None})
 
 

@@ -1,7 +1,8 @@
-"""Weights averaged over the steps (`--ema`), each rank the stretches that its optimizer steps on.
+"""Weights averaged over the steps (`--ema`), on each rank for the stretches that its optimizer updates.
 
-The average is torch's own (torch.optim.swa_utils, with buffers): the first step's weights, then decay x average +
-(1 - decay) x weights after each step. It takes float32 of what a rank steps on: at ZeRO 1 to 3 a share of the model.
+The average is torch's (torch.optim.swa_utils, with buffers): it starts with the first step's weights, then becomes
+decay x average + (1 - decay) x weights after each step. It needs one float32 number per weight that a rank updates; at
+ZeRO 1 to 3 that is a share of the model.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from zerofit.train.zero_layouts import to_training_precision
 
 
 class AveragedWeights:
-    """The running average of one rank's stretches of weights, and of its floating-point buffers."""
+    """Running average of one rank's stretches of weights, and of its floating-point buffers."""
 
     def __init__(self, trainer: EngineTrainer, decay: float):
         self._trainer, self._average = trainer, get_ema_multi_avg_fn(decay)
-        self._shards: list[IndexedShard] | None = None  # found at the first step: loading a checkpoint comes before
+        self._shards: list[IndexedShard] | None = None  # looked up at the first step, after a checkpoint was loaded
         self.tensors: list[Tensor] = []  # averages of the shards, then of the buffers
         self._steps = 0
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after a step."""
+        """Update the averages with the weights after a step."""
         live = self._live()
         if not self.tensors:
-            self.tensors = [torch.empty_like(one).copy_(one) for one in live]
+            self.tensors = [torch.empty_like(current).copy_(current) for current in live]
         elif self._steps:
             self._average(self.tensors, live, self._steps)
         else:
-            for mine, one in zip(self.tensors, live, strict=True):
-                mine.copy_(one)
+            for mine, current in zip(self.tensors, live, strict=True):
+                mine.copy_(current)
         self._steps += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the averages in the model, in place of its weights; afterwards these stand there again, bit for bit."""
+        """Swap the averages into the model; afterwards restore its weights, bit for bit."""
         self._exchange()
         try:
             yield
@@ -54,7 +55,7 @@ class AveragedWeights:
             self._exchange()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank: each stretch by name and place, and buffers."""
+        """Return this rank's averages for a checkpoint: stretches with name and start, and buffers."""
         shards = self._found()
         places = [{"name": one.name, "start": one.shard.start} for one in shards]
         averages, buffers = self.tensors[: len(shards)], self.tensors[len(shards) :]
@@ -62,9 +63,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, checkpoint: Path, own_rank: int | None) -> None:
-        """Take up the averages of a checkpoint: this rank's of the same layout, else what lies in all ranks' files.
+        """Restore averages from a checkpoint: this rank's in the same layout, else from all ranks' files.
 
-        A checkpoint of a run without averages has none: they begin with the next step.
+        Without averages in the checkpoint they start at the next step.
         """
         pattern = "rank-*.pt" if own_rank is None else f"rank-{own_rank:05}.pt"
         files = sorted((checkpoint / "ranks").glob(pattern))
@@ -80,7 +81,7 @@ class AveragedWeights:
                 start, stop = max(first, place), min(first + len(flat), place + len(values))
                 if start < stop:
                     flat[start - first : stop - first] = values[start - place : stop - place].to(flat.device)
-        for n, mine in enumerate(self.tensors[len(shards) :]):  # ranks that are no more have left one each
+        for n, mine in enumerate(self.tensors[len(shards) :]):  # each rank of the old layout has saved one
             mine.copy_(torch.stack([state["buffers"][n] for state in states]).mean(0))
 
     def _found(self) -> list[IndexedShard]:
@@ -96,7 +97,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Put averages where weights are, and weights where averages are, one stretch at a time."""
+        """Swap averages and weights, one stretch at a time."""
         engine: Any = self._trainer.engine
         partitioned = hasattr(engine.optimizer, "checkpoint_event_prologue")
         if partitioned:
@@ -111,7 +112,7 @@ class AveragedWeights:
 
 
 def _stretches(states: list[dict[str, Any]], name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield where each stretch of a parameter begins, and its flat values."""
+    """Yield the start of each stretch of a parameter, and its flat values."""
     for state in states:
         for place, values in zip(state["places"], state["averages"], strict=True):
             if place["name"] == name:

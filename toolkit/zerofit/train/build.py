@@ -1,4 +1,4 @@
-"""Building the model the way its layout needs it: whole, under zero.Init, or only one pipeline stage's layers."""
+"""Building the model as its layout needs it: complete, under zero.Init, or one pipeline stage's layers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from zerofit.train.process_group import rank_device
 
 
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
-    """Build the whole model as the engine would store it; a transformers model at ZeRO stage 3 is partitioned instead.
+    """Build the full model as the engine stores it; at ZeRO stage 3 a transformers model is partitioned instead.
 
-    Both happen as it is built. The weights are a function of the seed alone, whatever the layout.
+    Both happen while the model is built. The weights depend on the seed alone, not on the layout.
     """
     run, source = job.run, source_of(job.run)
     torch.manual_seed(run.seed)
@@ -41,7 +41,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
             stored = replace(stored, divide=_divider(job.ds_config))
         checkpointing = run.activation_checkpointing
         model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
-    if partitioned:  # its parameters have methods that hold them: one that another was tied in place of is a cycle
+    if partitioned:  # partitioned parameters are in reference cycles, so those replaced by ties remain
         gc.collect()
     if stored and stored.divide:
         _store_others(model, stored)
@@ -51,7 +51,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 
 
 def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
-    """Let the batch norms of a built model see all ranks' samples, where asked to, and compute in float32."""
+    """Make batch norms of a built model see all ranks' samples, if the run asks for it, or compute in float32."""
     if job.run.sync_batch_norm:
         synchronize_batch_norms(model)
     elif job.precision != "fp32":
@@ -60,19 +60,19 @@ def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
 
 
 def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: bool = False) -> Any:
-    """Build the run's model without any memory."""
+    """Build the run's model on the meta device."""
     with torch.device("meta"):
         return build(source_of(job.run), inputs, dict(job.run.model_args), checkpointing=checkpointing)
 
 
 def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Build the run's model with its initial weights, of which those named in `keep` are stored (None: all)."""
+    """Build the run's model with its initial weights; store only those named in `keep` (None: all)."""
     torch.manual_seed(job.run.seed)
     return build(source_of(job.run), inputs, dict(job.run.model_args), stored=stored, keep=keep)
 
 
 def _as_vector(parameter: nn.Parameter) -> None:
-    """Give a number (the temperature of CLIP) one dimension: DeepSpeed broadcasts parameters as bytes, and fails on it.
+    """Give a scalar parameter (CLIP's temperature) one dimension: DeepSpeed's broadcast of bytes fails on scalars.
 
     (runtime/engine.py:2054, runtime/zero/partition_parameters.py:1204)
     """
@@ -81,9 +81,9 @@ def _as_vector(parameter: nn.Parameter) -> None:
 
 
 def stored_by_engine(job: Job) -> Stored:
-    """Return how the engine will store parameters: it casts and moves them (engine.py: _configure_distributed_model).
+    """Return how the engine stores parameters: it casts and moves them (engine.py, _configure_distributed_model).
 
-    Where DeepSpeed makes the slices of tensor parallel ranks itself, it takes them from the model in host memory.
+    If DeepSpeed itself slices the model for tensor parallel ranks, the model stays in host memory.
     """
     dtype = DTYPES[job.precision] if get(job.ds_config, f"{job.precision}.enabled") else torch.float32
     by_deepspeed = job.layout.tp > 1 and not job.layout.combined
@@ -92,19 +92,19 @@ def stored_by_engine(job: Job) -> Stored:
 
 @contextmanager
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
-    """Let transformers enter zero.Init, as it does by itself while an HfDeepSpeedConfig of stage 3 is alive.
+    """Make transformers enter zero.Init, as it does while an HfDeepSpeedConfig of stage 3 is alive.
 
-    Gives whether it does.
+    Yields whether it will.
     """
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
-        yield False  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
+        yield False  # ZenFlow transposes only weights that are not partitioned
         return
     if _is_quantized(source):
-        yield False  # bitsandbytes quantises whole weights, each of which is divided then
+        yield False  # bitsandbytes quantises full weights, which are partitioned afterwards
         return
     if drawn_head(source, inputs):
-        yield False  # transformers reads no folder into partitions of another shape (integrations/deepspeed.py)
+        yield False  # transformers cannot load a folder into partitions of another shape (integrations/deepspeed.py)
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -113,7 +113,7 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inpu
         original(self, parameter)
 
     original: Any = Init._zero_init_param
-    alive = HfDeepSpeedConfig(ds_config)  # transformers itself keeps no more than a weak reference
+    alive = HfDeepSpeedConfig(ds_config)  # transformers keeps only a weak reference
     try:
         with patch.object(Init, "_zero_init_param", zero_init_param):
             yield True
@@ -127,13 +127,13 @@ def _is_quantized(source: ModelSource) -> bool:
 
 
 def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
-    """Return how DeepSpeed's engine divides each parameter of a whole model among ranks, to be called before."""
-    nothing = nn.Module()  # with a module it takes its own linear function for all, as the engine has it
+    """Return the function by which DeepSpeed's engine partitions a parameter among ranks, to call it earlier."""
+    nothing = nn.Module()  # with a module it replaces the linear function, as the engine does
     return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param
 
 
 def _store_others(model: nn.Module, stored: Stored) -> None:
-    """Cast and move what is not divided: the engine leaves a model of which something is divided as it is.
+    """Cast and move parameters that are not partitioned: the engine skips a model that has partitioned ones.
 
     (runtime/engine.py, _configure_distributed_model)
     """
@@ -146,11 +146,11 @@ def _store_others(model: nn.Module, stored: Stored) -> None:
 
 
 def batch_norm_in_fp32(model: nn.Module) -> None:
-    """Give every batch norm float32 statistics and weights, beside inputs and outputs of bf16 or fp16.
+    """Give every batch norm float32 statistics and weights, with bf16 or fp16 inputs and outputs.
 
-    Running statistics in low precision would stop moving: a step of the mean is below half an ulp. The kernels of both
-    devices compute in float32 inside, so that what backward keeps is the input as it came. They refuse weights of
-    another type than the statistics: DeepSpeed's low-precision ones (one number a channel) are cast in each call.
+    Running statistics in low precision would stop changing, because an update of the mean is below half an ulp. The
+    kernels of CPUs and GPUs compute in float32, so backward keeps the input as it is. They need weights of the same
+    type as the statistics: DeepSpeed's low-precision weights (one number per channel) are cast in each call.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Callbacks: what is told of a run while it trains, and what writes it down.
+"""Callbacks of a run in training, and the loggers among them.
 
-Metrics files, TensorBoard, Weights & Biases, users and benchmarks take part alike.
+Metrics files, TensorBoard, Weights & Biases, users and benchmarks all use this interface.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class StepRecord(TypedDict):
     samples: int  # consumed so far
     loss: float  # mean over all ranks
     lr: float
-    grad_norm: float | None  # before clipping; None where the engine has none, or fp16 overflowed
+    grad_norm: float | None  # before clipping; None if the engine has none or fp16 overflowed
     step_s: float
     samples_per_s: float
-    tokens_per_s: float | None  # of text
-    mfu: float | None  # model FLOPs a second over the devices' peak, where both are known
-    memory_bytes: int  # peaks so far, as in `spec.measured.MeasuredMemory`
+    tokens_per_s: float | None  # None without text
+    mfu: float | None  # model FLOPs per second over the devices' peak; None if unknown
+    memory_bytes: int  # peaks so far, see `spec.measured.MeasuredMemory`
     reserved_bytes: int | None
     outside_bytes: int | None
     host_bytes: int
     shared_bytes: int
-    forecast_bytes: float | None  # of reserved_bytes, on CPUs of memory_bytes; None where it was not forecast
-    forecast_host_bytes: float | None  # None on CPUs, too
-    loss_d: NotRequired[float]  # of a GAN's two networks
+    forecast_bytes: float | None  # for reserved_bytes, on CPUs for memory_bytes; None without a forecast
+    forecast_host_bytes: float | None  # also None on CPUs
+    loss_d: NotRequired[float]  # a GAN's discriminator and generator
     loss_g: NotRequired[float]
-    loss_scale: NotRequired[float]  # of fp16
+    loss_scale: NotRequired[float]  # fp16 only
     skipped_steps: NotRequired[float]
-    router_loss: NotRequired[float]  # part of the loss of a mixture of experts: for the balance of its routers
-    expert_load_most: NotRequired[float]  # tokens of the busiest expert of any layer over an even share, where spread
-    expert_load_least: NotRequired[float]  # and of the idlest
-    truncated: NotRequired[int]  # conversations of the training data that a sample is too short for
-    dropped: NotRequired[int]  # those that are left out
+    router_loss: NotRequired[float]  # load-balancing part of the loss of a mixture of experts
+    expert_load_most: NotRequired[float]  # tokens of the busiest spread expert in any layer, over an even share
+    expert_load_least: NotRequired[float]  # the same for the least busy one
+    truncated: NotRequired[int]  # training conversations cut to the length of a sample
+    dropped: NotRequired[int]  # training conversations left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,40 +60,40 @@ class SavedCheckpoint:
     step: int  # optimizer steps done
     path: Path
     save_s: float  # until it was visible
-    stalled_s: float  # that training waited for it
+    stalled_s: float  # training waited this long
 
 
 class Callback:
-    """An object that a run calls while it trains; nothing here does anything. Override what you need.
+    """Base class of objects that a run calls while it trains; every method does nothing. Override what you need.
 
     >>> class Print(Callback):
     ...     def on_step(self, record: StepRecord) -> None:
     ...         print(record["step"], record["loss"])
 
-    Callbacks that a run names (`callbacks: [package.module:Class]`) are made without arguments and called on rank 0
-    alone, so that they must not communicate with other ranks. An exception in one ends the run.
+    Callbacks that a run names (`callbacks: [package.module:Class]`) are constructed without arguments and called on
+    rank 0 only, so they must not communicate with other ranks. An exception in a callback ends the run.
     """
 
     def on_step_begin(self, step: int) -> None:
-        """Called before step `step` (0-based); what it takes is not counted as the step's time."""
+        """Called before step `step` (0-based); its time does not count as part of the step."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Called for each step in order, up to half a second later: losses cross the ranks in blocks."""
+        """Called for each step in order, up to half a second late: ranks exchange losses in blocks."""
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after an evaluation; `step` steps are done. Figures: loss, and accuracy or perplexity."""
+        """Called after an evaluation; `step` steps are done. `figures`: loss, and accuracy or perplexity."""
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
-        """Called on rank 0 once a checkpoint is visible; with `save_async` from the thread that wrote it."""
+        """Called on rank 0 when a checkpoint becomes visible; with `save_async` from the thread that wrote it."""
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
-    """Return the callbacks' own methods of this name, so that what nobody overrides costs nothing."""
+    """Return the callbacks' methods of this name that are overridden, so that others cost nothing."""
     return [getattr(one, method) for one in callbacks if getattr(type(one), method) is not getattr(Callback, method)]
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
-    """Make the callbacks that a run names; modules of the current folder can be named.
+    """Construct the callbacks that a run names; modules in the current folder can be named.
 
     Raises UserError with every name that cannot be imported or is not a Callback.
     """
@@ -106,7 +106,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
         try:
             one: Any = getattr(importlib.import_module(module), attribute)()
         except Exception as error:  # a user's own module can raise anything
-            problems.add("callback", f"{name} cannot be made: {type(error).__name__}: {error}", hint, "--callbacks")
+            problems.add("callback", f"{name} cannot be loaded: {type(error).__name__}: {error}", hint, "--callbacks")
             continue
         if isinstance(one, Callback):
             made.append(one)
@@ -117,7 +117,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 class JsonLines(Callback):
-    """metrics.jsonl: one JSON object a step; each line is written before the next one starts."""
+    """metrics.jsonl: one JSON object per step, each written before the next step starts."""
 
     def __init__(self, path: Path):
         self._file = open_jsonl(path)
@@ -128,46 +128,46 @@ class JsonLines(Callback):
 
 
 class EventLog(Callback):
-    """events.jsonl: phases, evaluations and checkpoints, for the live view and `zerofit plot`; and the rank's phase."""
+    """events.jsonl: phases, evaluations, checkpoints, for the live view and `zerofit plot`; sets the rank's phase."""
 
     def __init__(self, path: Path | None, progress: RankProgress):
-        """Append to `path`, which is None on ranks other than 0: they write nothing."""
+        """Append to `path`; ranks other than 0 pass None and write nothing."""
         self._file = open_jsonl(path) if path else None
         self._progress = progress
 
     def phase(self, text: str) -> None:
-        """Note what the run does now."""
+        """Record the current phase of the run."""
         self._progress.phase = text
         self._write("phase", text=text)
 
     def training(self, **steps: int) -> None:
-        """Note that training begins or goes on; `steps` in all and, at the start, those `done`."""
+        """Record that training begins or continues; `steps` is the total and, at the start, `done` those done."""
         self._progress.phase = TRAINING
         self._write("training", **steps)
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
-        """Note the figures; training goes on."""
+        """Record the figures; training continues."""
         self._progress.phase = TRAINING
         self._write("eval", step=step, **figures)
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
-        """Note a checkpoint that is visible."""
+        """Record a visible checkpoint."""
         self._write("saved", step=checkpoint.step, save_s=checkpoint.save_s, stalled_s=checkpoint.stalled_s)
 
     def note(self, text: str) -> None:
-        """Note what was decided on the way."""
+        """Record a decision."""
         self._write("note", text=text)
 
     def stages(self, stages: Sequence[PipelineStage]) -> None:
-        """Note which ranks hold which layers of a pipeline."""
+        """Record which ranks hold which layers of a pipeline."""
         self._write("stages", stages=[asdict(stage) for stage in stages])
 
     def warning(self, text: str) -> None:
-        """Note what a user should look at."""
+        """Record something that a user should look at."""
         self._write("warning", text=text)
 
     def save_failed(self, step: int, text: str) -> None:
-        """Note a checkpoint that could not be saved, and why."""
+        """Record a failed save and its reason."""
         self._write("save-failed", step=step, text=text)
 
     def _write(self, event: str, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""The way of DeepSpeed's checkpoint files to disk: its own interface of checkpoint engines, with synced files."""
+"""Checkpoint engine for DeepSpeed that syncs and hashes its files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from zerofit.checkpoint.store import FileMark, mark_of
 from zerofit.spec.files import sync_file
 
 MODEL_FILES = "model_states.pt"
-SYNCING = 2  # files being synced and hashed while the next one is written
+SYNCING = 2  # threads that sync and hash files while the next one is written
 
 
 class SyncedCheckpointEngine(CheckpointEngine):
-    """Writes files at once, or (between `begin_snapshot` and `take_snapshot`) keeps copies of it.
+    """Writes files at once or, between `begin_snapshot` and `take_snapshot`, keeps copies of their contents.
 
-    A failure to write is kept until `marks` instead of raised: the other ranks are in the midst of the same save, and
-    would wait for this one.
+    A write failure is kept and raised in `marks`: other ranks are in the middle of the same save and would wait for
+    this one.
     """
 
     def __init__(self, zero_stage: int) -> None:
         super().__init__()
-        self._copied = zero_stage > 0  # what a file of the model's holds; at stage 0 the optimizer's states lie in it
+        self._copied = zero_stage > 0  # model files contain only what is copied; at stage 0 also optimizer states
         self.name = "zerofit"
         self._copies = HostCopies()
         self._snapshot: list[tuple[Any, Path]] | None = None
@@ -39,49 +39,49 @@ class SyncedCheckpointEngine(CheckpointEngine):
         self._failure: Exception | None = None
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing: DeepSpeed is about to save."""
+        """Do nothing before a save."""
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Return True: DeepSpeed has saved, and the Saver shows the checkpoint once all ranks' files are whole."""
+        """Return True; the Saver makes the checkpoint visible once all ranks' files are complete."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether DeepSpeed must clone views before it hands them on: copies are whole tensors in any case."""
+        """Return whether DeepSpeed must clone views before a save: copies are complete tensors in any case."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
-        """Write what torch.save writes, or keep a copy of it."""
+        """Write a file like torch.save, or keep a copy of its contents."""
         if self._snapshot is not None:
             self._snapshot.append((self._copies.of(state_dict, Path(path).name), Path(path)))
         else:
             self._write(state_dict, Path(path))
 
     def load(self, path: str | Path, map_location: Any = None) -> Any:
-        """Read a file without running anything that lies in it. Raises UserError for one that asks for more.
+        """Read a file without executing code in it. Raises UserError for a file that needs to.
 
-        What DeepSpeed copies into its parameters is left on the disk until then; optimizers on a CPU would go on with
-        the mapped file itself.
+        Tensors that DeepSpeed copies into its parameters stay on disk until then. Others are read fully: optimizers on
+        a CPU would keep training in the mapped file itself.
         """
         return safe_load.load(path, mmap=self._copied and str(path).endswith(MODEL_FILES), for_engine=True)
 
     def begin_snapshot(self) -> None:
-        """Take copies from now on; what is trained on may change afterwards."""
+        """Copy from now on instead of writing, since training may change the originals."""
         self._snapshot = []
 
     def take_snapshot(self) -> list[tuple[Any, Path]]:
-        """Return what was saved since `begin_snapshot`, for `write_snapshot` in another thread."""
+        """Return the copies made since `begin_snapshot`, for `write_snapshot` in another thread."""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a device may still be making copies
+            torch.cuda.synchronize()  # copies from the device may still be in progress
         snapshot, self._snapshot = self._snapshot or [], None
         return snapshot
 
     def write_snapshot(self, snapshot: list[tuple[Any, Path]]) -> None:
-        """Write what was copied."""
+        """Write the copies of a snapshot."""
         for state_dict, path in snapshot:
             self._write(state_dict, path)
 
     def marks(self) -> dict[Path, FileMark]:
-        """Return sizes and hashes of all files since the last call, each on the disk by now. Raises OSError."""
+        """Return sizes and hashes of all files written since the last call and synced by now. Raises OSError."""
         marks, self._marks = self._marks, {}
         failure, self._failure = self._failure, None
         found = {path: mark.result() for path, mark in marks.items() if failure is None}
@@ -95,7 +95,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         try:
             with _without_crc():
                 torch.save(state_dict, path)
-        except (OSError, RuntimeError) as error:  # torch's writer has no errno to tell
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
             self._failure = error
             return
         self._marks[path] = self._pool.submit(_synced, path)
@@ -103,7 +103,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
 
 @contextmanager
 def _without_crc() -> Iterator[None]:
-    """Keep torch from computing a CRC32 of each tensor, as slow as writing it; the manifest's hash says more."""
+    """Disable torch's CRC32 of each tensor, which is as slow as writing it; the manifest has a stronger hash."""
     former = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -113,23 +113,23 @@ def _without_crc() -> Iterator[None]:
 
 
 def _synced(path: Path) -> FileMark:
-    """Hash what can be read back of a file, and sync it so that it stays."""
+    """Hash a file by reading it back, and sync it."""
     mark = mark_of(path)
     sync_file(path)
     return mark
 
 
 class HostCopies:
-    """Copies of state dicts in host memory, which are written while training changes the originals.
+    """Copies of state dicts in host memory, written while training changes the originals.
 
-    Keeps its buffers from one checkpoint to the next: the first touch of memory costs as much as the copy.
+    Keeps its buffers for the next checkpoint: first-time access to memory costs as much as the copy.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def of(self, value: Any, file: str) -> Any:
-        """Return the structure with every tensor copied; tensors that are one stay one. `file` names the structure."""
+        """Return the structure with its tensors copied; shared ones stay shared. `file` identifies the structure."""
         copies: dict[tuple[object, ...], Tensor] = {}  # by address, offset, shape and strides
 
         def copy(item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine as this project starts it, and the trainer for every layout but the pipeline."""
+"""Start of the DeepSpeed engine, and the trainer for every layout except the pipeline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import check_attributes
 
-SAMPLE_TOKENS, SAMPLE_S = 120, 10.0  # at most, of a sample; each token is a forward of the whole model
+SAMPLE_TOKENS, SAMPLE_S = 120, 10.0  # limits of a sample; each token runs one forward
 PROMPT = "def "
 TEMPERATURE = 0.7
 
@@ -75,11 +75,11 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         curve["floor"] = min(1.0, run.min_lr / run.lr)
         more["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: learning_rate_factor(step, **curve))
     if run.activation_offload:
-        keep_on_host(model)  # DeepSpeed's cpu_checkpointing would only do so for its own checkpoint function
+        keep_on_host(model)  # DeepSpeed's cpu_checkpointing works only with its own checkpoint function
     if run.mlp_chunk:
         tile_mlps(model, run.mlp_chunk)
     decay = bool(get(job.ds_config, "optimizer.params.weight_decay", True))
-    groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation knows no groups
+    groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation does not allow groups
     if str(get(job.ds_config, "optimizer.type")).lower() != "muon":
         import_muon()
     if job.layout.tp > 1:
@@ -99,9 +99,9 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, which every engine does, with its functions compiled when they are first called.
+    """Import DeepSpeed's Muon, as every engine does, and compile its functions only when they are first called.
 
-    Their decorator, torch.compile, imports all of Inductor: two seconds of every start. (runtime/zero/muon)
+    Their decorator, torch.compile, imports all of Inductor, which adds two seconds to every start (runtime/zero/muon).
     """
 
     def compile_when_called(*how: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -119,8 +119,8 @@ def import_muon() -> None:
 def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
     """Return the factor on the peak learning rate at a 0-based step; cosine and linear end at `floor`.
 
-    The first step already has 1/(warmup + 1) of the peak, and the last is above the floor: a step with learning rate 0
-    would be wasted.
+    The first step already has 1/(warmup + 1) of the peak, and the last stays above the floor: a step with rate 0 would
+    be wasted.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -132,17 +132,17 @@ def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, f
 
 
 def _forget_dummy_step(engine: Any) -> None:
-    """Undo the step on zero gradients by which DeepSpeed's bf16 and fp16 optimizers without ZeRO allocate states.
+    """Undo the step on zero gradients with which DeepSpeed's bf16 and fp16 optimizers without ZeRO allocate states.
 
-    It counts as Adam's first, so that the bias correction makes the real first steps too small, and it decays the
-    master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
+    Adam counts it as its first step, so bias correction makes the first real steps too small. It also applies weight
+    decay to the master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):
-        return  # a bf16 pipeline's BF16_Optimizer, which makes none
+        return  # the BF16_Optimizer of a pipeline takes no such step
     forget_states(optimizer.optimizer)
     for group in optimizer.optimizer.param_groups:
-        group.pop("step", None)  # where FusedAdam counts
+        group.pop("step", None)  # FusedAdam's step counter
     if hasattr(optimizer, "fp32_groups_flat"):
         pairs = list(zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True))
     else:
@@ -154,9 +154,9 @@ def _forget_dummy_step(engine: Any) -> None:
 
 @cache
 def _count_slices() -> None:
-    """Let the norm of 16-bit training without ZeRO count the slices of all tensor ranks.
+    """Include the slices of all tensor ranks in the gradient norm of 16-bit training without ZeRO.
 
-    It looks for their marks on gradients, which have none (runtime/fp16/unfused_optimizer.py:214).
+    DeepSpeed looks for the marks of slices on gradients, which have none (runtime/fp16/unfused_optimizer.py:214).
     """
     original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
@@ -171,9 +171,10 @@ def _count_slices() -> None:
 
 @cache
 def _scale_losses() -> None:
-    """Let backward multiply losses by the scale that fp16's step without ZeRO divides gradients by (DeepSpeed#8393).
+    """Make backward multiply losses by the scale that the fp16 step without ZeRO divides gradients by (DeepSpeed#8393).
 
-    It does so only for optimizers of ZeRO (runtime/engine.py:3417); a version whose backward asks for fp16 mends it.
+    DeepSpeed scales only for ZeRO's optimizers (runtime/engine.py:3417). A version whose backward checks for fp16 has
+    the fix and is left unchanged.
     """
     original: Any = DeepSpeedEngine.backward
     if "fp16" in inspect.getsource(original):
@@ -190,9 +191,9 @@ def _scale_losses() -> None:
 
 
 def _unscale_norm(optimizer: Any) -> None:
-    """Let fp16's optimizers without ZeRO, and stage 3's, keep the norm of the gradients themselves.
+    """Keep the norm of the unscaled gradients in fp16's optimizers without ZeRO and in stage 3's.
 
-    FP16_UnfusedOptimizer keeps that of the scaled ones (runtime/fp16/unfused_optimizer.py:224); the others divide it by
+    FP16_UnfusedOptimizer keeps the scaled norm (runtime/fp16/unfused_optimizer.py:224). The others divide by
     the scale of the next step, which may have risen (runtime/fp16/fused_optimizer.py:340, runtime/zero/stage3.py:2897).
     """
     original = optimizer.step
@@ -209,7 +210,7 @@ def _unscale_norm(optimizer: Any) -> None:
 
 
 def _keep_gradient_norm(engine: Any) -> None:
-    """Keep the norm that DeepSpeed in fp32 without ZeRO clips and drops (runtime/engine.py, clip_fp32_gradients)."""
+    """Keep the norm that DeepSpeed computes and drops in fp32 without ZeRO (runtime/engine.py, clip_fp32_gradients)."""
 
     def clip() -> None:
         engine._global_grad_norm = clip_grad_norm_(
@@ -220,10 +221,10 @@ def _keep_gradient_norm(engine: Any) -> None:
 
 
 def _sequence_parallel_excess(job: Job) -> int:
-    """Return how much too large gradients are under sequence parallelism: DeepSpeed averages over dp ranks only.
+    """Return the factor by which gradients are too large under sequence parallelism.
 
-    Stage 3's reduce-scatter averages over all ranks (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878), and to a
-    combined layout's engine sequence ranks are data ranks.
+    DeepSpeed averages over dp ranks only, except in stage 3's reduce-scatter, which averages over all ranks
+    (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878). In a combined layout sequence ranks count as data ranks.
     """
     if job.layout.combined:
         return 1
@@ -233,7 +234,7 @@ def _sequence_parallel_excess(job: Job) -> int:
 
 
 def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
-    """Put DeepSpeed's sequence parallel attention into transformers; return its groups, an `mpu` for the engine."""
+    """Register DeepSpeed's sequence parallel attention with transformers; return its groups as the engine's `mpu`."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     return UlyssesSPAttentionHF.register_with_transformers(
@@ -247,7 +248,7 @@ def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
 
 
 def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
-    """Build a model for experts or tensor slices, and for parts of sequences; return it with its groups."""
+    """Return a model with spread experts, tensor slices or split sequences, and its process groups."""
     from zerofit.train.sequence_attention import exchange_heads
 
     layout, stored, make = job.layout, stored_by_engine(job), partial(build_from_seed, job, inputs)
@@ -261,10 +262,10 @@ def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGro
 
 
 class ZeroTrainer(EngineTrainer):
-    """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel, both."""
+    """Trainer for ZeRO 0-3 with or without offload, tensor parallelism and sequence parallelism."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None, model: nn.Module | None = None):
-        """Start the engine of the model that the run names, or of `model` in its place."""
+        """Start the engine for `model`, or for the model that the run names."""
         self.job, self.coords = job, coords
         self.device = rank_device()
         if job.layout.combined:
@@ -276,19 +277,19 @@ class ZeroTrainer(EngineTrainer):
                 prepare_batch_norms(job, model)
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
-        if self._own_loss and job.batch.by_rank:  # its forward takes labels, which nobody could see before
-            message = f"{job.run.model} gives its own loss, which is averaged over ranks, whatever each has of samples"
-            raise RunFailed(Problem(kind="loss", message=message, hint="leave --micro-batch-by-rank out"))
+        if self._own_loss and job.batch.by_rank:  # only the built model shows that its forward takes labels
+            message = f"{job.run.model} computes its own loss, which cannot be weighted by the samples of each rank"
+            raise RunFailed(Problem(kind="loss", message=message, hint="remove --micro-batch-by-rank"))
         self._named = inputs if isinstance(inputs, NamedInputs) else None
         self._classes = tabled_classes(inputs)
         self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
-        chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
+        chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head gets no labels
         self._head = head_loss(self.engine.module, chunk, inside=True)
         self._excess = _sequence_parallel_excess(job)
         self._balance = RouterBalance(self.engine.module, self.engine.seq_data_parallel_group)
         self.averaged = AveragedWeights(self, job.run.ema) if job.run.ema else None
-        assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
+        assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed has another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step over the accumulation's micro batches; return their losses, float32."""
@@ -301,23 +302,23 @@ class ZeroTrainer(EngineTrainer):
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Take a micro batch through forward and backward; return its loss, without the graph.
+        """Run forward and backward of a micro batch; return its loss, without the graph.
 
-        What functions of a model's own keep as attributes of its nodes lives as long as that.
+        The graph keeps alive what a model's own autograd functions store on its nodes.
         """
         loss = self._loss(batch)
         self.engine.backward(loss if self._excess == 1 else loss / self._excess)
         return loss.detach().float()
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return what is recorded beside what all runs record, of a mixture of experts the balance of its routers."""
+        """Return the metrics that all runs record and, for a mixture of experts, the balance of its routers."""
         return super().extra_metrics() | self._balance.figures()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each.
+        """Return float64 (3,): loss, targets and right answers, summed over `count` batches of every rank.
 
-        Of labelled text and of pixels the table of `class_table` follows.
+        For labelled text and pixels the entries of `class_table` follow.
         """
         self.engine.eval()
         sums = torch.zeros(3 + self._classes**2, dtype=torch.float64, device=self.device)
@@ -328,7 +329,7 @@ class ZeroTrainer(EngineTrainer):
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def written_figures(self, data: Data) -> dict[str, float]:
-        """Return the ROUGE of what an encoder-decoder writes for some validation samples; nothing of other models."""
+        """Return the ROUGE scores of an encoder-decoder's output for some validation samples; {} for other models."""
         job = self.job
         most = min(job.run.generate_samples, job.run.eval_samples or len(data.valid))
         if self._named is None or not self._named.padded or not most:
@@ -346,7 +347,7 @@ class ZeroTrainer(EngineTrainer):
         return rouge_scores([pair for part in gathered for pair in part])
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Have a language model write a sample, where one call of the engine gives the next token."""
+        """Sample text from a language model, if one call of the engine returns the next token."""
         job = self.job
         if job.layout.sp > 1 or job.facts.own or job.facts.task != "causal-lm" or not (data.encode and data.decode):
             return {}
@@ -359,9 +360,9 @@ class ZeroTrainer(EngineTrainer):
     def _continue(self, prompt: list[int], context: int) -> list[int]:
         """Return the prompt and the token ids that follow it, drawn one at a time at temperature 0.7.
 
-        There are SAMPLE_TOKENS of them, or as many as came in SAMPLE_S seconds. Every rank runs the same forward, since
-        under ZeRO-3 and tensor parallelism each holds only a part of the weights; rank 0 draws and looks at the clock,
-        so that ranks cannot come apart.
+        It draws SAMPLE_TOKENS tokens, or as many as it can in SAMPLE_S seconds. Every rank runs the same forward, since
+        under ZeRO-3 and tensor parallelism each holds only a part of the weights. Rank 0 draws and watches the time, so
+        that ranks stay in step.
         """
         self.engine.eval()
         deadline = time.monotonic() + SAMPLE_S
@@ -384,7 +385,7 @@ class ZeroTrainer(EngineTrainer):
         x, labels, extra = self.to_device(batch)
         if self._named:
             loss = forward_loss(self.engine, self._named, {"inputs": x, "labels": labels, **extra})
-            if self._named.padded:  # from the mean over this micro batch to its share of the mean over all targets
+            if self._named.padded:  # turn the mean over this micro batch into its share of the mean over all targets
                 return loss.float() * (labels != IGNORE_INDEX).sum() * batch["weight"]
             return loss
         if self._own_loss:
@@ -404,7 +405,7 @@ class ZeroTrainer(EngineTrainer):
         return loss if aux is None else loss + aux
 
     def eval_counts(self, batch: Batch) -> Tensor:
-        """Return summed loss, targets and right answers of one of this rank's batches, float64 (3,)."""
+        """Return loss, targets and right answers, summed over one of this rank's batches; float64 (3,)."""
         x, labels, extra = self.to_device(batch)
         if self._named and self._named.padded:
             batch = {"inputs": x, "labels": labels, **extra}
@@ -413,7 +414,7 @@ class ZeroTrainer(EngineTrainer):
             return self._own_eval(x, labels, extra)
         logits, _ = self._logits(x, extra, labels)
         if self._head:
-            return logits  # which it has counted
+            return logits  # the head has counted them already
         if self.job.run.loss == "mse":
             real = labels.reshape(-1) != IGNORE_INDEX
             errors = (one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
@@ -422,13 +423,13 @@ class ZeroTrainer(EngineTrainer):
         return torch.cat([found, class_table(logits, labels, self._classes)]) if self._classes else found
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits (what a head that takes their place makes of them and the labels), and a router's loss."""
+        """Return logits and a router's loss; a replaced head returns its result for the labels instead of logits."""
         with self._head.given(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
-        """Return the model's own mean loss over samples that are no padding; every rank runs a forward in any case."""
+        """Return the model's own mean loss over samples without padding; every rank runs a forward in any case."""
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()
         if not real.any():
@@ -442,12 +443,12 @@ class ZeroTrainer(EngineTrainer):
 
     def _call_own(self, x: Tensor, labels: Tensor) -> Any:
         if self.job.facts.task == "causal-lm":
-            # as transformers has it: labels stand where their tokens do, and the model shifts them itself
+            # as in transformers, labels align with their tokens and the model shifts them
             return self.engine(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         return self.engine(x, labels=labels)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return inputs and labels on this rank's device, and what else the model is fed by name.
+        """Return inputs, labels and the other named inputs of the model, on this rank's device.
 
         Under sequence parallelism they are the rank's slice, with positions.
         """

@@ -1,7 +1,7 @@
-"""Experts of a mixture spread over ranks: the layers of DeepSpeed's AutoEP, of which a rank makes its experts alone.
+"""Expert parallelism with the layers of DeepSpeed's AutoEP, where a rank builds only its own experts.
 
-The engine would convert a model that lies whole in each rank's memory (runtime/engine.py:816). Here it is converted on
-the meta device, and then given its weights.
+The engine would convert a model that is complete in each rank's memory (runtime/engine.py:816). Here it is converted on
+the meta device and then filled with weights.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from zerofit.spec.mesh import expert_rank
 from zerofit.spec.run_folder import Layout
 from zerofit.train.tensor_split import fill
 
-# of AutoEP's weights of the experts: transformers' name, and which part of each expert's rows in it
+# AutoEP's name of an expert weight: transformers' name, and which half of each expert's rows
 SOURCES = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None)}
-HALVES = 2  # in which gate_up_proj has the rows of w1 and w3
-SHARE = "zerofit_expert_share"  # on a parameter
+HALVES = 2  # gate_up_proj contains the rows of w1, then of w3
+SHARE = "zerofit_expert_share"  # attribute of a parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShare:
-    """What ranks hold of one of transformers' weights in a parameter of AutoEP's."""
+    """The share of one of transformers' weights in an AutoEP parameter."""
 
-    name: str  # of the whole weight, in the whole model
-    shape: tuple[int, ...]  # of that: (experts, rows, columns)
-    count: int  # experts of a rank
-    half: int | None  # of each expert's rows; None: all
+    name: str  # of the weight in the full model
+    shape: tuple[int, ...]  # (experts, rows, columns) of that weight
+    count: int  # experts per rank
+    half: int | None  # which half of each expert's rows; None: all
 
     def cut(self, rank: int) -> TensorSlice:
-        """Return which part of the whole weight the expert parallel rank `rank` has."""
+        """Return the part of the full weight on expert parallel rank `rank`."""
         first, rows = rank * self.count, self.shape[1]
         if self.half is None:
             return TensorSlice(0, ((first, self.count),))
@@ -53,9 +53,9 @@ class ExpertShare:
 
 
 def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
-    """Return `shape`, a model on the meta device, with this rank's experts in place of all, and with weights.
+    """Return `shape`, a model on the meta device, with weights and only this rank's experts.
 
-    `make` builds the model with its weights, which it stores as it is told: of the experts those of this rank.
+    `make` builds the model with weights and keeps the experts that its argument selects.
     """
     sizes, rank = {name: tuple(p.shape) for name, p in shape.named_parameters()}, expert_rank(dist.get_rank(), layout)
     convert(shape, layout.ep, rank)
@@ -72,32 +72,32 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
         block: Any = weights.get_submodule(path)
         given |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
         layer.tokens_per_expert = torch.zeros(layer.num_experts, device=stored.device)
-        layer.router._buffers.update(block.gate._buffers)  # of DeepSeek-V3, a bias of its scores
+        layer.router._buffers.update(block.gate._buffers)  # DeepSeek-V3 has a bias of router scores
     fill(shape, weights, given)
     return shape
 
 
 def make_expert_groups(layout: Layout) -> None:
-    """Make the groups of all stages, which DeepSpeed would make as if stages were tensor ranks.
+    """Create the expert groups of all stages: DeepSpeed would mistake stages for tensor ranks.
 
-    It takes a pipeline's `model` axis for that (module_inject/auto_ep_layer.py, `set_deepspeed_parallelism`), and would
-    make none on a stage without experts.
+    It uses a pipeline's `model` axis for tensor ranks (module_inject/auto_ep_layer.py, `set_deepspeed_parallelism`),
+    and would create no groups on a stage without experts.
     """
     groups._create_expert_and_data_parallel(expert_parallel_size_=layout.ep, mp_size=1, pp_size=layout.pp)
 
 
 def expert_layers(module: nn.Module) -> dict[str, AutoEPMoELayer]:
-    """Return the layers that hold a part of their experts, by path."""
+    """Return the AutoEP layers of a model by path."""
     return {path: one for path, one in module.named_modules() if isinstance(one, AutoEPMoELayer)}
 
 
 def share_of(p: nn.Parameter) -> ExpertShare | None:
-    """Return what ranks hold in a parameter of experts; None for any other."""
+    """Return the expert share of a parameter; None if it has no experts."""
     return getattr(p, SHARE, None)
 
 
 def published_names(module: nn.Module) -> dict[str, str]:
-    """Return what transformers calls the parameters and buffers of AutoEP's layers, by their own names."""
+    """Return transformers' names of the parameters and buffers of AutoEP's layers, by AutoEP's names."""
     names = {own: share.name for own, p in module.named_parameters() if (share := share_of(p))}
     for path, layer in expert_layers(module).items():
         names[f"{path}.router.gate.weight"] = f"{path}.gate.weight"
@@ -106,9 +106,9 @@ def published_names(module: nn.Module) -> dict[str, str]:
 
 
 def whole_experts(experts: GroupedExperts, layout: Layout, mine: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole model's weights of a layer's experts where it is `mine`, on the CPU.
+    """Yield the full weights of a layer's experts on the CPU if `mine`, which the rank with the first experts sets.
 
-    All ranks go through this together; it is `mine` on one that holds the first experts.
+    All ranks iterate over this together.
     """
     whole: dict[str, Tensor] = {}
     with GatheredParameters(list(experts.parameters()), enabled=layout.zero_stage == 3):
@@ -123,7 +123,7 @@ def whole_experts(experts: GroupedExperts, layout: Layout, mine: bool) -> Iterat
 
 
 def _gathered(p: Any) -> list[Tensor]:
-    """Return on the first of the ranks that hold experts together what each has of a weight, elsewhere nothing."""
+    """Return each rank's part of an expert weight on the first rank of the expert group, [] elsewhere."""
     group, own = groups._get_expert_parallel_group(p.group_name), p.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
     dist.gather(own, parts, group=group, group_dst=0)
@@ -135,33 +135,33 @@ def _take(first: int, count: int, whole: Tensor) -> Tensor:
 
 
 def _own_weights(block: Any) -> dict[str, nn.Parameter]:
-    """Return the weights of transformers' block of experts by AutoEP's names; it has none of them afterwards."""
+    """Remove the weights of transformers' expert block and return them by AutoEP's names."""
     found = {"router.gate.weight": block.gate.weight}
     for own, (source, half) in SOURCES.items():
         weight = getattr(block.experts, source)
         data = weight.data if half is None else weight.data.chunk(HALVES, dim=1)[half].contiguous()
         found[f"experts.{own}"] = nn.Parameter(data, requires_grad=weight.requires_grad)
-    block.experts._parameters.clear()  # else all layers' would be there twice
+    block.experts._parameters.clear()  # frees each layer's weights before the next layer's are copied
     return found
 
 
 def convert(model: nn.Module, degree: int, rank: int) -> None:
-    """Put AutoEP's layers in the places of transformers', of a model on the meta device."""
+    """Replace transformers' expert layers by AutoEP's in a model on the meta device."""
     _mend_registry()
     auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
     found = auto.ep_parser()
     with torch.device("meta"):
         auto.replace_moe_layers(found, degree, rank)
     for layer in expert_layers(model).values():
-        layer._modules.pop("gate", None)  # the router once more, which the state would have twice
+        layer._modules.pop("gate", None)  # a second reference to the router, which would be saved twice
 
 
 @cache
 def _mend_registry() -> None:
-    """Let AutoEP ask transformers which outputs a class of models records.
+    """Adapt transformers' registry of recorded outputs to AutoEP's calls.
 
-    It asks by the class's name and with a default (module_inject/auto_ep_presets/base.py:326); transformers takes a
-    model and no default (utils/output_capturing.py:39).
+    AutoEP calls `get` with the class's name and a default (module_inject/auto_ep_presets/base.py:326). transformers
+    expects a model and no default (utils/output_capturing.py:39).
     """
     from transformers.utils import output_capturing
 
@@ -169,7 +169,7 @@ def _mend_registry() -> None:
         return key if isinstance(key, str) else str(key.__class__)
 
     kind: Any = type(output_capturing._CAN_RECORD_REGISTRY)
-    if kind is dict:  # before transformers 5.23, which asks by the class's name itself
+    if kind is dict:  # before transformers 5.23 a plain dict by class name
         return
     kind.get = lambda self, key, default=None: dict.get(self, name_of(key)) or ({} if default is None else default)
     kind.__setitem__ = lambda self, key, value: dict.__setitem__(self, name_of(key), value)

@@ -1,4 +1,4 @@
-"""What a run has frozen, on the ranks: kept out of checkpoints, and known again by a checksum."""
+"""Frozen weights of a run: left out of checkpoints and identified by a checksum."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 
 def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
-    """Return the reference to what is frozen; all ranks call this together."""
+    """Return the checksum, dtype and count of frozen parameters; all ranks call this together."""
     total, parameters, dtype = 0, 0, torch.float32
     for tag, engine in trainer.engines().items():
         for one in indexed_frozen(trainer, engine, tag):
             source = source_of_bits(one.shard.parameter)
-            if source is not None:  # known by the numbers that it was made of, which the first stretch stands for
+            if source is not None:  # checksum of the numbers before quantisation, counted with the first stretch
                 whole = one.first and one.shard.start == 0 and one.shard.numel > 0
                 total += (source.checksum or 0) * whole
                 parameters += source.elements * whole
@@ -49,28 +49,28 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
 
 
 def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> None:
-    """Raise UserError where frozen weights are not those beside which a checkpoint was trained.
+    """Raise UserError if the frozen weights differ from those of the checkpoint's training.
 
-    In another precision they have other bits, and are not compared.
+    Weights in another precision are not compared, since their bits differ.
     """
     if saved is None:
         return
     here = frozen_weights(trainer)
     if here.dtype != saved.dtype or here == saved:
         return
-    message = f"the frozen weights of {trainer.job.run.model} are not those of the checkpoint: their checksum is "
-    message += f"{here.checksum} here, {saved.checksum} there"
-    hint = "has the folder of the pretrained model changed? The checkpoint holds the trained part alone"
+    message = f"the frozen weights of {trainer.job.run.model} differ from those of the checkpoint: checksum "
+    message += f"{here.checksum} here, {saved.checksum} in the checkpoint"
+    hint = "check whether the pretrained model's folder has changed; the checkpoint has only the trained part"
     raise UserError(Problem(kind="other-base", message=message, hint=hint, where="MODEL"))
 
 
 def leave_out_frozen(engine: Any) -> None:
-    """Have DeepSpeed leave frozen weights out of its files under all names: it leaves ties in (engine.py:4013)."""
+    """Keep frozen weights out of DeepSpeed's files under all names; by default it saves ties (engine.py:4013)."""
     original = engine.module_state_dict
 
     def module_state_dict(*args: Any, **kwargs: Any) -> Any:
         state = original(*args, **kwargs)
-        if isinstance(state, dict):  # a pipeline's layers have files of their own
+        if isinstance(state, dict):  # a pipeline writes its layers to other files
             parameters = dict(engine.module.named_parameters(remove_duplicate=False))
             frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
             layers = {name.removesuffix("weight") for name in frozen if source_of_bits(parameters[name]) is not None}
@@ -82,13 +82,13 @@ def leave_out_frozen(engine: Any) -> None:
 
 
 def _of_bits(name: str, layers: set[str]) -> bool:
-    """Return whether a name is that of what bitsandbytes writes beside quantised weights of these layers."""
+    """Return whether a name belongs to the data that bitsandbytes saves with quantised weights of these layers."""
     layer, found, _ = name.partition("weight.")
     return (bool(found) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
 
 
 def _stretch(one: IndexedShard) -> Tensor:
-    """Return the stretch of a frozen weight that this rank has; what lies on NVMe is gathered for it, on all ranks."""
+    """Return this rank's stretch of a frozen weight; weights on NVMe are gathered for it on all ranks."""
     shard, parameter = one.shard, one.shard.parameter
     partitioned: Any = getattr(parameter, "ds_tensor", None)
     if partitioned is not None and partitioned.status is not PartitionedParamStatus.AVAILABLE:

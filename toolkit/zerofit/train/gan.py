@@ -1,4 +1,4 @@
-"""Training a DCGAN pair: two DeepSpeed engines that take turns on the same batch (Radford et al., 2016)."""
+"""Training of a DCGAN pair: two DeepSpeed engines that alternate on the same batch (Radford et al., 2016)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ DRAWINGS = 64
 
 
 class GanTrainer(EngineTrainer):
-    """The discriminator learns to tell images from drawings, the generator to be taken for real.
+    """Trainer of a discriminator, which tells images from drawings, and of the generator that makes the drawings.
 
-    The loss that is recorded is the sum of both; `loss_d` and `loss_g` stand beside it.
+    The recorded loss is the sum of both networks' losses; `loss_d` and `loss_g` are recorded too.
     """
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None):
@@ -41,7 +41,7 @@ class GanTrainer(EngineTrainer):
         torch.manual_seed(job.run.seed)
         more = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
         pair = build(find(job.run.model), inputs, dict(job.run.model_args), **more)
-        assert isinstance(pair, DCGAN)  # the only model of its task
+        assert isinstance(pair, DCGAN)  # the only model for this task
         if job.precision != "fp32":
             batch_norm_in_fp32(pair)
         self.latent_size = pair.generator.latent_size
@@ -56,7 +56,7 @@ class GanTrainer(EngineTrainer):
         return nn.ModuleDict({"generator": self.generator.module, "discriminator": self.engine.module})
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one step of each network; return float32 (micro batches,) of loss_d + loss_g."""
+        """Make one step of each network; return loss_d + loss_g, float32 (micro batches,)."""
         pairs = []
         for _ in range(self.job.batch.accumulation):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
@@ -73,7 +73,7 @@ class GanTrainer(EngineTrainer):
         return loss.detach().float()
 
     def _generate(self, fake: Tensor) -> Tensor:
-        # through the bare discriminator: its weights only pass the gradient on, and must not collect one
+        # without the engine: the discriminator's weights only pass the gradient on and must not accumulate it
         discriminator = self.engine.module.requires_grad_(False)
         loss = _judged(discriminator(fake), 1.0)
         self.generator.backward(loss)
@@ -82,11 +82,11 @@ class GanTrainer(EngineTrainer):
         return loss.detach().float()
 
     def engines(self) -> dict[str, Any]:
-        """Return both engines by the folder that a checkpoint has for each."""
+        """Return both engines, by their folders in a checkpoint."""
         return {"state": self.engine, "generator": self.generator}
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the source of the noise that drawings are made of."""
+        """Return the source of the noise from which drawings are made."""
         return {"noise": self._noise}
 
     def extra_metrics(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class GanTrainer(EngineTrainer):
         return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1], **super().extra_metrics()}
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Have rank 0 save a grid of drawings."""
+        """Save a grid of drawings on rank 0."""
         if dist.get_rank() == 0:
             self.save_drawings(folder.path / "drawings.png", self._noise)
         return {}
@@ -112,7 +112,7 @@ class GanTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed discriminator loss on images and drawings, images, half its right verdicts."""
+        """Return float64 (3,), summed: discriminator loss on images and drawings, images, half its right answers."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()
@@ -138,19 +138,19 @@ class GanTrainer(EngineTrainer):
 
 
 class EpochDrawings(Callback):
-    """A grid of drawings after every epoch, drawings/epoch-N.png, always from the same noise.
+    """Saves a grid of drawings after every epoch (drawings/epoch-N.png), always from the same noise.
 
-    Batch norm's running statistics are those of rank 0; the noise of training is not touched.
+    Batch norm uses rank 0's running statistics; the noise of training is not consumed.
     """
 
     def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):
-        """Draw for rank 0's trainer; `samples` are those of an epoch."""
+        """Draw with rank 0's trainer; `samples` is the number of samples in an epoch."""
         self._trainer, self._samples = trainer, samples
         self._folder = folder.path / "drawings"
         self._folder.mkdir(exist_ok=True)
 
     def on_step_begin(self, step: int) -> None:
-        """Draw where the step before has completed an epoch."""
+        """Save drawings if the previous step completed an epoch."""
         job = self._trainer.job
         before, now = (job.samples_after(n) // self._samples for n in (step - 1, step))
         if step and now > before:

@@ -1,4 +1,4 @@
-"""A language model's head that gives the loss in place of logits, of which few exist at a time."""
+"""A language model's head that returns the loss instead of logits, so that few logits exist at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerofit.train.loss import counts, linear_cross_entropy
 
 
 class HeadLoss:
-    """The loss of targets straight from hidden states; without gradients their counts (see `counts`)."""
+    """Loss of targets computed directly from hidden states; without gradients their counts (see `counts`)."""
 
     def __init__(self, head: nn.Linear, chunk: int):
         self._head, self._chunk = head, chunk
@@ -31,7 +31,7 @@ class HeadLoss:
 
     @contextmanager
     def given(self, labels: Tensor) -> Iterator[None]:
-        """Give the head these labels for the forwards within."""
+        """Give the head these labels for the forwards inside the context."""
         self._labels = labels
         try:
             yield
@@ -39,17 +39,18 @@ class HeadLoss:
             self._labels = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `of` while there are labels, else logits."""
+        """Return `of` the hidden states if labels are given, else logits."""
         if self._labels is None:
             return functional.linear(hidden, self._head.weight)
         return self.of(hidden, self._labels)
 
 
 def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None:
-    """Return what computes the loss in the place of a transformers model's head, which is changed.
+    """Replace the head of a transformers model and return the object that computes the loss.
 
-    `inside`: in the head's own forward, for which ZeRO-3 gathers it; else the head hands on the hidden states.
-    None without a chunk, or where logits are not one product with a matrix that this rank has whole.
+    `inside`: the head's own forward computes it, for which ZeRO-3 gathers the head; else the head returns hidden
+    states. Returns None without a chunk, or if the logits are not one product with a matrix that is complete on this
+    rank.
     """
     if chunk is None or getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEAD_TYPES:
         return None

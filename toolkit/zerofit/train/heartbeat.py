@@ -1,6 +1,6 @@
-"""The rank's heartbeat: once a second it tells the guard beside it where it is.
+"""Heartbeat of a rank: reports once a second to the rank's guard what the rank does.
 
-What the main thread does is looked up from outside, by a thread of its own: training itself pays nothing for it.
+A separate thread inspects the main thread, so training itself pays nothing for it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from zerofit.spec.process import flows as tcp_flows
 
 EVERY_S = 1.0
-BUSY = 0.05  # of one core: a process that uses more is at work
-FLOWING = 1000  # bytes a second over one connection: more than what keeps it open
-READING = 100_000  # bytes a second from and to files: more than logs and heartbeats
-FROZEN_S = 5.0  # without a look: stopped by a scheduler (cgroup freezer) or a debugger
+BUSY = 0.05  # share of one core; a process that uses more is working
+FLOWING = 1000  # bytes per second on one connection; more than keep-alives
+READING = 100_000  # bytes per second of file I/O; more than logs and heartbeats
+FROZEN_S = 5.0  # time between looks that shows a process stopped by a cgroup freezer or debugger
 COLLECTIVES = "distributed_c10d.py"
 TRAINING = "training"
 ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
@@ -33,28 +33,28 @@ LOADER = "data/loader.py"
 
 @dataclass
 class RankProgress:
-    """A rank's progress: written by the loop and its event log, read by the heartbeat's thread."""
+    """Progress of a rank: written by the loop and its event log, read by the heartbeat thread."""
 
     step: int = 0  # optimizer steps done
-    first: int = 0  # of them before this start
+    first: int = 0  # steps done before this start
     phase: str = "starting"
 
 
 class Heartbeat:
-    """Writes a line of JSON every second: step, phase, collective, and since when nothing has moved."""
+    """Writes a line of JSON every second: step, phase, collective, and seconds without progress."""
 
     def __init__(self, descriptor: int, on_gpu: bool, progress: RankProgress):
-        """Take the guard's pipe (`descriptor`); `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
+        """Write to the guard's pipe `descriptor`. `on_gpu`: waiting for a GPU burns a core, so ignore CPU use."""
         self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
-        self._main = threading.main_thread().ident or 0  # None only before it starts
+        self._main = threading.main_thread().ident or 0  # is None only before the thread starts
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
-        self._resent = 0.0  # when a connection was last seen to send again what was lost
-        self._longest = 0.0  # that it has been still while training and moved again
+        self._resent = 0.0  # when a connection was last seen retransmitting
+        self._longest = 0.0  # longest pause in training after which the rank went on
         self._cpu_s, self._io, self._flows = time.process_time(), _io_bytes(), {}
 
     def start(self) -> None:
-        """Beat until the process ends."""
+        """Send heartbeats until the process ends."""
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
@@ -63,7 +63,7 @@ class Heartbeat:
             try:
                 self.send(beat)
             except OSError:
-                return  # the guard is gone, and the kernel ends this process
+                return  # the guard has died, and the kernel kills this process
             time.sleep(EVERY_S)
 
     def send(self, what: dict[str, Any]) -> None:
@@ -78,15 +78,15 @@ class Heartbeat:
         progress, frames, flows = self._progress, sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
         collective = next((c for c in map(_collective, frames.values()) if c), None)
-        frames.clear()  # it has this very frame: in that cycle the main thread's would keep their tensors alive
+        frames.clear()  # breaks the cycle with this frame, which would keep the main thread's tensors alive
         stack = (progress.step, *((f.f_code, f.f_lasti) for f in _up(main)))
         now, cpu_s, io = time.monotonic(), time.process_time(), _io_bytes()
         seconds = max(now - self._last, 1e-3)
-        if seconds > FROZEN_S:  # the whole process was: that says nothing of its main thread
+        if seconds > FROZEN_S:  # the process was stopped, not only its main thread
             self._moved += seconds
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         busy |= (io - self._io) / seconds > READING
-        # each connection by itself: what keeps hundreds of them open adds up
+        # per connection: keep-alives of hundreds of connections add up
         counts = {name: flow.sent + flow.received for name, flow in flows.items()}
         busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in counts.items())
         if stack != self._seen or busy:
@@ -115,7 +115,7 @@ def _up(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _collective(frame: FrameType | None) -> str | None:
-    """Return the collective that a thread waits in: the outermost function of torch.distributed on its stack."""
+    """Return the collective in which a thread waits: the outermost torch.distributed function on its stack."""
     name = None
     for one in _up(frame):
         code = one.f_code
@@ -125,7 +125,7 @@ def _collective(frame: FrameType | None) -> str | None:
 
 
 def _part(frame: FrameType | None) -> str:
-    """Return the part of a step that the main thread is in: the outermost call into the engine, or the data loader."""
+    """Return the part of a step in which the main thread is: the outermost engine call, or the data loader."""
     part = "between steps"
     for one in _up(frame):
         file, name = one.f_code.co_filename, one.f_code.co_name
@@ -137,7 +137,7 @@ def _part(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return file and line of ours that the main thread is in; of the training, not of the model that it calls."""
+    """Return file and line of zerofit's code in which the main thread is, models excluded."""
     for one in _up(frame):
         path = Path(one.f_code.co_filename)
         if len(path.parts) > 2 and path.parts[-3] == "zerofit" and path.parts[-2] != "models":
@@ -146,7 +146,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _io_bytes() -> int:
-    """Return bytes that this process has read and written, network file systems included."""
+    """Return the bytes that this process has read and written, including network file systems."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

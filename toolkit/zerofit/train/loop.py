@@ -32,21 +32,21 @@ from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import StopRequests
 from zerofit.train.trainer import Batch, EngineTrainer
 
-TELL_EVERY_S = 2.0  # of an evaluation under way
+TELL_EVERY_S = 2.0  # progress messages of an evaluation
 
 
 @dataclass(frozen=True)
 class LoopResult:
-    """The end of a loop: the step, whether it was stopped, the last evaluation."""
+    """How a loop ended: the step, whether it was stopped, the last evaluation."""
 
-    step: int  # optimizer steps done in all
-    stopped: bool  # on request, before the last step
+    step: int  # optimizer steps done, earlier starts included
+    stopped: bool  # stopped on request before the last step
     figures: dict[str, float]  # of the last evaluation
 
 
 @dataclass
 class Loop:
-    """The training of one rank with everything that it needs, put together by `zerofit.train.run`."""
+    """The training loop of one rank, assembled by `zerofit.train.run`."""
 
     job: Job
     data: Data
@@ -57,12 +57,12 @@ class Loop:
     progress: RankProgress
     save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
     callbacks: Sequence[Callback] = ()
-    profile: StepProfile | None = None  # of chosen steps of this rank
+    profile: StepProfile | None = None  # of the chosen steps, if this rank is profiled
 
     def run(self) -> LoopResult:
-        """Train all steps, or until asked to stop."""
+        """Train all steps, or until a stop is requested."""
         gc.collect()
-        gc.freeze()  # what exists by now stays until the end: collections in the loop need not walk it
+        gc.freeze()  # objects made so far live until the end, so the collector can skip them
         try:
             return self._train()
         finally:
@@ -85,7 +85,7 @@ class Loop:
         return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
-        """Yield each step that is to be done (0-based), its micro batches, and a list that gets their samples."""
+        """Yield each remaining step (0-based), its micro batches, and a list that will hold their sample indices."""
         order = Order.of(self.data.train, self.job.run.seed)
         images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
         slices, mixing = self._slices(order, images), images and images.mixing
@@ -102,17 +102,17 @@ class Loop:
             yield step, self._step_batches(step, micro, order, indices), indices
 
     def record(self, step: int, losses: Tensor, indices: Sequence[np.ndarray], lr: float) -> None:
-        """Note a step that has been made: the losses of its micro batches on this rank, and their samples."""
+        """Record a step: the losses of its micro batches on this rank, and their samples."""
         norm = self.trainer.engine.get_global_grad_norm()
         self.recorder.add(step, losses, indices, lr, norm, self.trainer.extra_metrics())
 
     @property
     def first(self) -> int:
-        """Steps that were done before this start."""
+        """Number of steps done before this start."""
         return self.job.start.step if self.job.start else 0
 
     def _slices(self, order: Order, images: StepImages | None) -> Iterator[range | MicroSlice]:
-        """Yield the global positions of this rank's micro batches, step after step, and what of it images share."""
+        """Yield the global positions of this rank's micro batches, step by step, with the settings for their images."""
         batch, dp_rank = self.job.batch, self.trainer.coords.dp_rank
         for step in range(self.first, self.job.steps):
             first = self.job.samples_after(step)
@@ -130,18 +130,18 @@ class Loop:
     ) -> Iterator[Batch]:
         """Yield one step's micro batches, each with the weight that makes the mean over all targets exact.
 
-        The sample indices of each are appended to `indices`.
+        Appends the sample indices of each to `indices`.
         """
         batch = self.job.batch
         first = self.job.samples_after(step)
         targets = self.data.train.targets(order.indices(first, first + batch.total))
         weight = batch.accumulation * batch.dp * self.job.layout.sp / max(1, targets)
-        for one in islice(micro, batch.accumulation):
-            indices.append(one["indices"])
-            yield one | {"weight": weight}
+        for loaded in islice(micro, batch.accumulation):
+            indices.append(loaded["indices"])
+            yield loaded | {"weight": weight}
 
     def save_and_stop(self, done: int) -> bool:
-        """Save where it is time after so many steps, or where asked to stop; return whether to stop."""
+        """Save if it is due after `done` steps or was requested; return whether to stop."""
         requests, recorder = self.requests, self.recorder
         last = done == self.job.steps
         stop = recorder.asked_to_stop and not last
@@ -159,10 +159,10 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout.
+        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact in any layout.
 
-        Of masks also mean IoU, of labelled text F1, of an encoder-decoder the ROUGE of what it writes. Figures of
-        averaged weights have names that begin with ema_.
+        Masks add mean IoU, labelled text F1, and encoder-decoders ROUGE of the text they generate. Names of figures for
+        averaged weights begin with ema_.
         """
         self.recorder.flush()
         self.events.phase("evaluating")
@@ -197,11 +197,11 @@ class Loop:
         return figures
 
     def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """Yield the batches, and tell every few seconds how many are done."""
+        """Yield the batches, and report progress every few seconds."""
         told = time.monotonic()
         for done, batch in enumerate(batches):
             if time.monotonic() - told > TELL_EVERY_S:
-                self.events.phase(f"evaluating ({done} of {count} batches; --eval-samples takes fewer)")
+                self.events.phase(f"evaluating ({done} of {count} batches; use fewer with --eval-samples)")
                 told = time.monotonic()
             yield batch
 
@@ -219,8 +219,8 @@ class Loop:
 def average_batch_statistics(model: nn.Module, group: Any) -> None:
     """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
 
-    Each rank's statistics come from its own micro batches, and DeepSpeed leaves them different. The mean over ranks is
-    what evaluation and the saved model use; training does not read them.
+    Each rank's statistics come from its own micro batches, and DeepSpeed does not synchronise them. Evaluation and the
+    saved model use the mean over ranks; training does not read it.
     """
     statistics = [
         tensor for norm in batch_norms(model) for tensor in (norm.running_mean, norm.running_var) if tensor is not None

@@ -1,4 +1,4 @@
-"""The loss: cross entropy weighted so that every layout averages over the very same targets."""
+"""The loss: cross entropy weighted so that every layout averages over exactly the same targets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zerofit.spec.model_facts import IGNORE_INDEX
 def weighted_cross_entropy(
     logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Return weight x the sum of cross entropies over targets; logits (..., classes), labels (...), in float32.
+    """Return weight x the sum of cross entropies over targets, in float32; logits (..., classes), labels (...).
 
-    Where each pixel has a class, the targets are images (see `mean_of_images`). Labels of floats are (..., classes):
-    probabilities, as of mixed images. `smoothing`: see torch's label_smoothing.
+    If each pixel has a class, the targets are images (see `mean_of_images`). Float labels are probabilities (...,
+    classes), as for mixed images. `smoothing`: torch's label_smoothing.
 
     With weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch, the engine's
-    mean over micro batches and ranks is exactly the mean over all targets, however they are spread. With `chunk`, only
-    so many targets' logits are in float32 at a time.
+    mean over micro batches and ranks is exactly the mean over all targets, however they are distributed. With `chunk`,
+    the logits of only that many targets are in float32 at a time.
     """
     if chunk is not None:
         return _Chunked.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk) * weight
@@ -35,24 +35,24 @@ def weighted_cross_entropy(
     if smoothing:
         how = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
         return functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", **how) * weight
-    if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored: the mean, a kernel less
+    if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored, so the mean saves a kernel
         return functional.cross_entropy(flat, labels.reshape(-1))
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """Return the sum of cross entropies over targets straight from hidden states, in float32.
+    """Return the sum of cross entropies over targets in float32, computed directly from hidden states.
 
-    hidden (..., width) times a head's weight (classes, width) are the logits, of which those of `chunk` targets exist
-    at a time; labels (...).
+    The logits are hidden (..., width) times a head's weight (classes, width); those of `chunk` targets exist at a time.
+    labels: (...).
     """
     return _FromHidden.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk)
 
 
 class _FromHidden(torch.autograd.Function):
-    """The sum of cross entropies, with the gradients of hidden states and head made chunk by chunk in forward.
+    """Sum of cross entropies; forward computes the gradients of hidden states and head chunk by chunk.
 
-    So no product is computed twice, and backward needs no weight. The head's gradient is summed in float32.
+    So no product is computed twice, and backward does not need the weight. The head's gradient is summed in float32.
     """
 
     @staticmethod
@@ -81,10 +81,10 @@ class _FromHidden(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """The sum of cross entropies, its gradient made chunk by chunk in forward and kept in the logits' precision.
+    """Sum of cross entropies; forward computes the gradient chunk by chunk and keeps it in the logits' precision.
 
-    Kept beside the logits is one tensor of their size. The plain way keeps their float32 copy and its logarithms of
-    probabilities, and makes two more in backward; its gradient is rounded to the logits' precision once less.
+    It keeps one extra tensor of the logits' size. Plain cross entropy keeps a float32 copy and log-probabilities and
+    allocates two more in backward, but rounds the gradient to the logits' precision once less.
     """
 
     @staticmethod
@@ -107,12 +107,12 @@ class _Chunked(torch.autograd.Function):
 
 
 def chunk_starts(targets: int, chunk: int) -> Iterable[int]:
-    """Return where chunks of targets begin."""
+    """Return the first index of each chunk of targets."""
     return range(0, targets, chunk)
 
 
 def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of cross entropies, float32, and where wanted its gradient by the logits in their precision."""
+    """Return the sum of cross entropies in float32 and, if wanted, its gradient in the logits' precision."""
     log_p = functional.log_softmax(logits.float(), dim=-1)
     loss = functional.nll_loss(log_p, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     if not wanted:
@@ -124,7 +124,7 @@ def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to a float32 sum."""
+    """Add the product `left @ right` to a float32 sum."""
     if left.dtype == right.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -132,7 +132,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
+    """Return float64 (3,): sum of cross entropies, number of targets, number of targets predicted right."""
     if are_dense(logits, labels):
         return counts(logits.movedim(1, -1).flatten(0, 2), labels.flatten())
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
@@ -143,8 +143,8 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
+    """Return float32 outputs in the labels' shape. Raises ValueError unless there is one output per label."""
     if logits.numel() != labels.numel():
-        message = f"--loss mse needs one output a sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
+        message = f"--loss mse needs one output per sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
     return logits.float().reshape(labels.shape)

@@ -1,4 +1,4 @@
-"""Memory that this rank takes, looked at once a block of steps, and whether it stays within its forecast."""
+"""Memory use of this rank, measured once per block of steps and compared with its forecast."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from zerofit.spec.process import forget_resident_peak, resident_memory
 from zerofit.spec.run_folder import MemoryForecast
 from zerofit.train.callbacks import Callback, StepRecord
 
-FIGURES = 5  # of a rank
+FIGURES = 5  # per rank
 
 
 class RankMemory:
-    """The most that this rank has taken so far, and by an exchange the most of any rank."""
+    """The peak memory of this rank so far and, by an exchange, the peak of any rank."""
 
     def __init__(self, device: torch.device, free_bytes: int | None):
-        """Begin to look; `free_bytes` of the device before any rank had started, where that is known."""
+        """Start measuring; `free_bytes`: free device memory before any rank started, or None if unknown."""
         self._device, self._free, self._outside = device, free_bytes, 0
         start = resident_memory()
         self._files, self._host = start.file, start.peak
         forget_resident_peak()
 
     def slots(self) -> list[float]:
-        """Return the figures of all ranks, zero but for this rank's own, so that a sum over ranks has them all."""
+        """Return a slot per rank, zero except this rank's figures, so that a sum over ranks fills all slots."""
         mine = self._look()
         before = FIGURES * dist.get_rank()
         return [0.0] * before + mine + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)
 
     def most(self, slots: Sequence[float]) -> MeasuredMemory:
-        """Return the device memory of the rank that has taken most of it, and likewise the host memory."""
+        """Return the device memory of the rank that uses most of it, and the host memory of the one that uses most."""
         figures = [round(figure) for figure in slots]
         rows = [figures[first : first + FIGURES] for first in range(0, len(figures), FIGURES)]
         allocated, reserved, outside, _, _ = max(rows, key=lambda row: row[1] + row[2])
@@ -49,10 +49,10 @@ class RankMemory:
         )
 
     def _look(self) -> list[float]:
-        """Return bytes: of the device allocated, reserved and outside of torch; of the host resident and shared.
+        """Return bytes: on the device allocated, reserved and outside torch; on the host resident and shared.
 
-        The kernel's mark of the peak is set back each time, so that pages of data files, which it takes back when
-        memory is short, can be told from what was resident beside them.
+        The kernel's peak is reset each time, to separate pages of data files, which it reclaims when memory is short,
+        from the other resident memory.
         """
         now = resident_memory()
         forget_resident_peak()
@@ -68,17 +68,17 @@ class RankMemory:
 
 
 class MemoryWatch(Callback):
-    """Warns once where a run leaves its forecast by more than its margin."""
+    """Warns once when a run exceeds its forecast by more than its margin."""
 
     def __init__(self, forecast: MemoryForecast, warn: Callable[[str], None]):
         self._forecast, self._warn, self._warned = forecast, warn, False
 
     def on_step(self, record: StepRecord) -> None:
-        """Hold what has been taken up to a step against the forecast."""
+        """Compare the memory used up to a step with the forecast."""
         self.look(MeasuredMemory.of(record), f"step {record['step']}")
 
     def look(self, taken: MeasuredMemory, when: str) -> None:
-        """Hold what was taken against the forecast."""
+        """Compare the memory used with the forecast."""
         text = None if self._warned else outgrown(taken, self._forecast)
         if text:
             self._warned = True

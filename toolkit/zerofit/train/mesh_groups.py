@@ -1,9 +1,9 @@
-"""Process groups of layouts with more than one of tensor, pipeline and sequence parallelism.
+"""Process groups of layouts that combine tensor, pipeline and sequence parallelism.
 
-DeepSpeed's own ways to a tensor or a sequence group each make groups as if they were alone, and take the engine's `mpu`
-(runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So its engine is shown one `data` axis and
-one `model` axis instead: sequence ranks have tokens of their own, which makes them data ranks to everything but
-attention, and only the layers that are split know of tensor ranks.
+DeepSpeed creates tensor and sequence groups independently, each as if it were alone, and both use the engine's `mpu`
+(runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So the engine gets one `data` axis and one
+`model` axis instead. Sequence ranks have different tokens, so everything except attention treats them as data ranks;
+only the split layers use tensor ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from zerofit.spec.run_folder import Layout
 
 
 class MeshGroups:
-    """This rank's groups, and what DeepSpeed's engine asks of an `mpu`.
+    """This rank's groups, with the methods that DeepSpeed's engine calls on an `mpu`.
 
-    A group is made when it is first asked for, which all ranks must do in one order.
+    A group is created on first use, so all ranks must use the groups in the same order.
     """
 
     def __init__(self, layout: Layout):
@@ -29,17 +29,17 @@ class MeshGroups:
 
     @cached_property
     def tensor(self) -> Any:
-        """The ranks that each hold a slice of this rank's layers."""
+        """Ranks that each hold a slice of this rank's layers."""
         return self._group("tp")
 
     @cached_property
     def sequence(self) -> Any:
-        """The ranks that each have a part of this rank's sequences."""
+        """Ranks that each have a part of this rank's sequences."""
         return self._group("sp")
 
     @cached_property
     def data(self) -> Any:
-        """The ranks that hold the same layers and slices; the engine averages, partitions and clips over them."""
+        """Ranks with the same layers and slices; the engine averages, partitions and clips over them."""
         return self._group("dp", "sp")
 
     def _group(self, *axes: str) -> Any:
@@ -59,7 +59,7 @@ class MeshGroups:
         return dist.get_rank(self.data)
 
     def get_model_parallel_group(self) -> Any:
-        """Return the group over which the engine adds up norms."""
+        """Return the group over which the engine sums norms."""
         return self.tensor
 
     def get_model_parallel_world_size(self) -> int:
@@ -67,7 +67,7 @@ class MeshGroups:
         return self._layout.tp
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's number in that group, which is also in the names of its files."""
+        """Return this rank's number in that group, which also appears in the names of its files."""
         return dist.get_rank(self.tensor)
 
     get_tensor_model_parallel_group = get_model_parallel_group

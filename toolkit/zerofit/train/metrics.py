@@ -1,7 +1,7 @@
-"""One record a step: losses averaged over ranks in blocks, so that watching costs next to nothing.
+"""One record per step: losses are averaged over ranks in blocks, so that metrics cost almost nothing.
 
-A block is about half a second of steps. Its losses cross the ranks in one all-reduce, which also tells every rank alike
-whether a loss was not finite, and whether one of them was asked to save or to stop.
+A block is about half a second of steps. One all-reduce exchanges its losses. It also tells every rank whether a loss
+was not finite and whether a rank was asked to save or stop.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from zerofit.train.stop_signals import StopRequests
 
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
-TIMED_STEPS = 1000  # the last ones, whose median is the run's step time
-# of a StepRecord, where `extra_metrics` gives them
+TIMED_STEPS = 1000  # the run's step time is the median of the last 1000
+# keys of a StepRecord, if `extra_metrics` returns them
 EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps", "router_loss", "expert_load_most", "expert_load_least")
-OF_DATA = ("truncated", "dropped")  # of a StepRecord, where the data has conversations
+OF_DATA = ("truncated", "dropped")  # keys of a StepRecord, if the data has conversations
 
 
 @dataclass
@@ -43,12 +43,12 @@ class _Step:
     indices: Sequence[np.ndarray]  # sample indices of each micro batch of this rank
     seconds: float
     lr: float
-    grad_norm: Any  # a number, a tensor that is read only when the block is exchanged, or None
+    grad_norm: Any  # a number, None, or a tensor that is read when the block is exchanged
     extra: dict[str, Any]
 
 
 class MetricsRecorder:
-    """Turns steps into metrics records on rank 0 and stops all ranks at a loss that is not finite."""
+    """Turns steps into metrics records on rank 0, and stops all ranks at a loss that is not finite."""
 
     def __init__(
         self,
@@ -58,20 +58,20 @@ class MetricsRecorder:
         requests: StopRequests,
         counts: Mapping[str, int] | None = None,
     ):
-        """Begin; `counts` are of the run's data (see `zerofit.data.Data`)."""
+        """Start recording; `counts` are of the run's data (see `zerofit.data.Data`)."""
         self._job, self._device, self._requests = job, device, requests
         self._counts = counts or {}
         self._on_step = overridden(callbacks, "on_step")
-        self.asked_to_stop = self.asked_to_save = False  # the same on all ranks, as of the last exchange
+        self.asked_to_stop = self.asked_to_save = False  # set by the last exchange, the same on all ranks
         self._block: list[_Step] = []
         self._block_steps = 1
         self._memory = RankMemory(device, job.forecast.free_bytes if job.forecast else None)
         self._times: deque[float] = deque(maxlen=TIMED_STEPS)
-        self._stretch = 1.0  # a step's real time over the time it took to issue; above 1 where a device lags behind
+        self._stretch = 1.0  # real time of a step over the time to issue it; above 1 if the device lags behind
         self._last_end = time.perf_counter()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak = peak_flops(name, job.precision)
-        self.last: StepRecord | None = None  # this rank's newest record; of a resumed run the checkpoint's
+        self.last: StepRecord | None = None  # this rank's newest record, or the checkpoint's after a resume
 
     def add(
         self,
@@ -82,7 +82,7 @@ class MetricsRecorder:
         grad_norm: Any,
         extra: dict[str, Any],
     ) -> None:
-        """Note a step that has been issued; every so often, exchange and write what is pending."""
+        """Add an issued step; exchange and write the block if it is full."""
         now = time.perf_counter()
         self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm, extra))
         self._last_end = now
@@ -90,11 +90,11 @@ class MetricsRecorder:
             self.flush()
 
     def skip_time(self) -> None:
-        """Leave out of the next step's time what was not training (an evaluation, say)."""
+        """Exclude the time until now (an evaluation, say) from the next step's time."""
         self._last_end = time.perf_counter()
 
     def flush(self) -> None:
-        """Exchange and write everything pending. Raises RunFailed on all ranks when a loss is not finite."""
+        """Exchange and write all pending steps. Raises RunFailed on all ranks if a loss is not finite."""
         if not self._block:
             return
         block, self._block = self._block, []
@@ -121,7 +121,7 @@ class MetricsRecorder:
             self._times.append(step_s)
             for on_step in self._on_step:
                 on_step(self.last)
-        self._last_end = synced  # so that what watching costs is part of the next step
+        self._last_end = synced  # the cost of recording counts as part of the next step
 
     def _record(self, step: _Step, loss: float, step_s: float, taken: MeasuredMemory) -> StepRecord:
         job = self._job
@@ -138,7 +138,7 @@ class MetricsRecorder:
             "samples": job.samples_after(step.step + 1),
             "loss": loss,
             "lr": step.lr,
-            "grad_norm": norm if norm is None or math.isfinite(norm) else None,  # none where fp16 overflowed
+            "grad_norm": norm if norm is None or math.isfinite(norm) else None,  # None if fp16 overflowed
             "step_s": step_s,
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,
@@ -161,12 +161,12 @@ class MetricsRecorder:
 
     @property
     def step_s(self) -> float | None:
-        """Median of this start's step times, but for the first, which connects and compiles; None before any step."""
+        """Median step time of this start without the first step, which connects and compiles; None before any step."""
         times = list(self._times)
         return statistics.median(times[1:] or times) if times else None
 
     def memory_of_all_ranks(self) -> MeasuredMemory:
-        """Return the most that any rank has taken until now. All ranks call this."""
+        """Return the highest memory use of any rank so far. All ranks call this."""
         slots = torch.tensor(self._memory.slots(), dtype=torch.float64, device=self._device)
         dist.all_reduce(slots)
         return self._memory.most(slots.tolist())
@@ -182,14 +182,14 @@ class MetricsRecorder:
         return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no step before it was good"
 
     def _stop(self, step: _Step, loss: float) -> None:
-        """Raise RunFailed with the samples whose own loss was not finite; all ranks are here together."""
-        finite = torch.isfinite(step.losses).tolist()  # of each micro batch, or of all together
+        """Raise RunFailed with the samples whose own loss was not finite; all ranks call this together."""
+        finite = torch.isfinite(step.losses).tolist()  # for each micro batch, or one for all of them
         bad = [part for i, part in enumerate(step.indices) if not finite[i if len(finite) > 1 else 0]]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [int(n) for part in bad for n in part])
         samples = sorted({n for part in gathered for n in part})
         message = f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; "
-        hint = "lower --lr, lengthen --warmup-steps, set --gradient-clipping, or look at these samples"
+        hint = "lower --lr, lengthen --warmup-steps, set --gradient-clipping, or inspect these samples"
         problem = Problem(
             kind="nan-loss", message=message + self._last_good(), hint=hint, where=f"step {step.step + 1}"
         )

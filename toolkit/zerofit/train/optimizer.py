@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW, which DeepSpeed cannot make by its name: moments of 8 bits, in blocks with a scale each."""
+"""bitsandbytes' 8-bit and paged AdamW, which DeepSpeed cannot create by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofit.spec.optimizers import EIGHT_BIT, EIGHT_BIT_OP, run_name
 
 
 def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer | None:
-    """Return the optimizer that a DeepSpeed JSON names and DeepSpeed does not know; None where it makes its own."""
+    """Return the optimizer that a DeepSpeed JSON names if DeepSpeed cannot create it, else None."""
     name = run_name(str(get(config, "optimizer.type")))
     if name not in EIGHT_BIT:
         return None
@@ -29,7 +29,7 @@ def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Op
 
 @torch.no_grad()
 def forget_states(optimizer: Optimizer) -> None:
-    """Let an optimizer begin anew. bitsandbytes never gives paged memory back, so that its states are used again."""
+    """Reset an optimizer's states. bitsandbytes never frees paged memory, so its states are zeroed and reused."""
     if not hasattr(optimizer, "page_mng"):
         optimizer.state.clear()
     for state in optimizer.state.values():
@@ -39,7 +39,7 @@ def forget_states(optimizer: Optimizer) -> None:
 
 
 def missing_kernels(optimizer: str, accelerator: str | None) -> Problem | None:
-    """Return why bitsandbytes' optimizers cannot be made, or do not run on a kind of device ("cpu" or "cuda") here."""
+    """Return why bitsandbytes' optimizer cannot run here on an accelerator ("cpu" or "cuda"), or None if it can."""
     asked = f"--optimizer {optimizer}"
     if importlib.util.find_spec(PACKAGE) is None:
         message = f"{asked} needs {PACKAGE}, which is not installed"
@@ -49,6 +49,6 @@ def missing_kernels(optimizer: str, accelerator: str | None) -> Problem | None:
         f"{PACKAGE}::{EIGHT_BIT_OP}", accelerator.upper()
     ):
         return None
-    message = f"{asked}: {PACKAGE} {version(PACKAGE)} has no kernel of it for {accelerator}"
-    hint = f"pip install '{PACKAGE}>=0.50.2', or take --optimizer adamw"
+    message = f"{asked}: {PACKAGE} {version(PACKAGE)} has no kernel for {accelerator}"
+    hint = f"pip install '{PACKAGE}>=0.50.2', or use --optimizer adamw"
     return Problem(kind="optimizer", message=message, hint=hint, where="--optimizer")

@@ -1,4 +1,4 @@
-"""One rank's way through DeepSpeed's pipeline engine."""
+"""Trainer for one rank of DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
 
-_Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # what a micro batch's first layer gets, its labels and their weight
+_Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # the first layer's input; labels and their weight
 
 
 class PipelineTrainer(EngineTrainer):
-    """Pipeline parallel, beside data, tensor and sequence parallelism or spread experts; ZeRO stage 0 or 1."""
+    """Trainer for pipeline parallelism with data, tensor, sequence or expert parallelism; ZeRO stage 0 or 1."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
@@ -69,7 +69,7 @@ class PipelineTrainer(EngineTrainer):
         module.register_forward_hook(lambda *_: self._balance.end() if module.training else None)
 
     def sections(self) -> list[ModelSection]:
-        """Return the layers of this rank's stage, under the names that forecasts have for the whole model's."""
+        """Return the layers of this rank's stage, named as in forecasts for the full model."""
         names = [layer.name for layer in self._layers]
         if source_of(self.job.run).family == "transformers":  # as `block_sections` names them
             blocks = [n for n, name in enumerate(names) if name.rpartition(".")[2].isdigit()]
@@ -82,30 +82,30 @@ class PipelineTrainer(EngineTrainer):
         return [ModelSection(name=names[n], start=self._layers[n].module) for n in chain(*self.parts)]
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Make one optimizer step; return float32 (1,), the loss over the whole pipeline and all its replicas."""
+        """Make one optimizer step; return float32 (1,), the loss over all stages and replicas of the pipeline."""
         return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return what is recorded beside what all runs record, of a mixture of experts the balance of its routers."""
+        """Return the metrics that all runs record and, for a mixture of experts, the balance of its routers."""
         return super().extra_metrics() | self._balance.figures()
 
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
+        """Return float64 (3,): loss, targets and right answers, summed over `count` batches of every rank."""
         self._counts.zero_()
         pairs = (self._pair(batch) for batch in batches)
         if self.job.run.pipeline_schedule == "dualpipev":
             self._evaluate_in_rounds(pairs, count)
         elif count:
             self.engine.eval_batch(pairs, num_micro_batches=count)
-        sums = self._counts.clone()  # only last stages have counted
+        sums = self._counts.clone()  # only the last stages count
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def _evaluate_in_rounds(self, pairs: Iterator[_Pair], count: int) -> None:
-        """Evaluate as many micro batches at a time as training accumulates, the last ones without any target.
+        """Evaluate in rounds of as many micro batches as training accumulates; pad the last round without targets.
 
-        DualPipeV's engine has the buffers of the way back in that distance (runtime/pipe/dualpipev.py,
-        `_phase1_buffer`), whatever it is asked for.
+        DualPipeV's engine keeps its backward buffers at this distance, whatever number it is given
+        (runtime/pipe/dualpipev.py, `_phase1_buffer`).
         """
         each = self.job.batch.accumulation
         rounds = -(-count // each)
@@ -114,7 +114,7 @@ class PipelineTrainer(EngineTrainer):
             self.engine.eval_batch(filled, num_micro_batches=each)
 
     def state_names(self, engine: Any) -> StateNames:
-        """Return the names of this stage's state; a weight that several layers share has its first layer's name."""
+        """Return the names of this stage's state; a shared weight is named after its first layer."""
         names, firsts = StateNames(), {}
         for layer in self._layers:
             if layer.tied and layer.tied_attr:
@@ -131,7 +131,7 @@ class PipelineTrainer(EngineTrainer):
         return names
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the whole model on rank 0: each stage's first replica leaves its part in a file."""
+        """Yield the weights of the full model on rank 0; the first replica of each stage leaves its part in a file."""
         coords, weights = self.coords, {}
         mine = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
@@ -150,20 +150,20 @@ class PipelineTrainer(EngineTrainer):
         shutil.rmtree(scratch)
 
     def _loss(self, outputs: Tensor | Carried, target: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of what the last layer gives: weighted, and of a mixture with that of its routers."""
+        """Return the weighted loss of the last layer's output, plus the routers' loss for a mixture of experts."""
         if isinstance(outputs, Tensor):
             return self._targets_loss(outputs, target)
         logits, sums = outputs
         loss = self._targets_loss(logits, target)
         if not torch.is_grad_enabled():
             return loss
-        assert self._router_loss is not None  # whose sums these are
+        assert self._router_loss is not None  # it made these sums
         routers = self._router_loss.of(sums)
         self._balance.note(routers)
         return loss + routers
 
     def _targets_loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the weighted loss of logits, or of the hidden states that a head which stands aside hands on."""
+        """Return the weighted loss of logits, or of hidden states where the loss applies the head itself."""
         labels, weight = target
         if not torch.is_grad_enabled():
             found = self._head.of(logits, labels) if self._head else counts(logits, labels)
@@ -185,7 +185,7 @@ class PipelineTrainer(EngineTrainer):
 
 
 def _filled(pairs: Iterator[_Pair], more: int) -> Iterator[_Pair]:
-    """Yield the micro batches, and the last one so many times more without targets."""
+    """Yield the micro batches, then the last one `more` times without targets."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
     for _ in range(more):
@@ -193,10 +193,10 @@ def _filled(pairs: Iterator[_Pair], more: int) -> Iterator[_Pair]:
 
 
 def _even_norms(engine: Any) -> None:
-    """Let stages with different numbers of parameter groups agree on the gradient's norm.
+    """Make stages with different numbers of parameter groups agree on the gradient norm.
 
-    ZeRO 1 adds up one norm a group over the stages (stage_1_and_2.py, `scaled_global_norm`); a stage that holds an
-    embedding alone has no group of vectors, and the others would wait for it forever.
+    ZeRO 1 sums one norm per group over the stages (stage_1_and_2.py, `scaled_global_norm`). A stage with only an
+    embedding has no group of vectors, so the others would wait for it forever.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
@@ -215,7 +215,7 @@ def _even_norms(engine: Any) -> None:
             others = torch.zeros((), device=engine.device)
             optimizer._model_parallel_all_reduce(tensor=others, op=dist.ReduceOp.SUM)
             norm = (norm.square() + others).sqrt()
-        # the same to the last bit on all stages: it scales the gradients of weights that two of them share
+        # all stages need the same bits: the norm scales the gradients of weights that two stages share
         optimizer._model_parallel_all_reduce(tensor=norm, op=dist.ReduceOp.MAX)
         return norm
 
@@ -223,9 +223,9 @@ def _even_norms(engine: Any) -> None:
 
 
 def _count_once(module: PipelineModule, coords: RankCoords) -> None:
-    """Mark which parameters this rank adds to the gradient's norm where DeepSpeed clips in fp32 without ZeRO.
+    """Mark which parameters this rank adds to the gradient norm where DeepSpeed clips in fp32 without ZeRO.
 
-    It would count those that are split, and all others on the first stage alone (runtime/utils.py:394).
+    DeepSpeed would count only split parameters, and all others on the first stage (runtime/utils.py:394).
     """
     parameters: Iterator[Any] = module.parameters()  # with DeepSpeed's marks on them
     for p in parameters:
@@ -235,11 +235,11 @@ def _count_once(module: PipelineModule, coords: RankCoords) -> None:
 
 
 class _Staged(PipelineModule):
-    """A PipelineModule whose stage bounds are given instead of found by building every layer on every rank."""
+    """PipelineModule with given stage bounds, so that no rank builds every layer to find them."""
 
     def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
         self._bounds, layout = bounds, job.layout
-        data = layout.dp * layout.sp  # sequence ranks have tokens of their own, and only attention knows them
+        data = layout.dp * layout.sp  # outside attention, sequence ranks are data ranks with other tokens
         if layout.tp > 1:
             topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=data)
         else:
@@ -250,7 +250,7 @@ class _Staged(PipelineModule):
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers; what goes on to the next stage has one backward, of however many tensors it is."""
+        """Run this stage's layers; join the outputs for the next stage, however many tensors, in one backward."""
         outputs = super().forward(forward_input)
         goes_on = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
         return ends(*outputs) if goes_on else outputs
@@ -261,11 +261,11 @@ class _Staged(PipelineModule):
 
 
 class _StagedV(DualPipeVModule, _Staged):
-    """Two parts a stage, the way out and the way back, each as it is given."""
+    """Pipeline stage of two parts, one in each direction, with given bounds."""
 
 
 def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
-    """Return the layers of each part of the model that a stage holds, by number."""
+    """Return the layer numbers of each model part that a stage holds."""
     parts = parts_of_stage(stage, job.layout.pp, job.run.pipeline_schedule)
     return [range(bounds[part], bounds[part + 1]) for part in parts]
 
@@ -273,8 +273,8 @@ def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
 def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
     """Return the keys of weights that different stages share.
 
-    Two layers of one stage share by being the same Parameter; given as specs, DeepSpeed would call the first one's
-    module in place of the second.
+    Two layers of one stage share the same Parameter. As specs, DeepSpeed would call the first layer's module instead of
+    the second's.
     """
     holders = defaultdict[str | None, set[int]](set)
     for stage in range(job.layout.pp):
@@ -284,7 +284,7 @@ def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
 
 
 class _Tied(TiedLayerSpec):
-    """A layer that exists already and shares its weight with another one; DeepSpeed takes it if it is this stage's."""
+    """An existing layer that shares its weight with another one; DeepSpeed uses it on the layer's own stage."""
 
     def __init__(self, layer: Layer):
         super().__init__(layer.tied, nn.Module, tied_weight_attr=layer.tied_attr)
@@ -297,7 +297,7 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], tuple[PipelineStage, ...], HeadLoss | None, RouterLoss | None]:
-    """Return all layers (only this stage's have memory), the parts' bounds, the stages, and what the losses are of."""
+    """Return all layers (only this stage's have memory), the parts' bounds, the stages, and head and router losses."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     stack = layer_facts(layers)
@@ -330,17 +330,17 @@ def _build_stage(
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
-    """Raise RunFailed where a stage holds none of the experts that are spread: it would average and save otherwise."""
+    """Raise RunFailed if a stage holds no spread experts: it would average and save its weights differently."""
     for stage in range(job.layout.pp):
         held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
         if not any(".experts." in name for name in chain(*held)):
             message = f"stage {stage} of --pipeline {job.layout.pp} has no layer with experts to spread"
-            hint = "take fewer stages, or leave --expert-parallel at 1"
+            hint = "use fewer stages, or --expert-parallel 1"
             raise RunFailed(Problem(kind="layout", message=message, hint=hint, where="--pipeline"))
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
-    """Let the blocks know where this rank's tokens stand in the sequence, and attention exchange them."""
+    """Give the blocks the position of this rank's first token, and make attention exchange heads."""
     from zerofit.train.sequence_attention import exchange_heads
 
     assert job.run.seq_len  # a job's run on text is resolved
@@ -352,7 +352,7 @@ def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Lay
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
-    """Measure forward and backward of each layer on rank 0, in seconds, the second of two rounds; shared by all."""
+    """Return the seconds for forward and backward of each layer, measured on rank 0 in the second of two rounds."""
     seconds: list[float] = []
     if dist.get_rank() == 0:
         torch.manual_seed(job.run.seed)
@@ -364,7 +364,7 @@ def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
             seconds.append(_time_layer(layer, x))
             with torch.no_grad():
                 x = layer.module(x)
-            layer.module.to("cpu")  # the device need not hold the whole model
+            layer.module.to("cpu")  # the device holds one layer at a time
     shared = [seconds]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]

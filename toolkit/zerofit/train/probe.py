@@ -1,4 +1,4 @@
-"""Costs of a model, read off it on the meta device: no memory, no download, a second or two."""
+"""Facts about a model, read on the meta device: no memory, no download, a second or two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import LayerFacts, ModelFacts, Task, width
 from zerofit.spec.run import Run
 
-TABLES = ("csv:", "npy:")  # data that only a table's models are fed
+TABLES = ("csv:", "npy:")  # data sources for table models only
 
 
 def probe(
@@ -35,12 +35,10 @@ def probe(
     pipelined: bool,
     model: nn.Module | None = None,
 ) -> ModelFacts:
-    """Return the facts of a model for these inputs, or as it was published (FLOPs are not counted then).
+    """Return the facts of a model for these inputs; without inputs FLOPs are not counted.
 
-    `args` are the run's `model_args`, `pipelined` says that its layers will be asked for, and `model` is a model that
-    is there already, in place of the source's.
-
-    Raises UserError where model and data do not go together.
+    `args`: the run's `model_args`. `pipelined`: its list of layers is needed. `model`: an existing model to use instead
+    of the source's. Raises UserError if model and data do not match.
     """
     with models_say("MODEL"), without_dynamo():
         if model is None:
@@ -79,7 +77,7 @@ def probe(
 
 
 def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
-    """Raise UserError where a model that is made for the last of `--image-sizes` does not take those before it."""
+    """Raise UserError if a model built for the last of `--image-sizes` does not support the earlier ones."""
     if run.image_sizes is None or source.family == "custom":
         return
     with models_say("--image-sizes"), without_dynamo():
@@ -90,25 +88,25 @@ def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
 
 
 def expert_count(config: Any) -> int | None:
-    """Return how many experts a layer of a transformers model chooses from; None where it has no mixture."""
+    """Return the number of experts in each layer of a transformers model; None without a mixture."""
     return next((n for name in EXPERTS if isinstance(n := of_all_layers(config, name), int)), None)
 
 
 def trained_count(model: nn.Module) -> int | None:
-    """Count the parameters that are trained; None where all are."""
+    """Count the trained parameters; None if all are trained."""
     if all(p.requires_grad for p in model.parameters()):
         return None
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Return a transformers model's width, of its text where it has several, as transformers fills "auto" with it."""
+    """Return the width of a transformers model (of its text model if it has several), which "auto" values use."""
     text = getattr(config, "text_config", None)
     return of_all_layers(config, "hidden_size") or of_all_layers(text, "hidden_size")
 
 
 def task_of(source: ModelSource, run: Run) -> Task:
-    """Return what a model is fed; of a user's own one see `fed_with`."""
+    """Return the task of a model; for a user's own model see `fed_with`."""
     if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
@@ -116,7 +114,7 @@ def task_of(source: ModelSource, run: Run) -> Task:
 
 
 def fed_with(model: nn.Module, run: Run) -> Task:
-    """Return what a user's own model is fed: tokens if its forward takes input_ids, a table if named, else images."""
+    """Return the task of a user's own model: text if its forward takes input_ids, else by the data, else images."""
     if "input_ids" in inspect.signature(model.forward).parameters:
         return "causal-lm"
     if (run.data or "").startswith("segmentation:"):
@@ -126,7 +124,7 @@ def fed_with(model: nn.Module, run: Run) -> Task:
 
 @contextmanager
 def models_say(where: str) -> Iterator[None]:
-    """Turn what models/ has to say (a ModelError) into a UserError about this place."""
+    """Turn a ModelError of models/ into a UserError about this place."""
     try:
         yield
     except ModelError as error:

@@ -16,32 +16,32 @@ def start(timeout: timedelta) -> None:
     """Join the group that the launcher's environment describes (NCCL on GPUs, gloo on CPUs)."""
     compile_no_collectives()
     if accelerator().device_name() != "cpu":
-        accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # DeepSpeed does so only when it makes its engine
+        accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # DeepSpeed sets it only when it makes its engine
     deepspeed.init_distributed(timeout=timeout)
 
 
 def compile_no_collectives() -> None:
-    """Spare CPUs the 45 s in which DeepSpeed would compile its shared memory all-reduce; only its inference calls it.
+    """Keep DeepSpeed from compiling its shared memory all-reduce on CPUs (45 s), which only its inference uses.
 
-    Nor is every other op probed with the compiler, as the first look at what is compatible does.
-    (deepspeed/comm/torch.py, inference_all_reduce; deepspeed/ops/__init__.py)
+    This also skips the compiler probe of every other op, which comes with the first compatibility check
+    (deepspeed/comm/torch.py, inference_all_reduce; deepspeed/ops/__init__.py).
     """
     deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def stop() -> None:
-    """Leave the group once all ranks are done."""
+    """Leave the group when all ranks are done."""
     dist.barrier()
     leave()
 
 
 def leave() -> None:
-    """Leave the group if this process is in one: where its threads run to the end of a process, that may be aborted."""
+    """Leave the group if this process is in one: a process that exits while the group's threads run may be aborted."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def accelerator() -> Any:  # as DeepSpeed's abstract class has it, device_name() needs an argument
+def accelerator() -> Any:  # Any: in DeepSpeed's abstract class device_name() needs an argument
     """Return DeepSpeed's interface to the kind of device that ranks train on."""
     return get_accelerator()
 

@@ -1,4 +1,4 @@
-"""How the samples of a step are shared out among ranks of unequal speed, by a measurement before the first step."""
+"""Division of a step's samples among ranks of unequal speed, measured before the first step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerofit.data import Data, Order
 from zerofit.spec.run_folder import Batch, Job
 from zerofit.train.engines import ZeroTrainer
 
-WARM, PASSES = 2, 8  # forward passes that are not counted, that are
-MOST_S = 5.0  # of the counted ones
+WARM, PASSES = 2, 8  # uncounted and counted forward passes
+MOST_S = 5.0  # limit of the counted passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShares:
-    """A batch with a micro batch for each rank, and what it rests on."""
+    """A batch with a micro batch per rank, and the speeds behind it."""
 
     batch: Batch
     samples_per_s: tuple[float, ...]  # of each rank, forward
@@ -31,10 +31,10 @@ class RankShares:
 
 
 def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
-    """Return the batch of a job in proportion to how fast its ranks are; all ranks call this, and get the same.
+    """Return the job's batch, divided in proportion to the ranks' speeds; all ranks call this and get the same.
 
-    Each runs what an evaluation runs, on its first micro batch, all of them at the same time, since ranks of one host
-    share it. Weights, statistics and random states stay as they are.
+    All ranks evaluate their first micro batch at the same time, since ranks of one host share it. Weights, statistics
+    and random states stay unchanged.
     """
     batch, speed = job.batch, _samples_per_s(job, trainer, data)
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: through DeepSpeed where it can read it, else shard by shard, in any layout."""
+"""Resume from a checkpoint: through DeepSpeed if it can read it, else shard by shard into any layout."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from zerofit.train.shard_index import IndexedShard, indexed_shards, loss_scaler
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, to_training_precision
 
-KEPT = ("params", "lr", "initial_lr", "step")  # what an optimizer's groups take from the checkpoint
+KEPT = ("params", "lr", "initial_lr", "step")  # keys of optimizer groups that come from the checkpoint
 TELL_EVERY_S = 2.0
 
 
 def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> Manifest:
-    """Put the state that a checkpoint holds into freshly built engines; return the checkpoint's manifest.
+    """Load a checkpoint into freshly built engines; return the checkpoint's manifest.
 
-    In the layout that wrote it every random state goes on too, so that the training is the uninterrupted one bit for
-    bit. In another one DeepSpeed cannot read the files (and with some settings not in the same one either): the
-    parameters' shards are then taken out of them one by one.
+    In the same layout random states are restored too, so training continues bit for bit. DeepSpeed cannot read the
+    files in another layout, and with some settings not even in the same one: the parameters' shards are then read one
+    by one.
     """
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint)
@@ -44,9 +44,9 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
         for tag, engine in trainer.engines().items():
             if not isinstance(engine.checkpoint_engine, SyncedCheckpointEngine):
                 engine.checkpoint_engine = SyncedCheckpointEngine(trainer.job.layout.zero_stage)
-            whole = trainer.job.run.partial is None
-            path, _ = engine.load_checkpoint(str(checkpoint), tag=tag, load_module_strict=whole)
-            assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, though it was verified"
+            strict = trainer.job.run.partial is None
+            path, _ = engine.load_checkpoint(str(checkpoint), tag=tag, load_module_strict=strict)
+            assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, although zerofit verified it"
     else:
         for tag, engine in trainer.engines().items():
             _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}), progress)
@@ -61,7 +61,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
 
 
 class _RunSettings:
-    """Settings that this start asks of an optimizer, and loading would silently change: lr, decay, betas."""
+    """Optimizer settings of this start that loading would silently change: learning rate, weight decay, betas."""
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -84,15 +84,15 @@ class _RunSettings:
 def _restore_shards(
     trainer: EngineTrainer, engine: Any, tag: str, saved: FullState, progress: Callable[[str], None]
 ) -> None:
-    """Put weights, optimizer states, counters and schedule of a checkpoint of any layout into an engine.
+    """Load weights, optimizer states, counters and schedule of a checkpoint of any layout into an engine.
 
-    Each rank reads what its own partitions need, one parameter at a time. Raises UserError where the checkpoint lacks
-    a parameter or has it in another shape, or where the engine cannot be filled.
+    Each rank reads what its own partitions need, one parameter at a time. Raises UserError if the checkpoint lacks a
+    parameter or has another shape for it, or if the engine's layout is not supported.
     """
     try:
         shards = list(indexed_shards(trainer, engine, tag))
     except Unsupported as reason:
-        message = f"the new layout cannot take over a checkpoint of another one: {reason}"
+        message = f"the new layout cannot load a checkpoint of another layout: {reason}"
         raise _error("no-restore", message) from None
     _refuse_other_model(shards, saved)
     if hasattr(engine.optimizer, "checkpoint_event_prologue"):
@@ -114,7 +114,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
     missing = sorted({p.name for p in shards} - known)
     other = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
     if missing:
-        message = f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} the first"
+        message = f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} first"
         raise _error("other-model", message)
     if other:
         shape = next(p.shape for p in shards if p.name == other[0])
@@ -123,7 +123,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
 
 
 def _make_states(inner: Any, one: IndexedShard, saved: FullState) -> None:
-    """Make zeros for the states that the checkpoint has: optimizers would make them at their first step."""
+    """Allocate zeros for the states in the checkpoint, which optimizers would allocate at their first step."""
     if one.shard.states_at is None:
         return
     states = inner.state[one.shard.master]
@@ -138,13 +138,13 @@ def _zeros(inner: Any, one: IndexedShard, kind: str) -> Tensor:
     master = one.shard.master
     if kind == "momentum_buffer" and one.shard.uncut is not None:
         return torch.zeros(one.shard.uncut[1], dtype=master.dtype, device=master.device)
-    wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, whatever the master weights are
+    wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, for masters of any precision
     return torch.zeros_like(master, dtype=torch.float32 if wider else master.dtype, requires_grad=False)
 
 
 def _step(inner: Any, step: int, master: Tensor) -> Any:
-    """Return the step count in the form that this optimizer counts in."""
-    counting = getattr(inner, "aux_optimizer", None) or inner  # Muon leaves all but matrices to an Adam
+    """Return the step count in the type that this optimizer uses."""
+    counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam has the rest
     if not type(counting).__module__.startswith("torch.optim"):
         return step
     on_device = any(group.get("fused") or group.get("capturable") for group in counting.param_groups)
@@ -195,7 +195,7 @@ def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
 
 
 def _set_steps_done(scheduler: Any, done: int) -> None:
-    """Let a fresh scheduler go on after so many steps."""
+    """Make a fresh scheduler continue after `done` steps."""
     if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which count from -1
         if done:
             scheduler.step(done - 1)
@@ -208,7 +208,7 @@ def _set_steps_done(scheduler: Any, done: int) -> None:
 
 
 def _set_rates(scheduler: LambdaLR) -> None:
-    """Give the optimizer the learning rates that the scheduler's own curve has at its present step."""
+    """Set the optimizer's learning rates to the scheduler's own curve at its current step."""
     curves = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [base * curve(scheduler.last_epoch) for base, curve in curves]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
@@ -217,5 +217,5 @@ def _set_rates(scheduler: LambdaLR) -> None:
 
 
 def _error(kind: str, message: str) -> UserError:
-    hint = "go on in the layout of the checkpoint, or take another checkpoint"
+    hint = "resume in the layout of the checkpoint, or use another checkpoint"
     return UserError(Problem(kind=kind, message=message, hint=hint, where="--resume"))

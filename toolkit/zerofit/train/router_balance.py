@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture spread tokens over its experts, for the record of a step."""
+"""Balance of a mixture of experts: how evenly its routers spread tokens, for the metrics of a step."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from zerofit.train.process_group import rank_device
 
 
 class RouterBalance:
-    """Counts what routers do in the forwards of a step; where experts are not spread, their loss alone."""
+    """Counts tokens per expert in the forwards of a step; only the routers' loss if experts are not spread."""
 
     def __init__(self, module: nn.Module, group: Any, shared: bool = False):
-        """`group`: the ranks that hold the same layers; `shared`: whether some ranks alone note losses."""
+        """`group`: the ranks that hold the same layers; `shared`: whether only some ranks record losses."""
         self._group, self._shared = group, shared
         self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor] = []  # (layers, experts) of each forward
 
     def begin(self) -> None:
-        """Begin a forward: what evaluations and recomputations in backward have counted is forgotten."""
+        """Begin a forward: forget tokens counted in evaluations and in recomputation during backward."""
         for counter in self._counters:
             counter.zero_()
 
     def end(self) -> None:
-        """Note a forward that has just been."""
+        """Record the forward that has just ended."""
         if self._counters:
             self._tokens.append(torch.stack(self._counters))
 
     def note(self, router_loss: Tensor) -> None:
-        """Note what a forward adds to the loss."""
+        """Record the routers' part of a forward's loss."""
         self._losses.append(router_loss.detach().float())
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the figures of the step over all ranks, and begin anew; all ranks call this.
+        """Return the step's figures over all ranks and reset; all ranks call this.
 
-        `router_loss` as it is added to the loss; `expert_load_most` and `_least` are the tokens of the experts with
-        most and with fewest in any layer, over an even share.
+        `router_loss` as added to the loss; `expert_load_most` and `_least`: tokens of the experts with the most and the
+        fewest in any layer, over an even share.
         """
         losses, tokens = self._losses, self._tokens
         self._losses, self._tokens = [], []

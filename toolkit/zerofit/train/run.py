@@ -1,4 +1,4 @@
-"""One rank's whole run, from the job in the run folder to the trained model in it."""
+"""One rank's run, from the job in the run folder to the trained model in that folder."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def train(
 ) -> dict[str, Any]:
     """Train the job on this rank of an initialised process group; return the run's result (the same on all ranks).
 
-    A run that was asked to stop (by a signal, or the file `folder.stop_request`) leaves `folder.stopped` instead.
+    If a signal or the file `folder.stop_request` stops the run, write `folder.stopped` and return {}.
     """
     return RankRun(job, folder, signals, progress, callbacks).run()
 
 
 class RankRun:
-    """One rank's run with everything built: data, engine, loop."""
+    """One rank's run with its data, engine and loop built."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RankRun:
         callbacks: Sequence[Callback] = (),
         model: nn.Module | None = None,
     ):
-        """Build it all, with this rank's own `callbacks` beside the run's and `model` in place of the run's."""
+        """Build the run with extra `callbacks` for this rank and, if given, `model` instead of the run's model."""
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
         progress, coords = progress or RankProgress(), coords_of(self.rank, job.layout)
         self._events = events = EventLog(folder.events if self.rank == 0 else None, progress)
@@ -93,7 +93,7 @@ class RankRun:
         events.phase("building the model and the DeepSpeed engine")
         self.trainer = _make_trainer(job, coords, self.data, model)
         if isinstance(self.trainer, PipelineTrainer) and job.run.pipeline_balance == "time":
-            events.stages(self.trainer.stages)  # which nobody has known before
+            events.stages(self.trainer.stages)  # known only after the measurement
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
             callbacks = [*callbacks, EpochDrawings(self.trainer, folder, len(self.data.train))]
         _seed_rank(job, coords)
@@ -102,7 +102,7 @@ class RankRun:
         recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests, self.data.counts)
         self._saver = Saver(self.trainer, self.data.inputs, folder, events, callbacks)
         if job.start:
-            events.phase(f"going on from step {job.start.step}")
+            events.phase(f"resuming from step {job.start.step}")
             figures: Any = resume(self.trainer, job.start, events.phase).figures
             recorder.last = figures
         self.loop = Loop(
@@ -119,7 +119,7 @@ class RankRun:
         )
 
     def _shared_out(self, job: Job) -> Job:
-        """Return the job with its samples shared out by what each rank can do, where that is to be measured."""
+        """Return the job with its samples divided by the measured speed of each rank, if the run asks for it."""
         trainer, known = self.trainer, job.start and job.start.shares
         if job.batch.limit <= job.batch.micro or known or not isinstance(trainer, ZeroTrainer):
             return job
@@ -132,16 +132,16 @@ class RankRun:
         return job
 
     def run(self) -> dict[str, Any]:
-        """Train, save the model and write the result; empty where the run was stopped on request."""
+        """Train, save the model and write the result; return {} if the run was stopped on request."""
         self.begin()
         return self.finish(self.loop.run())
 
     def begin(self) -> None:
-        """Note that training begins."""
+        """Record that training begins."""
         self._events.training(steps=self.job.steps, done=self.loop.first)
 
     def finish(self, ended: LoopResult) -> dict[str, Any]:
-        """Save the model and write the result of a loop that has ended; empty where it was stopped on request."""
+        """Save the model and write the result of a finished loop; return {} if the run was stopped on request."""
         job, folder, events = self.job, self.folder, self._events
         self._saver.wait()
         if ended.stopped:
@@ -167,7 +167,7 @@ class RankRun:
         return result
 
     def _against_forecast(self) -> dict[str, ForecastFigure]:
-        """Return memory and step time of the run beside their forecasts, and look at the memory once more."""
+        """Return measured memory and step time of the run with their forecasts; check the memory a last time."""
         job, recorder = self.job, self.loop.recorder
         taken = recorder.memory_of_all_ranks()
         if self._watch and self.rank == 0:
@@ -179,16 +179,16 @@ class RankRun:
 
 
 def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) -> StepProfile | None:
-    """Return the profile of the chosen steps; None on ranks that were not chosen."""
+    """Return the profile of the chosen steps; None on ranks that are not profiled."""
     if job.run.profile is None or rank not in Numbers.parse(job.run.profile_ranks):
         return None
     sections = list[ModelSection]()
     if isinstance(trainer, PipelineTrainer):
         sections = trainer.sections()
-    elif isinstance(trainer, ZeroTrainer) and not job.run.compile:  # hooks would cut compiled graphs
+    elif isinstance(trainer, ZeroTrainer) and not job.run.compile:  # hooks would break compiled graphs
         found = sections_of(trainer.engine.module)
-        names = numbered([one.name for one in found])
-        sections = [replace(one, name=name) for one, name in zip(found, names, strict=True)]
+        names = numbered([section.name for section in found])
+        sections = [replace(section, name=name) for section, name in zip(found, names, strict=True)]
     return StepProfile(trainer, Numbers.parse(job.run.profile), partial(folder.rank_trace, rank), sections)
 
 
@@ -201,9 +201,9 @@ def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | N
 
 
 def _seed_rank(job: Job, coords: RankCoords) -> None:
-    """Let dropout differ between data parallel ranks and stages; tensor parallel ranks must draw alike.
+    """Seed dropout differently on data parallel ranks and stages, and the same on tensor parallel ranks.
 
-    A checkpoint taken up in another layout draws anew: its random states belong to ranks that are no more.
+    After a resume in another layout random states start anew: those in the checkpoint belong to other ranks.
     """
     own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
     own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
@@ -213,7 +213,7 @@ def _seed_rank(job: Job, coords: RankCoords) -> None:
 
 
 def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -> dict[str, Any]:
-    """Return the keys that `zerofit train --json` prints, but for the run folder."""
+    """Return the keys that `zerofit train --json` prints, without the run folder."""
     samples = job.samples_after(job.steps)
     return {
         "steps": job.steps,
@@ -232,16 +232,16 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
-    """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
+    """Write the trained model into a folder: in transformers' format, or one safetensors file for other models.
 
-    Of a model with adapters it is these, as peft has them.
-    All ranks call this; rank 0 writes. It holds one module of a transformers model in host memory at a time, and other
-    models whole. `scratch`: see `EngineTrainer.weights`.
+    For a model with adapters only these are written, in peft's format. All ranks call this and rank 0 writes. Rank 0's
+    host memory holds one module of a transformers model at a time, but all of any other model. `scratch`: see
+    `EngineTrainer.weights`.
     """
     source, weights = source_of(job.run), trainer.weights(scratch)
     frozen = frozen_weights(trainer) if trainer.saves_adapters else None
     if dist.get_rank() != 0:
-        deque(weights, maxlen=0)  # takes part in gathering them
+        deque(weights, maxlen=0)  # joins in gathering them
         dist.barrier()
         return
     folder.mkdir(exist_ok=True)
@@ -258,14 +258,14 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
         tokenizer_files(job.run.tokenizer, job.run.chat_template)(folder)
     ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype), frozen).write(folder)
     if source.family != "transformers" and not trainer.saves_adapters:
-        whole, file = {name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors"
-        save_file(_without_shared(whole), file)
-        shutil.copymode(folder / CARD, file)  # safetensors lets nobody else read it
+        full, file = {name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors"
+        save_file(_without_shared(full), file)
+        shutil.copymode(folder / CARD, file)  # safetensors makes it unreadable for other users
     dist.barrier()
 
 
 def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory: safetensors keeps no aliases."""
+    """Return the weights with copies of tensors that share memory: safetensors cannot store aliases."""
     seen: set[int] = set()
     out = {}
     for name, tensor in weights.items():
@@ -276,10 +276,10 @@ def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_replicas(trainer: EngineTrainer) -> None:
-    """Raise RunFailed unless every parameter has the same float64 sum on all ranks that hold the same.
+    """Raise RunFailed unless every parameter has the same float64 sum on all ranks that hold a replica.
 
-    They step on the same gradients, so a difference means that a collective or a device has failed them. ZeRO-3 ranks
-    hold no replicas.
+    Replicas get the same gradients, so a difference means that a collective or a device has failed. ZeRO-3 ranks hold
+    no replicas.
     """
     if trainer.job.layout.zero_stage == 3:
         return
@@ -290,12 +290,12 @@ def check_replicas(trainer: EngineTrainer) -> None:
         (group,) = engine.expert_data_parallel_group.values()
         apart += _apart(experts, group)
     if apart:
-        message = f"ranks have come apart: {len(apart)} of {len(held)} parameters differ, {apart[0]} the first"
-        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="look at every rank's log and device"))
+        message = f"{len(apart)} of {len(held)} parameters differ between ranks, {apart[0]} first"
+        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="check every rank's log and device"))
 
 
 def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:
-    """Return which of these are not the same on all ranks of the group."""
+    """Return the names of parameters that differ between ranks of the group."""
     mine = torch.stack([p.detach().double().sum() for p in parameters.values()])
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

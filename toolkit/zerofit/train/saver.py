@@ -1,7 +1,7 @@
-"""Saving a checkpoint: DeepSpeed writes the files, all ranks sync them, rank 0 checks and makes the checkpoint visible.
+"""Saving a checkpoint: DeepSpeed writes files, all ranks sync them, rank 0 verifies and makes the checkpoint visible.
 
-Ranks acknowledge to rank 0 through small files beside the checkpoint's own (`acks/`), not through collectives, so that
-writing can go on in the background while the ranks train.
+Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives, so that writing can continue in the
+background while the ranks train.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest
 
 @dataclass(frozen=True, kw_only=True)
 class _Save:
-    """One save under way."""
+    """A save in progress."""
 
     step: int  # optimizer steps done
     staging: Path
@@ -49,7 +49,7 @@ class _Save:
 
 
 class Saver:
-    """The saver of checkpoints; all ranks call `save` and `wait` at the same steps."""
+    """Saves checkpoints; all ranks call `save` and `wait` at the same steps."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Saver:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         for engine in trainer.engines().values():
             engine.checkpoint_engine = self._files
-            engine._copy_recovery_script = lambda _: None  # its scripts unpickle anything; `zerofit ckpt` does not
+            engine._copy_recovery_script = lambda _: None  # its script unpickles anything, `zerofit ckpt` does not
             if self._job.run.partial:
                 leave_out_frozen(engine)
 
     def save(self, step: int, figures: dict[str, Any], background: bool) -> Problem | None:
-        """Save the state after `step` optimizer steps; return what went wrong, the same on all ranks.
+        """Save the state after `step` optimizer steps; return the problem if it failed, the same on all ranks.
 
-        In the background the state is copied and written while training goes on; what goes wrong then is an event.
+        In the background the state is copied, then written while training continues; a failure is then an event.
         `figures`: the last record, for the manifest.
         """
         self.wait()
@@ -103,14 +103,14 @@ class Saver:
         return None
 
     def wait(self) -> None:
-        """Wait until what is being written in the background is visible, or has failed."""
+        """Wait until the background save has become visible or failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             dist.barrier()
 
     def _write(self, staging: Path) -> None:
-        """Write DeepSpeed's files, this rank's own state, and the index of where everything lies."""
+        """Write DeepSpeed's files, this rank's own state, and the index of their contents."""
         for tag, engine in self._trainer.engines().items():
             engine.save_checkpoint(
                 str(staging), tag=tag, save_latest=False, exclude_frozen_parameters=self._job.run.partial is not None
@@ -120,7 +120,7 @@ class Saver:
         own.with_suffix(".json").write_text(json.dumps(build_index(self._trainer)))
 
     def _write_ack(self, staging: Path) -> None:
-        """Acknowledge once this rank's files are on the disk, or say what went wrong."""
+        """Acknowledge that this rank's files are on disk, or report why not."""
         try:
             marks = {p.relative_to(staging).as_posix(): vars(mark) for p, mark in self._files.marks().items()}
             write_json(staging / ACKS / f"rank-{self._rank:05}.json", {"files": marks, "failure": None})
@@ -130,11 +130,11 @@ class Saver:
     def _write_failure(self, staging: Path, failure: str) -> None:
         try:
             write_json(staging / ACKS / f"rank-{self._rank:05}.json", {"files": {}, "failure": failure})
-        except OSError:  # the disk may be too full for a reason: a name takes no room
+        except OSError:  # a full disk may have no room for the reason, but an empty file fits
             (staging / ACKS / f"rank-{self._rank:05}.failed").touch()
 
     def _finish(self, save: _Save, snapshot: list[tuple[Any, Path]], stalled_s: float) -> None:
-        """Do what `save` does after the copies are taken; in a thread, where an exception would be seen by nobody."""
+        """Finish a save after the copies are made; catch all errors, since nobody would see them in this thread."""
         try:
             self._files.write_snapshot(snapshot)
             self._write_ack(save.staging)
@@ -155,11 +155,11 @@ class Saver:
             self._failed(save, problem)
 
     def _complete(self, save: _Save) -> Problem | None:
-        """Have rank 0 gather what all ranks have written, write the manifest, make the checkpoint visible, prune."""
+        """Gather all ranks' marks, write the manifest, make the checkpoint visible and prune old ones (on rank 0)."""
         try:
             marks = self._gather(save.staging)
             shutil.rmtree(save.staging / ACKS)
-            (save.staging / "latest").write_text(STATE)  # with it the folder is one that DeepSpeed's own tools read
+            (save.staging / "latest").write_text(STATE)  # lets DeepSpeed's own tools read the folder
             others = [name for name in files_of(save.staging) if name not in marks]
             for name in others:
                 sync_file(save.staging / name)
@@ -184,7 +184,7 @@ class Saver:
         return None
 
     def _gather(self, staging: Path) -> dict[str, FileMark]:
-        """Return the marks of all ranks' files once each has acknowledged. Raises OSError with the first failure."""
+        """Return the marks of all ranks' files once each has acknowledged. Raises OSError for the first failure."""
         marks: dict[str, FileMark] = {}
         for rank in range(self._world):
             ack, failed = (staging / ACKS / f"rank-{rank:05}.{kind}" for kind in ("json", "failed"))
@@ -199,21 +199,21 @@ class Saver:
         return marks
 
     def _make_room(self, staging: Path) -> Problem | None:
-        """Make the staging folder, unless the disk has no room for one more checkpoint."""
+        """Make the staging folder, or return a problem if the disk has no room for another checkpoint."""
         self._folder.checkpoints.mkdir(exist_ok=True)
         known = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
         needed = known[-1] if known else self._job.facts.checkpoint_bytes(self._job.precision)
         free = shutil.disk_usage(self._folder.checkpoints).free
         if free < needed + SPARE_BYTES:
-            spare = f"beside {shown_bytes(SPARE_BYTES)} for logs and metrics"
-            reason = f"it takes about {shown_bytes(needed)} {spare}, and {shown_bytes(free)} are free"
+            spare = f"plus {shown_bytes(SPARE_BYTES)} for logs and metrics"
+            reason = f"needs about {shown_bytes(needed)} {spare}, {shown_bytes(free)} free"
             return _problem(reason, self._folder.checkpoints)
         for part in ("ranks", ACKS):
             (staging / part).mkdir(parents=True)
         return None
 
     def _shared(self, work: Callable[[], Problem | None]) -> Problem | None:
-        """Return on all ranks what rank 0's work returns."""
+        """Return rank 0's result of `work` on all ranks."""
         answer: list[Problem | None] = [None]
         if self._rank == 0:
             try:
@@ -240,7 +240,7 @@ class Saver:
 def _problem(reason: str, folder: Path) -> Problem:
     return Problem(
         kind="save-failed",
-        message=f"the checkpoint could not be saved: {reason}",
-        hint="make room on the disk, lower --keep-last, or name another --output; older checkpoints are untouched",
+        message=f"cannot save the checkpoint: {reason}",
+        hint="free space on the disk, lower --keep-last, or use another --output; older checkpoints are unchanged",
         where=str(folder),
     )

@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses attention inside any process group."""
+"""DeepSpeed's Ulysses attention within any process group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zerofit.spec.run_folder import Job
 
 
 def exchange_heads(config: Any, job: Job, group: Any) -> None:
-    """Let transformers' attention exchange sequences for heads over the group.
+    """Make transformers' attention exchange sequences for heads over the group.
 
-    `UlyssesSPAttentionHF.register_with_transformers` does so over groups of neighbouring ranks that it makes itself,
-    and for all heads of the config: tensor ranks have a part of them (ulysses_sp.py:401).
+    `UlyssesSPAttentionHF.register_with_transformers` does so over groups of neighbouring ranks that it creates itself,
+    and for all heads of the config. Tensor ranks have only a part of the heads (ulysses_sp.py:401).
     """
     seq_len, heads = job.run.seq_len, config.num_attention_heads
     assert seq_len  # a job's run on text is resolved
@@ -36,7 +36,7 @@ def exchange_heads(config: Any, job: Job, group: Any) -> None:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any, **named: Any
     ) -> Any:
-        # the mask is of this rank's tokens alone; attention over the whole sequence is causal by itself
+        # the mask covers only this rank's tokens; attention over the full sequence is causal without it
         return ulysses(module, query, key, value, None, *more, **named)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend

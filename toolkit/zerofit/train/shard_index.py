@@ -1,4 +1,4 @@
-"""The index of a checkpoint's files: which stretches of the whole model's parameters this rank has where in them."""
+"""Index of a checkpoint's files: where this rank's stretches of the full model's parameters are in them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from zerofit.train.zero_layouts import (
     states_of,
 )
 
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scaler remembers
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # state of a dynamic loss scaler
 
 
 @dataclass(frozen=True)
 class IndexedShard:
-    """A stretch of one parameter that this rank holds."""
+    """A stretch of one parameter on this rank."""
 
-    name: str  # in the whole model
-    shape: tuple[int, ...]  # of the whole model's tensor
+    name: str  # in the full model
+    shape: tuple[int, ...]  # of the tensor in the full model
     cut: TensorSlice | None  # this rank's share of it
     shard: ParamShard
-    first: bool  # whether no lower rank holds the same
+    first: bool  # no lower rank holds the same stretch
 
 
 def build_index(trainer: EngineTrainer) -> dict[str, Any]:
@@ -48,16 +48,16 @@ def build_index(trainer: EngineTrainer) -> dict[str, Any]:
 
 
 def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
-    """Yield all shards of one engine on this rank that a checkpoint has. Raises Unsupported where they are not found.
+    """Yield this rank's shards of an engine that a checkpoint contains. Raises Unsupported if they cannot be found.
 
-    What the run has frozen is left out; weights that a user's own model holds fixed by itself are not.
+    Weights that the run freezes are left out; weights that a user's model fixes by itself are included.
     """
     found = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
-    yield from _named(trainer, engine, (one for one in found if one.numel))  # without those of padding alone
+    yield from _named(trainer, engine, (one for one in found if one.numel))  # without shards of padding only
 
 
 def indexed_frozen(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
-    """Yield the shards on this rank of what the run has frozen, empty ones too."""
+    """Yield this rank's shards of weights that the run freezes, including empty ones."""
     yield from _named(trainer, engine, frozen_shards(engine, tag))
 
 
@@ -112,7 +112,7 @@ def _where(slot: StateSlot, one: ParamShard) -> dict[str, Any]:
 
 
 def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[tuple[int, ...], TensorSlice | None]:
-    """Return the shape in the whole model, and what of it this rank has."""
+    """Return a parameter's shape in the full model, and this rank's cut of it."""
     local, experts = tuple(getattr(p, "ds_shape", p.shape)), share_of(p)
     if experts is not None:
         return experts.shape, experts.cut(expert_rank(coords.rank, layout))
@@ -132,18 +132,18 @@ def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorSlice | None) 
     """Return whether no lower rank holds the same stretch of the same parameter."""
     coords = trainer.coords
     if getattr(one.parameter, "ds_pipe_replicated", False):
-        return False  # a tied weight, which an earlier stage has too
+        return False  # a tied weight that an earlier stage also has
     if one.replicated and (coords.dp_rank or coords.sp_rank):
         return False
     if cut is not None or coords.tp_rank == 0:
         return True
-    # what tensor parallelism leaves whole, transformers has partitioned over all ranks before there were groups
+    # transformers has partitioned parameters without a cut over all ranks, before groups existed
     group = getattr(one.parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group) == dist.get_world_size()
 
 
 def _counters(engine: Any) -> dict[str, Any]:
-    """Return what is one number a run."""
+    """Return the counters of the run: steps, samples, schedule and loss scale."""
     steps = [int(s["step"]) for s in inner_optimizer(engine).state.values() if "step" in s]
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {}
     scaler = loss_scaler(engine)
@@ -158,7 +158,7 @@ def _counters(engine: Any) -> dict[str, Any]:
 
 
 def loss_scaler(engine: Any) -> Any | None:
-    """Return fp16's dynamic loss scaler, wherever this stage has it; None where there is none."""
+    """Return fp16's dynamic loss scaler at any ZeRO stage; None if there is none."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)

@@ -1,6 +1,6 @@
-"""torch.profiler's real trace of chosen steps of one rank, with marks that say which layer and phase runs.
+"""torch.profiler traces of chosen steps of one rank, with marks for the running layer and phase.
 
-`report.traces` reads the marks: what stands between two of them belongs to the first.
+`report.traces` reads the marks: events between two marks belong to the first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep
 
 
 class StepProfile:
-    """The traces of one rank's chosen steps: a file for steps in a row, written once the last of them is done.
+    """Traces of one rank's chosen steps: one file for consecutive steps, written after the last of them.
 
-    A run that ends before writes what there is.
+    A run that ends earlier writes the steps it has.
     """
 
     def __init__(
         self, trainer: EngineTrainer, steps: Numbers, file: Callable[[int], Path], sections: Sequence[ModelSection]
     ):
-        """Profile `steps` (1-based); `file` names the trace by its first step.
+        """Profile `steps` (1-based); `file` returns the path of a trace from its first step.
 
-        `sections`: those of the model, or of this rank's pipeline stage, that are marked, by the names of forecasts.
+        `sections`: marked sections of the model or of this rank's pipeline stage, named as in forecasts.
         """
         self._trainer, self._steps, self._file = trainer, steps, file
         self._sections = list(sections)
@@ -42,7 +42,7 @@ class StepProfile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Make a step (1-based), which is profiled if it was chosen."""
+        """Run a step (1-based), profiled if it was chosen."""
         if number not in self._steps:
             self.close()
             yield
@@ -55,7 +55,7 @@ class StepProfile:
             self.close()
 
     def close(self) -> None:
-        """Write the trace, if there is one under way."""
+        """Write the current trace, if there is one."""
         if self._running is not None:
             running, file = self._running
             running.stop()
@@ -76,7 +76,7 @@ class StepProfile:
         names = [one.name for one in self._sections] or [""]
 
         def begin(section: int, tensors: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:  # checkpointing runs forwards again, in backward
+            if torch._C._current_graph_task_id() != -1:  # a forward that checkpointing recomputes in backward
                 return
             _mark("forward", names[section])
             tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
@@ -91,7 +91,7 @@ class StepProfile:
 
 @contextmanager
 def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
-    """Mark what an engine begins, with the module that runs first: in a pipeline by its schedule's instructions."""
+    """Mark the start of each phase with the module that runs first; in a pipeline by its schedule's instructions."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         known = engine._INSTRUCTION_MAP
         own = {kind: _marking(phase, modules[phase], known[kind]) for kind, phase in _INSTRUCTIONS.items()}
@@ -104,7 +104,7 @@ def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in names:  # the class has its own
+        for name in names:  # uncovers the attribute of the class
             delattr(engine, name)
 
 

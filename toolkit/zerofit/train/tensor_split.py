@@ -1,6 +1,6 @@
-"""Tensor parallelism inside any process group: transformers' own plan, by the layers of DeepSpeed's AutoTP.
+"""Tensor parallelism in any process group: transformers' plan, with the layers of DeepSpeed's AutoTP.
 
-A model is split on the meta device, and of each parameter only this rank's slice is ever kept.
+The model is split on the meta device; a rank only ever keeps its slice of each parameter.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from zerofit.models.deferred import Stored
 
 
 def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
-    """Return `shape`, a model on the meta device, split over the group and with weights.
+    """Split `shape`, a model on the meta device, over the group, fill in weights, and return it.
 
-    `make` builds the same model with its weights, which it stores as it is told: this rank's slices of them.
+    `make` builds the same model with weights and keeps the slices that its argument selects.
     """
     degree, rank = dist.get_world_size(group), dist.get_rank(group)
     auto = _split(shape, degree, group)
     cuts = {name: slice_of(p, rank) for name, p in shape.named_parameters()}
     slices = {name: cut.take for name, cut in cuts.items() if cut is not None}
     fill(shape, make(replace(stored, slices=slices)), {})
-    auto.register_replicated_grad_hooks(shape)  # of the norms of Qwen3's heads
+    auto.register_replicated_grad_hooks(shape)  # for the norms of Qwen3's heads
     return shape
 
 
 def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
-    """Return what tensor rank `rank` has of a parameter that AutoTP has split; None where each rank has all of it.
+    """Return the slice of a parameter on tensor rank `rank`; None if AutoTP has not split it.
 
-    Raises ValueError where DeepSpeed does not say.
+    Raises ValueError if DeepSpeed does not record the cut.
     """
     meta = getattr(p, DS_AUTOTP_UC_META, None)
     if not meta or meta["replicated"]:
         return None
     dim, parts = meta["partition_dim"], meta["sub_param_shard_widths"] or [meta["partition_sizes"]]
     if dim is None or parts == [None]:
-        raise ValueError("DeepSpeed does not say how it cut a weight for tensor parallelism")
+        raise ValueError("DeepSpeed does not record how it cut a weight for tensor parallelism")
     ranges, offset = [], 0
     for widths in parts:
         ranges.append((offset + sum(widths[:rank]), widths[rank]))
@@ -57,12 +57,12 @@ def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
 
 
 def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
-    """Replace the model's linear layers in place, as `DeepSpeedEngine._apply_autotp_partitioning` does.
+    """Replace the model's linear layers in place, like `DeepSpeedEngine._apply_autotp_partitioning`.
 
-    That takes DeepSpeed's one tensor group of the whole world (module_inject/auto_tp.py:397).
+    DeepSpeed's method uses its single tensor group of the world (module_inject/auto_tp.py:397).
     """
-    set_autotp_mode(training=True)  # else the layers' weights are frozen (module_inject/layers.py:495)
-    plan: Any = _get_hf_tp_plan(model)  # there is one for each of TENSOR_PLAN_TYPES
+    set_autotp_mode(training=True)  # otherwise the layers' weights are frozen (module_inject/layers.py:495)
+    plan: Any = _get_hf_tp_plan(model)  # every type in TENSOR_PLAN_TYPES has a plan
     specs: Any = TPPlanConverter.convert(plan)
     auto = AutoTP(
         module=model,
@@ -82,9 +82,9 @@ def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
 
 
 def fill(shape: nn.Module, weights: nn.Module, given: Mapping[str, nn.Parameter]) -> None:
-    """Give a split model on meta the parameters and buffers of one that has them, with what is noted on each.
+    """Move the parameters and buffers of `weights` into a split model on the meta device, keeping marks on parameters.
 
-    `given`: parameters by name that the other one has elsewhere.
+    `given`: parameters that have other names in `weights`.
     """
     have = {**dict(weights.named_parameters(remove_duplicate=False)), **given}
     others = dict(weights.named_modules(remove_duplicate=False))

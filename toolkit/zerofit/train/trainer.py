@@ -1,4 +1,4 @@
-"""The interface that the loop, checkpoints and the saved model ask of each kind of trainer."""
+"""Interface of all trainers, used by the loop, checkpoints and the saved model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zerofit.train.expert_split import published_names, whole_experts
 if TYPE_CHECKING:
     from zerofit.train.averaging import AveragedWeights
 
-Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
+Batch = dict[str, Any]  # one micro batch: "inputs", "labels", "weight", "indices", ...
 
 
 @dataclass
 class StateNames:
-    """Names that the parameters and buffers of an engine's module have in the whole model."""
+    """Names of an engine's parameters and buffers in the full model."""
 
     parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
     ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
@@ -44,17 +44,17 @@ class StateNames:
 
 
 class EngineTrainer(ABC):
-    """One rank's way through its DeepSpeed engines."""
+    """One rank's DeepSpeed engines and how to train them."""
 
     job: Job
     coords: RankCoords
-    engine: Any  # the one whose learning rate and gradient norm are recorded
+    engine: Any  # the engine whose learning rate and gradient norm are recorded
     device: torch.device
-    averaged: AveragedWeights | None = None  # where the run averages its weights
+    averaged: AveragedWeights | None = None  # if the run averages its weights
 
     @property
     def module(self) -> nn.Module:
-        """All that this rank trains (parameters may be partitioned)."""
+        """All networks that this rank trains (parameters may be partitioned)."""
         return self.engine.module
 
     @abstractmethod
@@ -63,31 +63,31 @@ class EngineTrainer(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed loss, targets and right answers over all ranks, of `count` batches on each.
+        """Return float64 (3,): loss, targets and right answers, summed over `count` batches of every rank.
 
-        Of labelled text a table of classes follows (`zerofit.models.scores.class_table`).
+        For labelled text a table of classes follows (`zerofit.models.scores.class_table`).
         """
 
     def written_figures(self, data: Data) -> dict[str, float]:
-        """Return scores of what the model writes for some validation samples; all ranks call this."""
+        """Return scores of text that the model generates for some validation samples; all ranks call this."""
         return {}
 
     def engines(self) -> dict[str, Any]:
-        """Return the DeepSpeed engines by the folder that a checkpoint has for each."""
+        """Return the DeepSpeed engines, by their folders in a checkpoint."""
         return {"state": self.engine}
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the sources of randomness that a checkpoint must keep, beside the libraries' own."""
+        """Return the random generators that a checkpoint must keep, besides the libraries' own."""
         return {}
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return what is recorded of the last step beside what all runs record; all ranks call this."""
+        """Return metrics of the last step besides those that all runs record; all ranks call this."""
         if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
 
     def state_names(self, engine: Any) -> StateNames:
-        """Return the names in the whole model of what one of the engines holds."""
+        """Return the names in the full model of an engine's parameters and buffers."""
         module: nn.Module = engine.module
         published = published_names(module)
         own_buffers = {name.lstrip("."): buffer for name, buffer in persistent_buffers(module)}
@@ -100,14 +100,14 @@ class EngineTrainer(ABC):
 
     @property
     def saves_adapters(self) -> bool:
-        """Whether the model that is saved is the adapters alone."""
+        """Whether only the adapters are saved as the model."""
         return self.job.run.lora is not None
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the whole model by name on rank 0 (elsewhere nothing), on the CPU, a module's at a time.
+        """Yield the full model's weights by name on rank 0, on the CPU, one module at a time; nothing elsewhere.
 
-        With `saves_adapters` it is theirs only. All ranks go through this together. `scratch`: a folder that all ranks
-        share, for parts on their way; what a killed run leaves there goes with the next start.
+        With `saves_adapters` only the adapters' weights. All ranks iterate over this together. `scratch`: a folder that
+        all ranks share, for parts in transit; the next start deletes what a killed run leaves there.
         """
         layout, mine, some = self.job.layout, dist.get_rank() == 0, self.saves_adapters
         if layout.zero_stage < 3 and layout.tp == layout.ep == 1:
@@ -116,7 +116,7 @@ class EngineTrainer(ABC):
                     yield name, tensor.detach().cpu()
             return
         if self.engine._optimizer_has_ckpt_event_prologue():
-            self.engine.optimizer.checkpoint_event_prologue()  # partitions what is still gathered
+            self.engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
         for name, tensor in whole_state(self.module, layout, published_names(self.module), mine, some):
             yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
@@ -124,11 +124,11 @@ class EngineTrainer(ABC):
             self.engine.optimizer.checkpoint_event_epilogue()
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Show what the model has learned; return what of it belongs into the result. All ranks call this."""
+        """Show what the model has learned; return entries for the result. All ranks call this."""
         return {}
 
     def rank_state(self) -> dict[str, Any]:
-        """Return copies of what a rank has for itself and DeepSpeed does not save: random states and buffers."""
+        """Return copies of this rank's state that DeepSpeed does not save: random states, buffers and averages."""
         numpy_state: Any = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
@@ -143,7 +143,7 @@ class EngineTrainer(ABC):
         }
 
     def restore_rank_state(self, state: dict[str, Any]) -> None:
-        """Put back what `rank_state` returned."""
+        """Restore the state that `rank_state` returned."""
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
@@ -157,7 +157,7 @@ class EngineTrainer(ABC):
 
 
 def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
-    """Return which tokens of sequences of this length a sequence parallel rank takes."""
+    """Return the slice of tokens of a sequence that this sequence parallel rank processes."""
     share = length // layout.sp
     return slice(coords.sp_rank * share, (coords.sp_rank + 1) * share)
 
@@ -165,10 +165,10 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
 def whole_state(
     module: nn.Module, layout: Layout, names: Mapping[str, str], mine: bool, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state where it is `mine`, on the CPU, gathered one submodule at a time from all ranks.
+    """Yield a module's state on the CPU if `mine`, gathered from all ranks one submodule at a time.
 
-    `names`: of what has another one in the whole model, by its own. `trained_only`: without frozen parameters and
-    buffers. All ranks that hold a part of it go through this together.
+    `names`: names in the full model, for tensors that have another name here. `trained_only`: without frozen parameters
+    and buffers. All ranks that hold a part iterate over this together.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):
@@ -186,7 +186,7 @@ def whole_state(
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the model's state, under the names that `rank_state` saves them by."""
+    """Yield the buffers that belong to the model's state, by their names in `rank_state`."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:

@@ -1,6 +1,6 @@
-"""Layouts of each DeepSpeed optimizer's master weights and states: in memory, on NVMe and in its files.
+"""Layouts of the master weights and states of each DeepSpeed optimizer: in memory, on NVMe and in checkpoint files.
 
-Read in the source of DeepSpeed 0.19.8; nothing else here knows these attributes.
+From the source of DeepSpeed 0.19.8. No other module uses these attributes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from zerofit.checkpoint.full_state import MASTER
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.train.expert_split import share_of
 
-Address = tuple[str, tuple[Any, ...]]  # a file, by its path in the checkpoint, and the keys to something in it
+Address = tuple[str, tuple[Any, ...]]  # path of a file in the checkpoint, and keys into its contents
 
 
 class Unsupported(Exception):
-    """Raised where part of an engine's state is not where a checkpoint could have it."""
+    """Raised if part of an engine's state is where a checkpoint cannot address it."""
 
 
 @dataclass(frozen=True)
 class StateSlot:
-    """One kind of state of one stretch of a parameter: where it lives, and where a checkpoint's file has it."""
+    """One kind of state for one stretch of a parameter: its tensor, and its address in a checkpoint."""
 
-    tensor: Tensor  # contains it; empty while it is on NVMe
-    at: Address  # of that tensor in a file; without keys: the file is nothing but its numbers
+    tensor: Tensor  # the tensor that contains it; empty while it is on NVMe
+    at: Address  # of that tensor in a file; without keys the file holds its raw numbers
     offset: int  # of the stretch in that tensor
     start: int  # of the stretch in the flattened parameter
     numel: int
@@ -43,29 +43,28 @@ class StateSlot:
     @property
     def live(self) -> Tensor:
         """The stretch, flat or in the parameter's shape; writing to it changes the engine."""
-        whole = self.tensor.detach()
-        return whole if whole.numel() == self.numel else whole.view(-1).narrow(0, self.offset, self.numel)
+        stored = self.tensor.detach()
+        return stored if stored.numel() == self.numel else stored.view(-1).narrow(0, self.offset, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
-    """A stretch of one parameter that this rank's optimizer steps on, or that it merely holds (frozen ones)."""
+    """A stretch of one parameter that this rank's optimizer updates or, if frozen, only holds."""
 
     parameter: nn.Parameter
-    master: Tensor  # what the optimizer steps on: a flat partition of many parameters, or one in its own shape
+    master: Tensor  # tensor that the optimizer updates: a flat partition, or one parameter in its own shape
     offset: int  # of the stretch in `master`
     start: int  # of the stretch in the flattened parameter
     numel: int
     master_at: Address
-    states_at: Address | None  # of the dict by kind; None for a frozen parameter
-    replicated: bool = False  # whether every data parallel rank holds the same
-    # Muon's momentum at stages 1 and 2 is not cut where the partition is: where the whole parameter begins in it, and
-    # its length
+    states_at: Address | None  # of the dictionary of states by kind; None if frozen
+    replicated: bool = False  # every data parallel rank holds the same
+    # At stages 1 and 2 Muon's momentum is not cut at partition bounds: offset and length of the full parameter in it.
     uncut: tuple[int, int] | None = None
-    on_nvme: dict[int, str] = field(default_factory=dict)  # files by id of the tensor, for what is on NVMe
+    on_nvme: dict[int, str] = field(default_factory=dict)  # files of the tensors on NVMe, by id of the tensor
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
-        """Return the slots by kind; `states`: the optimizer's for `master`. Raises Unsupported for other shapes."""
+        """Return the slots by kind; `states` are the optimizer's for `master`. Raises Unsupported for other shapes."""
         found = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
@@ -76,7 +75,7 @@ class ParamShard:
             elif tensor.numel() == self.master.numel():
                 found[kind] = self._slot(tensor, at)
             else:
-                raise Unsupported(f"the optimizer's {kind} is not one number a weight")
+                raise Unsupported(f"the optimizer's {kind} does not have one number per weight")
         return found
 
     def _slot(self, tensor: Tensor, at: Address) -> StateSlot:
@@ -85,7 +84,7 @@ class ParamShard:
         return StateSlot(tensor, at, self.offset, self.start, self.numel)
 
 
-# attributes that this project reads or calls, by DeepSpeed's class; its documentation promises none of them
+# undocumented attributes that zerofit reads or calls, by DeepSpeed class
 _ENGINE = ("checkpoint_engine", "seq_data_parallel_group", "seq_dp_world_size", "zenflow", "has_moe_layers")
 _ENGINE += ("param_names", "global_steps", "global_samples", "skipped_steps", "lr_scheduler", "_copy_recovery_script")
 _ENGINE += ("_get_ckpt_name", "_get_zero_ckpt_name", "_consolidated_16bit_state_dict", "clip_fp32_gradients")
@@ -110,25 +109,25 @@ _OPTIMIZERS = {
 
 
 def check_attributes(engine: Any) -> None:
-    """Raise RunFailed for a DeepSpeed whose engine or optimizer lacks what a save would need hours later."""
+    """Raise RunFailed if DeepSpeed's engine or optimizer lacks an attribute that a save would need hours later."""
     optimizer = engine.optimizer
     wanted = [(engine, _ENGINE), (optimizer, _OPTIMIZERS.get(type(optimizer).__name__, ()))]
-    missing = [f"{type(one).__name__}.{name}" for one, names in wanted for name in names if not hasattr(one, name)]
+    missing = [f"{type(obj).__name__}.{name}" for obj, names in wanted for name in names if not hasattr(obj, name)]
     if missing:
-        message = f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}, which zerofit saves checkpoints by"
+        message = f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}, needed to save checkpoints"
         hint = "install a version that zerofit was tested with: pip install 'deepspeed>=0.19.8,<0.20'"
         raise RunFailed(Problem(kind="deepspeed-version", message=message, hint=hint))
 
 
 def inner_optimizer(engine: Any) -> Any:
-    """Return the optimizer that steps, inside DeepSpeed's own."""
+    """Return the optimizer that DeepSpeed's optimizer wraps."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
-    """Return the states of a master by kind; none of optimizers that keep numbers of blocks, rows or columns.
+    """Return the states of a master by kind; {} for optimizers that keep numbers per block, row or column.
 
-    Those are in the engine's own files alone, for the layout that wrote them (checkpoint/compatible.py).
+    Only the engine's own files hold those, for the layout that wrote them (checkpoint/compatible.py).
     """
     inner = inner_optimizer(engine)
     of_blocks = isinstance(inner, torch.optim.Adafactor) or type(inner).__module__.startswith("bitsandbytes.")
@@ -136,24 +135,24 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
 
 
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
-    """Return all that this rank has, or only what it trains; `tag` is the folder of the engine's files.
+    """Return all shards of this rank, or only the trained ones; `tag` is the folder of the engine's files.
 
-    Raises Unsupported where that is not known.
+    Raises Unsupported if their layout is unknown.
     """
     kind = type(engine.optimizer).__name__
     if engine.zenflow or (kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer")):
-        raise Unsupported(f"{kind} keeps part of its state in a way of its own")
+        raise Unsupported(f"{kind} keeps part of its state in an unsupported layout")
     if engine.has_moe_layers and not any(share_of(p) for p in engine.module.parameters()):
-        raise Unsupported("DeepSpeed's own layers of experts (moe.layer.MoE) have files of their own on each rank")
+        raise Unsupported("DeepSpeed's own layers of experts (moe.layer.MoE) write separate files on each rank")
     return [*LAYOUTS.get(kind, _plain)(engine, tag), *(frozen_shards(engine, tag) if frozen else ())]
 
 
 @torch.no_grad()
 def to_training_precision(engine: Any) -> None:
-    """Give the module the weights that its optimizer's masters now hold, as loading a checkpoint does."""
+    """Copy the optimizer's master weights into the module, as loading a checkpoint does."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "update_lp_params"):
-        optimizer.update_lp_params()  # of this rank's partition, then all ranks' are gathered
+        optimizer.update_lp_params()  # updates this rank's partition, then gathers all
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for sub_group in range(len(optimizer.fp16_groups)):
             if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
@@ -191,7 +190,7 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stages 1 and 2: each group flat, in equal partitions; round_robin_gradients orders it anew."""
+    """Yield shards of stages 1 and 2: each group flat, in equal partitions, reordered by round_robin_gradients."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, group in enumerate(optimizer.round_robin_bit16_groups):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
@@ -209,7 +208,7 @@ def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of a bf16 pipeline at stage 1 or below: as at stage 1."""
+    """Yield shards of a bf16 pipeline at stage 0 or 1, laid out as at stage 1."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * master.numel()
@@ -219,7 +218,7 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stage 3: equal parts of each parameter, the last one padded; a rank's lie flat in sub groups."""
+    """Yield shards of stage 3: equal parts of each parameter, the last one padded, flat in a rank's sub groups."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
@@ -257,7 +256,7 @@ def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
-    """Return a whole parameter whose master is no part of a larger tensor, the same on every data parallel rank."""
+    """Return the shard of a parameter with a master tensor of its own, the same on every data parallel rank."""
     return ParamShard(
         parameter=parameter,
         master=master,
@@ -273,7 +272,7 @@ def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_a
 def _partitioned(
     p: Any, master: Tensor, offset: int, master_at: Address, states_at: Address | None, on_nvme: dict[int, str]
 ) -> ParamShard:
-    """Return this rank's part of a ZeRO-3 parameter, without padding; may be empty."""
+    """Return this rank's part of a ZeRO-3 parameter, without padding; it may be empty."""
     start = dist.get_rank(p.ds_process_group) * p.ds_tensor.ds_numel
     return ParamShard(
         parameter=p,
@@ -297,7 +296,7 @@ def _stretches(
     replicated: bool = False,
     muon: bool = False,
 ) -> Iterator[ParamShard]:
-    """Return what of a flat group lies in `master`, its partition from element `first` on."""
+    """Yield the stretches of a flat group that are in `master`, the partition that starts at element `first`."""
     last = first + master.numel()
     inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
     *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
@@ -317,12 +316,12 @@ def _stretches(
 
 
 def _packed(group: list[nn.Parameter]) -> list[int]:
-    """Return the offsets of parameters that lie one after the other."""
+    """Return the offsets of parameters packed one after another."""
     return [0, *accumulate(p.numel() for p in group)][:-1]
 
 
 def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
-    """Return where the module's own weights are written, by id of the tensor."""
+    """Return the addresses of the module's own weights in a checkpoint, by id of the tensor."""
     module = engine.module
     if not hasattr(module, "ckpt_layer_path"):
         file = engine._get_ckpt_name("", tag)
@@ -337,7 +336,7 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
 
 
 def _parts_exposed(module: Any) -> Iterator[None]:
-    """Have a pipeline's module expose each part of the layers that it holds, one after the other."""
+    """Make a pipeline module expose each of its parts in turn; yield once per part."""
     if not isinstance(module, DualPipeVModule):
         yield
         return
@@ -347,7 +346,7 @@ def _parts_exposed(module: Any) -> Iterator[None]:
 
 
 def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
-    """Return where saving copies what a sub group has on NVMe, by id of the tensor."""
+    """Return the files to which a save copies a sub group on NVMe, by id of the tensor."""
     if not optimizer._swappable_optimizer_subgroup(sub_group):
         return {}
     info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
@@ -357,7 +356,7 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
 
 @contextmanager
 def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
-    """Have a master and its states there to be written to, also if their place is on NVMe."""
+    """Bring a master and its states from NVMe into memory to be written, and swap them out afterwards."""
     optimizer = engine.optimizer
     groups = optimizer.fp32_partitioned_groups_flat if getattr(optimizer, "swap_optimizer", False) else []
     sub_group = next((i for i, flat in enumerate(groups) if flat is master), None)
@@ -366,5 +365,5 @@ def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
         return
     optimizer._optimizer_states_and_gradient_swap_in(sub_group)
     yield
-    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # while the masters are there
+    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # needs the masters in memory
     optimizer._optimizer_states_and_gradient_swap_out(sub_group)
