@@ -101,7 +101,7 @@ def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path
     with pytest.raises(zf.DoesNotFit) as caught:
         zf.train(zf.Run(**LLAMA, fit=True, output=tmp_path / "run"))
     problem = caught.value.problems[0]
-    assert problem.kind == "does-not-fit" and "layouts of llama-tiny fits; the leanest, ZeRO-" in problem.message
+    assert problem.kind == "does-not-fit" and "layouts of llama-tiny fits; the smallest, ZeRO-" in problem.message
     assert "are missing" in problem.message and "zerofit plan" in problem.hint
     assert not (tmp_path / "run").exists()
 
@@ -158,7 +158,7 @@ def test_a_training_takes_it_and_a_resume_keeps_it(tmp_path, with_free, monkeypa
     assert fitted(taken_over, folder) == (taken_over, None)
     with pytest.raises(zf.RunFailed) as caught, fit.leaner_next(folder, "zerofit train"):
         raise zf.RunFailed(zf.Problem(kind=fit.OUT_OF_MEMORY, message="out of memory"))
-    assert caught.value.problem.hint.startswith(f"`zerofit train {folder.path}` goes on")
+    assert caught.value.problem.hint.startswith(f"`zerofit train {folder.path}` resumes")
     with pytest.raises(pytest.fail.Exception, match="chosen anew"):
         fitted(as_request(folder.path), folder)
 
@@ -198,11 +198,11 @@ def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_che
     assert plan["batch"]["micro"] * plan["batch"]["accumulation"] * RANKS == 8 * RANKS and plan["batch"]["micro"] <= 4
     assert not plan["fit"]["ran_out"] and "ran out of memory" in plan["fit"]["why"][3]
     warnings = [event.text for event in told if event.kind == "warning"]
-    assert any("out of memory" in text and "starting again from the newest checkpoint" in text for text in warnings)
+    assert any("out of memory" in text and "restarting from the newest checkpoint" in text for text in warnings)
 
 
 def test_commands_that_start_nothing_refuse_it():
-    with pytest.raises(zf.UserError, match="the layout is chosen where `zerofit train` or `launch` starts it"):
+    with pytest.raises(zf.UserError, match="works only with `zerofit train` and `launch`"):
         zf.simulate(zf.Run(model="mlp", fit=True), zf.Cluster("cpu", gpus=1))
 
 

@@ -144,7 +144,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(
         zf.train(run)
     problem = caught.value.problems[0]
     assert problem.kind == "does-not-fit"
-    assert "llama-tiny needs" in problem.message and "a rank in " in problem.message
+    assert "llama-tiny needs" in problem.message and "per rank in " in problem.message
     assert "are free on this machine. torch reserves" in problem.message
     assert problem.hint.startswith("these would fit: --") and problem.hint.endswith(gate.ANYWAY)
     assert not (tmp_path / "run").exists()
@@ -168,7 +168,7 @@ def test_what_is_far_too_large_is_refused_without_a_simulation(tmp_path, monkeyp
         f"llama-3.1-8b needs at least {needed} for the parameters and optimizer state of 2 ranks; 20.0 GiB are free "
         "on this machine."
     )
-    assert "no single change of this run would fit" in caught.value.problems[0].hint
+    assert "no single change makes this run fit" in caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("the server has ended (-9)"), None])
@@ -210,7 +210,7 @@ def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp
     monkeypatch.setattr(gate, "end_server", processes.end_server)
     result = zf.train(zf.Run(**LLAMA, output=tmp_path / "run"), on_event=told.append, anyway=True)
     warnings = [event.text for event in told if event.kind == "warning"]
-    assert len(warnings) == 1 and "started all the same" in warnings[0]
+    assert len(warnings) == 1 and "started anyway" in warnings[0]
     assert processes._running is None
     plan = json.loads(Path(result.run_dir, "plan.json").read_text())
     assert plan["forecast"]["reserved_bytes"] == max(plan["forecast"]["phases"].values())
@@ -220,11 +220,11 @@ def test_a_disk_without_room_for_the_model_and_a_checkpoint_is_refused(tmp_path,
     usage = namedtuple("usage", "total used free")
     facts = resolve_job(as_request(zf.Run(**LLAMA))).job.facts
     monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32")))
-    with pytest.raises(zf.DoesNotFit, match=r"the model with a checkpoint takes .* MiB, and .* MiB free"):
+    with pytest.raises(zf.DoesNotFit, match=r"the model with a checkpoint needs .* MiB, and .* MiB free"):
         held_against(zf.Run(**LLAMA), tmp_path / "new" / "run")
     assert held_against(zf.Run(**LLAMA, save_every="0"), tmp_path / "new" / "run")
     monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32") - 1))
-    with pytest.raises(zf.DoesNotFit, match="the model takes"):
+    with pytest.raises(zf.DoesNotFit, match="the model needs"):
         held_against(zf.Run(**LLAMA, save_every="0"), tmp_path / "new" / "run")
 
 
@@ -273,7 +273,7 @@ def test_a_host_whose_memory_is_not_enough_is_named(unhinted):
         held_on({"n1": host(8 * GIB, reserved_bytes=8 * GIB - needed // 2), "n2": host(8 * GIB)}, run, slots=2)
     told: list[Event] = []
     assert held_on({"n1": host(8 * GIB), "n2": host(needed // 2)}, run, slots=2, anyway=True, on_event=told.append)
-    assert [event.kind for event in told if "started all the same" in event.text] == ["warning"]
+    assert [event.kind for event in told if "started anyway" in event.text] == ["warning"]
 
 
 def test_beside_gpus_the_memory_of_their_host_is_held_too(unhinted):
@@ -355,7 +355,7 @@ def test_a_gpu_that_nobody_knows_is_a_note(unhinted, monkeypatch):
     told: list[Event] = []
     assert held_on({"n1": there}, zf.Run(**LLAMA), slots=1, on_event=told.append) is None
     (note,) = [event.text for event in told if event.kind == "note"]
-    assert note == "the memory of this run is not forecast: the GPU Card [9] is not known"
+    assert note == "cannot forecast the memory of this run: the GPU Card [9] is not known"
 
 
 def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkeypatch, unhinted):
@@ -392,7 +392,7 @@ def test_what_cannot_be_simulated_starts_with_a_note(tmp_path, monkeypatch):
     run = zf.Run(model="valued:Net", data="digits", loss="cross-entropy", steps=1, ranks=1)
     assert held_against(run, tmp_path / "run", told.append) is None
     notes = [event.text for event in told if event.kind == "note"]
-    assert len(notes) == 1 and notes[0].startswith("the memory of this run is not forecast: valued:Net cannot be")
+    assert len(notes) == 1 and notes[0].startswith("cannot forecast the memory of this run: valued:Net cannot be")
     assert held_against(zf.Run(model="dcgan", data="digits", steps=1, ranks=1), tmp_path / "run") is None
 
 

@@ -22,4 +22,4 @@ def test_leftovers_of_a_killed_start_are_cleared_and_undone_records_kept(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "metrics.jsonl"]
     assert folder.metrics.read_text() == "".join(lines[:2])
     assert (folder.logs / "metrics-undone-1.jsonl").read_text() == lines[2] + '{"step": 4, "lo'
-    assert notes == ["the records of 2 steps after step 2 are in logs/metrics-undone-1.jsonl"]
+    assert notes == ["moved 2 records of steps after step 2 to logs/metrics-undone-1.jsonl"]

@@ -38,7 +38,7 @@ def problems_of(*args: str) -> list[dict]:
         (("llama-tiny", "--data", "synthetic", "--seq-len", "4096"), "model-shape", "--seq-len"),
         (("llama-tiny", "--data", "text:/nowhere/*.txt"), "", "/nowhere"),
         (("lenet", "--data", "imagefolder:/nowhere"), "", "/nowhere"),
-        (("lenet", "--data", "digits", "--steps", "5", "--epochs", "1"), "conflict", "give one"),
+        (("lenet", "--data", "digits", "--steps", "5", "--epochs", "1"), "conflict", "use one"),
         (("vgg16", "--data", "digits"), "model-shape", "--image-size"),
         (("llama-tiny", "--data", "digits"), "", "digits"),
         (("lenet", "--data", "pysource"), "", "pysource"),

@@ -161,7 +161,7 @@ def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_r
         for left in (*workers, process):  # a failure here is not to slow down all tests after it
             with suppress(psutil.NoSuchProcess):
                 left.kill()
-    assert f"going on from step {step}" in err
+    assert f"resuming from step {step}" in err
     lines = metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
 

@@ -29,7 +29,7 @@ def test_a_row_on_a_host(tmp_path, cache, monkeypatch):
     assert compared.about["hosts"] == [("127.0.0.1", 1)] and compared.about["ranks"] == 1
     assert "-- 127.0.0.1 " in (tmp_path / "asked").read_text()
     assert b'"ZEROFIT_MARK": "kept"' in order(tmp_path, "cpu", 1, {})
-    with pytest.raises(UserError, match="2 ranks for 1 slots of the hostfile"):
+    with pytest.raises(UserError, match="2 ranks, but 1 slots in the hostfile"):
         zf.compare_scaling(run.model_copy(update={"ranks": 2}), hostfile=tmp_path / "hosts")
 
 

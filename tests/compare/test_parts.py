@@ -223,7 +223,7 @@ def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path, mon
     assert own[0].parent == tmp_path / "runs"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="other things"):
+    with pytest.raises(UserError, match="other files"):
         RowStore(tmp_path / "mine", "strategies", mlp)
 
 

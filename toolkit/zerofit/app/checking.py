@@ -1,4 +1,4 @@
-"""`zerofit.check`: a DeepSpeed JSON checked, fixed, explained and resolved."""
+"""`zerofit.check`: check, fix, explain and resolve a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import AUTO, Run, RunRequest
 
-SEARCHED = 2 * 2**20  # bytes; larger files of a folder are data
+SEARCHED = 2 * 2**20  # bytes; larger files in a folder are data
 COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """The plain DeepSpeed JSON that a run gets, and the reason of each value that was left open."""
+    """The plain DeepSpeed JSON for a run, and the reason for each value that the user left open."""
 
     config: dict[str, Any]
     reasons: list[dict[str, Any]]  # "path", "value" and "why"
@@ -54,9 +54,9 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Faults of a DeepSpeed JSON, and what can be done about them."""
+    """Findings about a DeepSpeed JSON, and what to do about them."""
 
-    file: str  # its path; "ds_config" where it was given as data
+    file: str  # its path; "ds_config" if it was given as data
     reader: Reader
     findings: tuple[Finding, ...]  # by line
     document: Document = field(repr=False)
@@ -66,7 +66,7 @@ class CheckResult:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """What DeepSpeed refuses, or trains otherwise than was asked."""
+        """Findings that DeepSpeed refuses, or with which it trains differently than requested."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
@@ -76,13 +76,13 @@ class CheckResult:
 
     @property
     def allowed_ranks(self) -> str:
-        """Numbers of data parallel ranks that a `train_batch_size` alone allows, "" for any other file."""
+        """Numbers of data parallel ranks that the file's `train_batch_size` allows; "" for any other file."""
         if not isinstance(self.document.config, dict):
             return ""
         return ranks_of_batch(settle(self.document.config, catalog(), self.hardware).subject)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit check --json` prints."""
+        """Return the data that `zerofit check --json` prints."""
         found = {
             "file": self.file,
             "reader": self.reader.name,
@@ -92,32 +92,32 @@ class CheckResult:
         return {**found, "problems": [f.as_dict() for f in self.findings]}
 
     def explain(self) -> list[KeyRow]:
-        """Return what each key does, which keys are ignored, and the defaults that matter."""
+        """Return the effect of each key, ignored keys, and defaults that matter."""
         return explain_keys(self.document, self.findings, self.hardware)
 
     def fixed(self) -> str:
-        """Return the text with every fix applied that needs no decision of the user."""
+        """Return the text with all fixes that need no decision by the user."""
         return mend(self.document, self.hardware)
 
     def errors_of(self, text: str) -> tuple[Finding, ...]:
-        """Return the errors of another text in this file's place, its fixed one for example."""
+        """Return the errors of another text for this file, for example its fixed one."""
         if text == self.document.text:
             return self.errors
         return tuple(f for f in find_all(self.document.reread(text), self.hardware) if f.severity == "error")
 
     def migrated(self) -> Migrated:
-        """Return the text carried from an older DeepSpeed to the installed one, and what was lost on the way."""
+        """Return the text migrated from an older DeepSpeed to the installed one, and what was lost."""
         return migrate(self.document, self.hardware)
 
     def write(self, text: str, word: str) -> Path | None:
-        """Write `text` beside the file as NAME.`word`.json, never over another file; None if nothing changed.
+        """Write `text` next to the file as NAME.`word`.json without overwriting; return its path, None if unchanged.
 
-        Raises UserError where that folder cannot be written to.
+        Raises UserError if the folder is not writable.
         """
         if text == self.document.text:
             return None
         if self.file == "-":
-            message = "--fix and --migrate write beside the file, and standard input has no folder"
+            message = "--fix and --migrate write next to the file, and standard input has no folder"
             raise UserError(Problem(kind="usage", message=message, hint="name a file", where="FILE"))
         path = Path(self.file)
         target, number = path.with_name(f"{path.stem}.{word}{path.suffix}"), 1
@@ -129,21 +129,21 @@ class CheckResult:
             target.write_text(text, encoding="utf-8", newline=ending)
         except OSError as error:
             message = f"cannot write {target}: {error.strerror or error}"
-            hint = "copy the file to a folder of your own first"
+            hint = "copy the file to a writable folder first"
             raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where="FILE")) from None
         return target
 
     def resolve(self) -> ResolvedConfig:
-        """Return the plain JSON that a run gets, every "auto" filled. Raises UserError with all that is wrong.
+        """Return the plain JSON for a run, with every "auto" filled. Raises UserError with all problems.
 
-        Of a file for the Trainer or Accelerate it is what these hand to DeepSpeed; of any other zerofit's own, also
-        where a model is given and only a guess says who reads the file.
+        For a file of the Trainer or Accelerate this is the JSON that they pass to DeepSpeed, else zerofit's. It is also
+        zerofit's if a model is given and the reader of the file is only a guess.
         """
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
             return self._as_handed_over()
         if self.hardware.facts is None:
-            message = "--resolve needs a model: bucket, prefetch and persistence sizes follow from it"
+            message = "--resolve needs a model: bucket, prefetch and persistence sizes depend on it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
         from zerofit.app.resolve import cluster_machine, resolve_job
         from zerofit.config.resolve import reasons
@@ -166,8 +166,8 @@ class CheckResult:
         ]
         left = list(autos(settled.subject.config))
         if left and not problems:
-            message = f"nothing given says what {', '.join(left)} will be"
-            hint = "--training-args or flags say it; --ranks the whole batch, --model sizes that follow from the model"
+            message = f"no value given for {', '.join(left)}"
+            hint = "set --training-args or flags; --ranks for the batch size, --model for sizes that depend on it"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)
@@ -181,27 +181,27 @@ class CheckResult:
 
 
 def find_files(names: Sequence[str]) -> list[str]:
-    """Return the files that names mean: of a folder every JSON in it that has keys of DeepSpeed.
+    """Return the files behind names; a folder stands for every JSON in it with keys of DeepSpeed.
 
-    Raises UserError where a folder holds none.
+    Raises UserError if a folder has none.
     """
     found: list[str] = []
     for name in names:
         if not Path(name).is_dir():
             found.append(name)
             continue
-        # os.walk passes over folders that go away meanwhile, at which Path.rglob stops
+        # os.walk skips folders that vanish meanwhile; Path.rglob stops at them
         paths = (Path(folder, file) for folder, _, files in os.walk(name) for file in files if ".json" in file)
         inside = sorted(str(path) for path in paths if path.is_file() and _is_ours(path))
         if not inside:
-            message = f"the folder {name} holds no DeepSpeed JSON"
+            message = f"no DeepSpeed JSON in the folder {name}"
             raise UserError(Problem(kind="unreadable", message=message, hint="name a file", where="FILE"))
         found += inside
     return found
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file looks like a DeepSpeed JSON: at least one of three keys that nearly all of them have."""
+    """Return whether a file looks like a DeepSpeed JSON: it has at least one of three very common keys."""
     try:
         text = path.read_bytes() if path.stat().st_size <= SEARCHED else b""
     except OSError:
@@ -219,20 +219,20 @@ def check(
     accelerate_config: str | Path | Mapping[str, Any] | None = None,
     on_event: OnEvent | None = None,
 ) -> CheckResult:
-    """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
+    """Find all problems in a DeepSpeed JSON before anything starts.
 
     Args:
-        ds_config: a file, the name of a bundled one, or the configuration itself; None for the one that the files
-            beside it name.
-        run: the run that it is for. Sizes are checked against its model if it names one (which imports torch).
-        cluster: where it will run; a kind alone ("h100-80gb") leaves the number of ranks to the run.
-        reader: the program that reads the file, one of `zerofit.check.reader.READERS`; guessed where it is not given.
-        training_args: arguments of the Trainer that the JSON is held against: a JSON, a YAML (axolotl's and
+        ds_config: a file, the name of a bundled JSON, or the configuration itself; None for the JSON that
+            `training_args` or `accelerate_config` name.
+        run: the run that uses it. If it names a model, sizes are checked against the model (which imports torch).
+        cluster: where it will run; with only a device kind ("h100-80gb") the run gives the number of ranks.
+        reader: the program that reads the file, one of `zerofit.check.reader.READERS`; guessed if None.
+        training_args: arguments of the Trainer to compare the JSON with: a JSON, a YAML (axolotl's and
             LLaMA-Factory's too), a shell script with the flags, or the values.
-        accelerate_config: Accelerate's YAML, or its values; its own keys stand for a JSON where it names none.
-        on_event: hears what is being done.
+        accelerate_config: Accelerate's YAML, or its values; if it names no JSON, its own keys are the JSON.
+        on_event: gets progress.
 
-    Raises UserError where a file does not parse, or the run's model or the kind is not known.
+    Raises UserError if a file does not parse, or the run's model or the device kind is unknown.
 
     >>> import zerofit as zf
     >>> result = zf.check({"train_batch_size": 8, "zero_optimisation": {"stage": 2}})
@@ -257,7 +257,7 @@ def check(
     if ours and known.name == "zerofit":
         document = for_run(document)
     if ranks and known.name == "neox":
-        ranks //= model_parallel(document.config)  # DeepSpeed's world is that of the data there
+        ranks //= model_parallel(document.config)  # GPT-NeoX's DeepSpeed counts data parallel ranks only
     facts = _facts(request, on_event)
     stages = request.run.pipeline
     hardware = TargetHardware(
@@ -285,7 +285,7 @@ def check(
 
 
 def _document(ds_config: str | Path | Mapping[str, Any] | None, companions: list[Companion]) -> tuple[str, Document]:
-    """Return the JSON's name and text. Raises UserError where there is none, or it does not parse."""
+    """Return the JSON's name and text. Raises UserError if there is none or it does not parse."""
     if isinstance(ds_config, Mapping):
         return "ds_config", of_data(dict(ds_config))
     named = (str(ds_config), "FILE") if ds_config is not None else named_config(companions)
@@ -295,13 +295,13 @@ def _document(ds_config: str | Path | Mapping[str, Any] | None, companions: list
     kinds = (None, "DEEPSPEED")
     accelerate = next((c for c in companions if c.kind == "accelerate" and c.get("distributed_type") in kinds), None)
     if accelerate is None:
-        message = "no DeepSpeed JSON: none is given, and none is named or made by the files beside it"
+        message = "no DeepSpeed JSON: none given, and the other files neither name nor contain one"
         raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
     return accelerate.file, of_lines(*plugin_config(accelerate))
 
 
 def _reader(reader: str | None, document: Document, companions: list[Companion]) -> Reader:
-    """Return who reads the JSON: as said, as the files beside it show, else as it looks."""
+    """Return the program that reads the JSON: as given, else by the other files, else guessed from its keys."""
     if reader:
         return Reader(name=reader)
     if companions:
@@ -310,7 +310,7 @@ def _reader(reader: str | None, document: Document, companions: list[Companion])
 
 
 def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
-    """Return sizes of the run's model, None where it names none."""
+    """Return the facts of the run's model; None if it names none."""
     if "model" not in request.run.model_fields_set:
         return None
     Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
@@ -321,7 +321,7 @@ def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
 
 
 def _asked(run: Run) -> Iterator[Asked]:
-    """Yield what flags that were given say of keys of the JSON."""
+    """Yield the values that given flags request for keys of the JSON."""
     for name in COMPARED:
         value = getattr(run, name)
         if name in run.model_fields_set and value is not None:
@@ -333,7 +333,7 @@ def _asked(run: Run) -> Iterator[Asked]:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Return whether a file holds this text, whatever its line ends are."""
+    """Return whether a file contains this text, with any line endings."""
     try:
         return path.read_text(encoding="utf-8") == text
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""The memory that the ranks of a job will take, from building the model to the last save; simulated once."""
+"""Forecast of the memory that a job's ranks use, from building the model to the last save; simulated once per job."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
-# keys of a DeepSpeed JSON that keep master weights (and bf16's the moments) in 16 bits
+# keys of a DeepSpeed JSON that keep master weights (with bf16 also moments) in 16 bits
 NARROW_STATES = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")
 SAVE = "save"  # the phase in which the trained model is written
-# fields of a run on which memory does not depend, so that one simulation serves runs that differ in them
+# fields of a run that do not affect memory: runs that differ only in them share one simulation
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
 _INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
 _INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer", "profile", "profile_ranks"}
-_INDIFFERENT |= {"ds_config"}  # what the job has of it, with everything filled in, counts
+_INDIFFERENT |= {"ds_config"}  # the job's filled-in JSON counts instead
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecasts:
-    """The ranks of a job that differ in memory: rank 0, which saves the model, and one of each pipeline stage."""
+    """The ranks of a job that differ in memory: rank 0, which saves the model, and one rank of each pipeline stage."""
 
     cluster: Cluster  # with as many devices as the job has ranks
     first: SimulatedRank
     stages: tuple[SimulatedRank, ...]
 
     def of(self, rank: int) -> SimulatedRank:
-        """Return what stands for this rank."""
+        """Return the simulated rank that represents this rank."""
         return self.stages[rank * len(self.stages) // self.cluster.ranks] if rank else self.first
 
     @cached_property
     def summary(self) -> MemoryForecast:
-        """What plan.json says of it."""
+        """The forecast as stored in plan.json."""
         found = [assess(one, self.cluster) for one in (self.first, *self.stages)]
         phases: dict[str, int] = {}
         for phase in (phase for one in found for phase in one.phases):
@@ -69,7 +69,7 @@ class RankForecasts:
         )
 
     def host_need(self, rank: SimulatedRank) -> int:
-        """Return the most that a rank takes of its host's memory, with its process but without pages of libraries."""
+        """Return the peak host memory of a rank with its process, without shared pages of libraries."""
         if not self.cluster.on_cpu:
             return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
         beside = assess(rank, self.cluster).overheads
@@ -77,10 +77,10 @@ class RankForecasts:
 
 
 def least_bytes(job: Job) -> int:
-    """Return what the ranks of a job keep together at the least, without simulating anything.
+    """Return the lower bound of what all ranks of a job keep in memory together, without a simulation.
 
-    The weights (at stage 3 once, else on each data parallel rank), fp32 master weights and Adam's two moments (at stage
-    0 in fp32 on each data parallel rank, else once: `plan.persistent`). Gradients and activations come on top.
+    Weights (once at stage 3, else on each data parallel rank), fp32 master weights and Adam's two moments (in fp32 at
+    stage 0 on each data parallel rank, else once: `plan.persistent`). Gradients and activations come on top.
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
@@ -91,15 +91,15 @@ def least_bytes(job: Job) -> int:
 
 
 def _margin(one: Simulation) -> int:
-    """Return what the verdict keeps free beside the reserved peak and the middle of what lies beside it."""
-    late = one.reserved_ahead_bytes - one.reserved_bytes  # what streams give back later than here
+    """Return the bytes that the verdict keeps free above the reserved peak and the mean estimate outside torch."""
+    late = one.reserved_ahead_bytes - one.reserved_bytes  # memory that streams free later than in the simulation
     return late + round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
 
 
 def forecast(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
-    """Return what the ranks of a run take; the reason where it cannot be simulated.
+    """Return the memory forecast of a job's ranks, or the reason why it cannot be simulated.
 
-    A rank whose layers were not all simulated stands for itself where the memory that is free leaves no doubt.
+    A rank with extrapolated layers is used as it is if the free memory leaves no doubt about its verdict.
     """
     job, cluster = prepared.job, prepared.cluster
     ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
@@ -118,11 +118,11 @@ def forecast(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> R
 
 
 def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
-    """Return a rank with the copy that is written while it trains (`--save-async`), of all that it saves.
+    """Return a rank with the copy of everything it saves, written while it trains (`--save-async`).
 
     At stage 0 one data parallel rank saves all, at stages 1 and 2 it alone saves the parameters, and at stage 3 they
-    are saved as master weights (`engine.save_checkpoint`). The copy is kept from the first save on
-    (`train.checkpoint_engine.HostCopies`); beside a GPU it is pinned.
+    are saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
+    (`train.checkpoint_engine.HostCopies`); with a GPU it is pinned.
     """
     job, record = rank.target.job, rank.record
     if not job.run.save_async or job.run.save_every == "0":
@@ -153,11 +153,11 @@ def _larger_peak(peak: KindPeak, by: int) -> KindPeak:
 
 
 def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
-    """Return the copies that saving the model makes in host memory: on rank 0, on another rank of each stage.
+    """Return the bytes copied to host memory when the model is saved: on rank 0, then on a rank of each stage.
 
-    `EngineTrainer.weights` gathers one module at a time where ranks hold parts of it, and copies one tensor at a time
-    from a GPU; a pipeline's stage copies its part before it writes it. Rank 0 keeps all of a model that is none of
-    transformers', and all adapters (`train.run.save_model`).
+    `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU. A
+    pipeline stage copies its part before it writes it. Rank 0 keeps all of a model outside transformers, and all
+    adapters (`train.run.save_model`).
     """
     layout, facts, whole = job.layout, job.facts, job.facts.weight_bytes(job.precision)
     streamed = find(job.run.model).family == "transformers"
@@ -173,7 +173,7 @@ def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
 
 
 def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
-    """Return a rank that also saves the model, with copies of so many bytes beside what training leaves."""
+    """Return a rank that also saves the model, with copies of `saved_bytes` on top of the training state."""
     record = rank.record
     if not on_cpu:
         host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}
@@ -191,7 +191,7 @@ def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> Simulated
 def _simulate_or_recall(
     targets: Sequence[SimulationTarget], report: Reporter, *, exact: bool = False
 ) -> list[SimulatedRank | Problem]:
-    """Return each target's rank, from the cache or simulated now and kept; `exact`: all its layers were simulated."""
+    """Return each target's rank, cached or simulated now; `exact`: with all of its layers simulated."""
     files = [_file(target) for target in targets]
     recalled = [_recall(target, file) for target, file in zip(targets, files, strict=True)]
     found: list[SimulatedRank | Problem | None] = [
@@ -218,12 +218,12 @@ def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
         kept = read_json(file)
         record, layers = shaped(kept["record"], _RECORD), tuple(kept["layers"])
         return SimulatedRank(target=target, record=record, layers=layers, check_error=kept["check_error"])
-    except (OSError, ValueError, KeyError, TypeError):  # never simulated, or kept by another version
+    except (OSError, ValueError, KeyError, TypeError):  # never simulated, or written by another version
         return None
 
 
 def _file(target: SimulationTarget) -> Path:
-    """Return where a target's record is kept: by everything that it depends on, the code that made it included."""
+    """Return the file of a target's record, named by everything that it depends on, including the code."""
     plain = target.as_dict()
     run = {name: value for name, value in plain["job"]["run"].items() if name not in _INDIFFERENT}
     job = {**plain["job"], "run": run, "steps": None}
@@ -234,6 +234,6 @@ def _file(target: SimulationTarget) -> Path:
 
 
 def _own_code(job: Job) -> int | None:
-    """Return when the user's own model was last changed, since its name says nothing of its code."""
+    """Return when the user's own model file last changed, since the model's name does not identify its code."""
     path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
     return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None

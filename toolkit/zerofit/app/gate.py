@@ -1,4 +1,4 @@
-"""The memory gate: what the ranks of a job need, held against what is free on their hosts, before any rank starts."""
+"""The memory gate: compares the memory that a job's ranks need with the free memory of their hosts, before a start."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, MemoryForecast
 from zerofit.spec.units import shown_bytes
 
-ANYWAY = "--anyway starts it all the same"
+ANYWAY = "--anyway starts it anyway"
 OFFLOADS = ("offload_optimizer", "offload_param")
-CHANGES = 3  # that a refusal names
-NO_CHANGE = "no single change of this run would fit: see `zerofit plan`"
-ANY = 1 << 62  # bytes: of what is looked at by itself
-UNKNOWN = "the memory of this run is not forecast"
+CHANGES = 3  # named in a refusal
+NO_CHANGE = "no single change makes this run fit: see `zerofit plan`"
+ANY = 1 << 62  # bytes; no limit
+UNKNOWN = "cannot forecast the memory of this run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoomVerdict:
-    """One host's memory against what its ranks need."""
+    """Verdict on one host's memory for its ranks."""
 
     room: HostRoom
     word: str  # FITS, WITHIN or NOT
-    message: str  # what is needed, in which phase, what is there
-    rank: int  # that needs most
+    message: str  # memory needed, in which phase, and free memory
+    rank: int  # the rank that needs most
 
 
 class MemoryGate:
-    """The gate of one run: refuses what has no room, and keeps what is let through reserved until it closes."""
+    """Gate of one run: refuses a run that does not fit, and reserves memory for one that starts, until it is closed."""
 
     def __init__(
         self,
@@ -61,21 +61,20 @@ class MemoryGate:
         hosts: Sequence[Host] | None = None,
         facts: Mapping[str, Facts] | None = None,
     ):
-        """Take the hosts in the order of their ranks (None: this machine) and what each of them has said.
+        """Use hosts in the order of their ranks (None: this machine) and the facts gathered from each.
 
-        Without `facts` this machine is the first of the hosts and the others are not known; with empty ones none is.
-        `anyway`: warn where a job would be refused.
+        Without `facts` only the first host, this machine, is known; with an empty mapping none is. `anyway`: warn
+        instead of refusing.
         """
         self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts
         self._run: Path | None = None
 
     def __call__(self, asked: RunRequest, resolved: ResolvedJob, output: Path) -> MemoryForecast | None:
-        """Return the memory that a rank of this job will need; None where it cannot be known, which is said.
+        """Return the memory that a rank of this job will need; None, with a note, if it cannot be forecast.
 
-        A job that was simulated before is answered from what was kept, in a fraction of a second. `output`: the run
-        folder.
+        A forecast of the same job is reused if there is one. `output`: the run folder.
 
-        Raises DoesNotFit where memory that is free on a host, or disk that is free here, is not enough.
+        Raises DoesNotFit if a host has too little free memory, or this machine too little free disk.
         """
         job, cluster = resolved.job, self._cluster(resolved)
         before = self._rooms(job.layout.world_size, output) if cluster else []
@@ -110,22 +109,22 @@ class MemoryGate:
         )
 
     def free_on(self, cluster: Cluster, output: Path) -> Cluster:
-        """Return nodes with the memory that is free on the host with least of it for a rank."""
+        """Return the cluster with the free memory of the host that has least of it per rank."""
         return _free(cluster, self._rooms(cluster.ranks, output) or [room_here(range(cluster.gpus), output)])
 
     def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
-        """Return the ranks that differ, held against this memory; none where the job cannot be simulated."""
+        """Return simulations of the ranks that differ, judged by this memory; [] if the job cannot be simulated."""
         cluster = self._cluster(resolved)
         found = self._forecast(asked, resolved, cluster, free) if cluster else None
         return [assess(rank, free) for rank in (found.first, *found.stages)] if found else []
 
     def close(self) -> None:
-        """Give back what this process has reserved."""
+        """Release what this process has reserved."""
         if self._run:
             release(self._run)
 
     def _too_much(self, resolved: ResolvedJob, rooms: Sequence[HostRoom]) -> RoomVerdict | None:
-        """Return the refusal where not even what training keeps all the time has room, which needs no simulation."""
+        """Return a refusal if not even parameters and optimizer state fit, which needs no simulation."""
         job = resolved.job
         ranks, needed = job.layout.world_size, least_bytes(job)
         there = _room_for(job, rooms, on_cpu=resolved.machine.accelerator == "cpu")
@@ -150,7 +149,7 @@ class MemoryGate:
         return found
 
     def _cluster(self, resolved: ResolvedJob) -> Cluster | None:
-        """Return as many devices as there are ranks, of the hosts' kind; None, with a note, where it is not known."""
+        """Return a cluster with a device per rank, of the hosts' kind; None, with a note, if it is unknown."""
         ranks = resolved.job.layout.world_size
         if resolved.machine.accelerator == "cpu":
             return Cluster("cpu", gpus=ranks)
@@ -163,7 +162,7 @@ class MemoryGate:
             return None
 
     def _rooms(self, ranks: int, output: Path) -> list[HostRoom]:
-        """Return the memory of every host that was asked and has some of the ranks."""
+        """Return the memory of every known host with some of the ranks."""
         if self._hosts is None:
             return [room_here(range(ranks), output)]
         if self._facts is None:
@@ -173,7 +172,7 @@ class MemoryGate:
         return [replace(room, ranks=range(room.ranks.start, min(ranks, room.ranks.stop))) for room in rooms]
 
     def _reserve(self, output: Path, found: RankForecasts, job: Job) -> None:
-        """Reserve memory on this machine; on other hosts the guards of the ranks do."""
+        """Reserve memory on this machine; on other hosts the ranks' guards do it."""
         if self._hosts is not None:
             return
         self._run, ranks = output, job.layout.world_size
@@ -193,7 +192,7 @@ class MemoryGate:
         free = replace(cluster, gpus=len(room.ranks), nodes=nodes, host_memory=max(1, room.host_bytes))
         if not cluster.on_cpu and room.gpu_bytes is not None:
             free = replace(free, device_memory=max(1, room.gpu_bytes))
-        self._report.warning(f"{worst.message} Nothing was started; looking for changes that would fit")
+        self._report.warning(f"{worst.message} Nothing was started; searching for changes that would fit")
 
         def is_worth(job: Job) -> bool:
             return least_bytes(job) <= _room_for(job, [room] * nodes, on_cpu=cluster.on_cpu)
@@ -204,7 +203,7 @@ class MemoryGate:
         )
 
     def _changes(self, look: KnobSimulations) -> str:
-        """Return the changes that would fit; what had to be left out is said, and no refusal is lost with it."""
+        """Return the changes that would fit, and notes on what could not be tried; no error here hides the refusal."""
         left_out: list[str] = []
 
         def hear(event: Event) -> None:
@@ -225,11 +224,11 @@ class MemoryGate:
             self.close()
             raise DoesNotFit(*found)
         for problem in found:
-            self._report.warning(f"{problem.message}; started all the same")
+            self._report.warning(f"{problem.message}; started anyway")
 
 
 def _free(cluster: Cluster, rooms: Sequence[HostRoom]) -> Cluster:
-    """Return nodes with the memory of the host that has least of it for a rank; as they are where none is known."""
+    """Return nodes with the memory of the host that has least per rank; unchanged if no host is known."""
     if not rooms:
         return cluster
     least = min(rooms, key=lambda room: room.host_bytes // len(room.ranks))
@@ -241,7 +240,7 @@ def _free(cluster: Cluster, rooms: Sequence[HostRoom]) -> Cluster:
 
 
 def _room_for(job: Job, rooms: Sequence[HostRoom], *, on_cpu: bool) -> int:
-    """Return the memory of some hosts that a job's layout can make use of; no limit where it writes to disks."""
+    """Return the memory of some hosts that a job's layout can use; no limit if it offloads to disk."""
     places = {get(job.ds_config, f"zero_optimization.{part}.device") for part in OFFLOADS}
     gpus = [len(room.ranks) * room.gpu_bytes for room in rooms if room.gpu_bytes is not None]
     if "nvme" in places or (not on_cpu and len(gpus) < len(rooms)):
@@ -251,7 +250,7 @@ def _room_for(job: Job, rooms: Sequence[HostRoom], *, on_cpu: bool) -> int:
 
 
 def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
-    """Return a resolved run as one to be simulated on these devices."""
+    """Return a resolved run prepared for simulation on these devices."""
     fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
     asked = replace(asked, run=asked.run.model_copy(update=fields))
     found: dict[str, Any] = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
@@ -260,7 +259,7 @@ def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> Pre
 
 
 def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:
-    """Return whether the ranks of one host fit: their devices, and beside GPUs the host's memory."""
+    """Return the verdict for the ranks of one host: their devices and, with GPUs, the host's memory."""
     verdicts = [_device_verdict(found, room)]
     if not found.cluster.on_cpu:
         verdicts.append(_host_verdict(found, room))
@@ -268,7 +267,7 @@ def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:
 
 
 def _device_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
-    """Return the verdict on the devices; on a CPU each rank's is the host's memory in the proportion of the needs."""
+    """Return the verdict on the devices; on a CPU ranks share the host's memory in proportion to their needs."""
     representing = {id(rank): rank for rank in map(found.of, room.ranks)}.values()
     cluster, shares = replace(found.cluster, gpus=len(room.ranks), host_memory=ANY), dict[int, int]()
     if found.cluster.on_cpu:
@@ -287,15 +286,15 @@ def _device_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
 
 
 def _needs(worst: Simulation) -> str:
-    """Return what a rank needs, in which phase, and most of what."""
+    """Return the memory that a rank needs, its phase, and the largest part of it."""
     kind, size = max(worst.breakdown.items(), key=lambda pair: pair[1])
     total = worst.reserved_bytes + sum(one.bytes for one in worst.overheads)
     phase = worst.peak_phase if worst.peak_step < 0 else f"{worst.peak_phase} of step {worst.peak_step + 1}"
-    return f"{worst.run.model} needs {shown_bytes(total)} a rank in {phase}, {shown_bytes(size)} of it {kind}"
+    return f"{worst.run.model} needs {shown_bytes(total)} per rank in {phase}, {shown_bytes(size)} of it {kind}"
 
 
 def _host_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
-    """Return the verdict on the host's memory beside GPUs, in the phase in which its ranks take most of it."""
+    """Return the verdict on the host's memory with GPUs, in the phase where its ranks need most of it."""
     ranks, phases = [found.of(rank).record for rank in room.ranks], dict[str, int]()
     for record in ranks:
         for name, size in record.host_phases.items():
@@ -317,7 +316,7 @@ def _host_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
 
 
 def disk_problem(job: Job, output: Path, found: RankForecasts | None) -> Problem | None:
-    """Return what the disks lack: for the model and one checkpoint, or for what offloading writes."""
+    """Return a problem if a disk has too little space for the model and a checkpoint, or for offloading."""
     saved = 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision)
     wanted = [(output, saved + job.facts.weight_bytes(job.precision))]
     swapped = sum(found.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if found else 0
@@ -331,7 +330,7 @@ def disk_problem(job: Job, output: Path, found: RankForecasts | None) -> Problem
         free = shutil.disk_usage(there).free
         if free < needed:
             what = "offloading to disk" if path != output else "the model with a checkpoint" if saved else "the model"
-            message = f"{what} takes {shown_bytes(needed)}, and {there} has {shown_bytes(free)} free"
-            hint = f"make room, or name another disk; {ANYWAY}"
+            message = f"{what} needs {shown_bytes(needed)}, and {there} has {shown_bytes(free)} free"
+            hint = f"free space, or use another disk; {ANYWAY}"
             return Problem(kind=DOES_NOT_FIT, message=message, hint=hint, where=str(path))
     return None

@@ -1,4 +1,4 @@
-"""The run folder of a start: found, filled with the resolved job, made ready where it was used before."""
+"""The run folder of a start: found, filled with the resolved job, and cleaned up if it was used before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Fitter = Callable[[RunRequest, RunFolder], tuple[RunRequest, FittedLayout | None
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A job that ranks can start on, and its folder."""
+    """A job that is ready for ranks to start, and its folder."""
 
     job: Job
     folder: RunFolder
@@ -60,19 +60,19 @@ def prepare(
     gate: Gate | None = None,
     fitter: Fitter | None = None,
 ) -> PreparedRun:
-    """Resolve the run, prepare its data, find the checkpoint to go on from and make the run folder.
+    """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
 
-    `machine`: the devices of all hosts together; None: those of this one. `folder`: the run folder where this command
-    holds it already. `model`: in place of the one that the run names. `gate`: forecasts memory, and raises where it is
-    not there; nothing is written then. `fitter`: chooses the layout of a run that asks for it.
-    Raises UserError with all that is wrong.
+    `machine`: the devices of all hosts together; None: this machine. `folder`: the run folder if this command has
+    locked it already. `model`: used instead of the one that the run names. `gate`: forecasts memory, and raises before
+    anything is written if it does not fit. `fitter`: chooses the layout if the run asks for it. Raises UserError with
+    all problems.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(asked.run))
     fit = None
     if fitter and folder:
         asked, fit = fitter(asked, folder)
-    elif fitter:  # what else is wrong is told, too
+    elif fitter:  # still report all other problems
         asked = replace(asked, run=asked.run.model_copy(update={"fit": False}))
     resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
     assert folder
@@ -88,7 +88,7 @@ def prepare(
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = Problem(kind="output-unwritable", message=f"cannot make the run folder: {error}", where="--output")
+        problem = Problem(kind="output-unwritable", message=f"cannot create the run folder: {error}", where="--output")
         raise UserError(problem) from None
     job.write(folder, resolved.ds_source)
     device = {name: getattr(resolved.machine, name) for name in ("accelerator", "devices", "cores")}
@@ -98,7 +98,7 @@ def prepare(
 
 
 def find_folder(run: Run) -> RunFolder:
-    """Return the run folder: a new or empty one, or one in which a run was started before that may go on.
+    """Return the run folder: a new or empty one, or one of an earlier start that may resume.
 
     Raises UserError for any other folder.
     """
@@ -111,15 +111,15 @@ def find_folder(run: Run) -> RunFolder:
     if run.resume != "never" and folder.plan.is_file():
         refuse_if_held(folder)
         return folder
-    what = "holds another run" if folder.run.exists() else "exists and is not an empty folder"
-    hint = "name another folder, or remove this one"
+    what = "contains another run" if folder.run.exists() else "exists and is not an empty folder"
+    hint = "use another folder, or remove this one"
     if folder.plan.is_file():
-        hint = "--resume auto goes on with it; for a new run name another folder"
+        hint = "--resume auto resumes it; for a new run use another folder"
     raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
 
 
 def going_on(asked: RunRequest, folder: RunFolder) -> RunRequest:
-    """Return the request of the start after one that failed in this folder: from its newest checkpoint, if any."""
+    """Return the request for the start after a failed one in this folder: from its newest checkpoint, if any."""
     fields: dict[str, Any] = {"output": folder.path}
     if asked.run.resume == "never" or Store(folder.checkpoints).entries():
         fields["resume"] = "auto"
@@ -136,10 +136,10 @@ def _new_path(run: Run) -> Path:
 
 
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
-    """Set aside what earlier starts left in this folder, and return notes for the user.
+    """Archive what earlier starts left in this folder, and return notes for the user.
 
-    The records of steps that will be made again go to logs/, and checkpoints of such steps get another name. Only
-    what was never whole is deleted. Call it while no rank is at work in the folder.
+    Records of steps that will be repeated move to logs/, and checkpoints of such steps are renamed. Only incomplete
+    files are deleted. Call it while no rank runs in the folder.
     """
     for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.launch_spec]:
         path.unlink(missing_ok=True)
@@ -148,13 +148,13 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     store = Store(folder.checkpoints)
     store.remove_incomplete()
     later = [entry.path for entry in store.entries() if entry.step > step]
-    notes = [f"{old.name} is kept as {new.name}" for old, new in zip(later, store.archive(later), strict=True)]
+    notes = [f"{old.name} renamed to {new.name}" for old, new in zip(later, store.archive(later), strict=True)]
     folder.result.unlink(missing_ok=True)
     return notes + _cut_metrics(folder, step)
 
 
 def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
-    """Leave the records of steps up to this one in metrics.jsonl, and keep all other lines in logs/."""
+    """Keep the records of steps up to this one in metrics.jsonl, and move all other lines to logs/."""
     if not folder.metrics.exists():
         return []
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
@@ -167,7 +167,7 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
     undone.write_bytes(b"".join(line for line in lines if not line.endswith(b"\n") or _step_of(line) > step))
     with atomic_write(folder.metrics) as file:
         file.write(b"".join(kept))
-    return [f"the records of {len(lines) - len(kept)} steps after step {step} are in {undone.relative_to(folder.path)}"]
+    return [f"moved {len(lines) - len(kept)} records of steps after step {step} to {undone.relative_to(folder.path)}"]
 
 
 def _step_of(line: bytes) -> float:
@@ -177,10 +177,9 @@ def _step_of(line: bytes) -> float:
 
 
 def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
-    """Find and verify the checkpoint from which this job goes on; None where it starts at step 1.
+    """Find and verify the checkpoint to resume this job from; None if it starts at step 1.
 
-    `report` hears notes: damaged checkpoints that are skipped, settings that have changed.
-    Raises UserError where there is no way to go on.
+    `report` gets notes about damaged checkpoints and changed settings. Raises UserError if the job cannot resume.
     """
     asked = job.run.resume
     if asked == "never" or (asked == "auto" and not folder.plan.exists()):
@@ -191,7 +190,7 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
         _refuse_another_run(former, job, folder, SAME_RUN)
         entry = _newest(folder.checkpoints, report)
         if entry is None:
-            report.note(f"{folder.path} holds no checkpoint yet: training begins with step 1")
+            report.note(f"no checkpoint in {folder.path} yet: training starts at step 1")
             return None
     else:
         entry = _named(Path(asked).absolute(), report)
@@ -205,18 +204,18 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
     def passed_over(entry: CheckpointEntry) -> None:
         damaged.append(entry)
         first = entry.damage[0]
-        report.note(f"{entry.path} is damaged and passed over: {first.file}: {first.kind} {first.message}".rstrip())
+        report.note(f"skipping damaged checkpoint {entry.path}: {first.file}: {first.kind} {first.message}".rstrip())
 
     found = Store(checkpoints).newest_whole(passed_over, report.status)
     if found is None and damaged:
         message = f"all checkpoints in {checkpoints} are damaged: {', '.join(e.path.name for e in damaged)}"
-        hint = "`zerofit ckpt verify` names what is wrong with each; --resume never with another --output begins anew"
+        hint = "`zerofit ckpt verify` lists the damage; to start over use --resume never and another --output"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where=str(checkpoints)))
     return found
 
 
 def _named(path: Path, report: Reporter) -> CheckpointEntry:
-    """Return the checkpoint that --resume names: its own folder, or a run's folder for its newest one."""
+    """Return the checkpoint that --resume names, or the newest one if it names a run folder."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():
@@ -228,7 +227,7 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
     if damage or manifest is None:
         first = damage[0]
         message = f"{path} is not a complete checkpoint: {first.file}: {first.kind} {first.message}".rstrip()
-        hint = "give --resume a run folder or one of its checkpoints/step-* (`zerofit ckpt ls` lists them)"
+        hint = "set --resume to a run folder or one of its checkpoints/step-* (listed by `zerofit ckpt ls`)"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
     return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
 
@@ -238,7 +237,7 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
     _refuse_another_run(old, job, folder, (*MODEL, *PART_FIELDS))
     found = obstacles(manifest.job, job)
     if manifest.step > job.steps:
-        message = f"{checkpoint} has {manifest.step} steps done, and --steps asks for {job.steps} in all"
+        message = f"{checkpoint} is at step {manifest.step}, past --steps {job.steps}"
         found.append(Problem(kind="steps", message=message, hint="raise --steps, or resume an older checkpoint"))
     if found:
         raise UserError(*found)
@@ -256,12 +255,12 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
 
 def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
     new = job.run.model_dump(mode="json")
-    then = Run().model_dump(mode="json") | old  # an older run does not know all fields
+    then = Run().model_dump(mode="json") | old  # runs of older versions lack some fields
     other = [name for name in fields if then[name] != new[name]]
     if other:
-        what = ", ".join(f"{flag(name)} {then[name]} there, {new[name]} here" for name in other)
-        message = f"{folder.path} holds another run: {what}"
-        hint = "name another --output; `--resume CHECKPOINT --output NEW` goes on from its weights with other data"
+        what = ", ".join(f"{flag(name)} was {then[name]}, now {new[name]}" for name in other)
+        message = f"{folder.path} contains another run: {what}"
+        hint = "use another --output; `--resume CHECKPOINT --output NEW` continues from its weights with other data"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
 
 

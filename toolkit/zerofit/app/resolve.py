@@ -1,4 +1,4 @@
-"""From a run as asked to a job that could be trained: everything is checked here, before any process starts."""
+"""From a requested run to a job ready to train; everything is checked before any process starts."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from zerofit.train.optimizer import missing_kernels
 from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 
 DEFAULT_EPOCHS = 1.0
-ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
+ASSUMED_STEPS = 1000  # for a run without data or steps; only schedulers use it
 
 InputSource = Literal["data", "assumed", "unopened", "published"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """A model's data, inputs and figures."""
+    """A model with its data, inputs and facts."""
 
-    run: Run  # with data, tokenizer and sequence length settled
+    run: Run  # with data, tokenizer and sequence length decided
     data: Data | None  # None: no data was opened
     inputs: Inputs | None  # None: as the model was published
     facts: ModelFacts
@@ -60,11 +60,11 @@ class OpenedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedJob:
-    """A job with everything decided; no folder is made and nothing is started."""
+    """A job with everything decided; no folder is created and nothing is started."""
 
     job: Job
-    ds_source: dict[str, Any]  # the user's DeepSpeed JSON under documented names, "auto" values included
-    decision: Decision  # what run and JSON together decided, and the warnings about the JSON
+    ds_source: dict[str, Any]  # the user's DeepSpeed JSON with documented key names, "auto" values included
+    decision: Decision  # values decided from run and JSON, and warnings about the JSON
     machine: Machine
     inputs: Inputs | None
 
@@ -80,22 +80,21 @@ def resolve_job(
     check_task: Callable[[Task, Problems], None] | None = None,
     model: nn.Module | None = None,
 ) -> ResolvedJob:
-    """Decide everything about a run and check it: the one way from a `RunRequest` to a `Job`, for every command.
+    """Decide and check everything about a run: the only way from a `RunRequest` to a `Job`, for every command.
 
     Args:
-        asked: the run, and where each of its values stands. Its `ds_config` holds (as a dict) or names the JSON.
+        asked: the run, and where each of its values was given. Its `ds_config` contains (as a dict) or names the JSON.
         machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
-        inputs: "data" opens the run's data, or the usual data of its task; "assumed" opens data only where the run
-            names some and else takes the model's published inputs or `image`; "published" opens nothing,
-            the facts are those of the model as it was published (FLOPs are not counted); "unopened" is the same, with
-            tokens for a model of text.
+        inputs: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run
+            names some, else uses the model's published inputs or `image`. "published" opens nothing and returns the
+            facts of the published model (without FLOPs). "unopened" is the same, with tokens for a text model.
         image: "image:3x224x224", the assumed inputs of an image model.
-        report: hears notes about the data, warnings about the JSON and the progress of preparing data.
-        problems: what was found wrong before, to be raised together with what is found here.
-        check_task: further checks of the caller, given the model's task.
-        model: a model that is there already, in place of the one that the run names.
+        report: gets notes about the data, warnings about the JSON and progress.
+        problems: problems found so far, raised together with those found here.
+        check_task: further checks by the caller, given the model's task.
+        model: an existing model to use instead of the one that the run names.
 
-    Raises UserError with all that is wrong.
+    Raises UserError with all problems.
     """
     report, problems = report or Reporter(), Problems() if problems is None else problems
     asked = from_saved(asked)
@@ -124,15 +123,15 @@ def resolve_job(
 
 
 def with_stages(asked: RunRequest, devices: int, report: Reporter) -> RunRequest:
-    """Return the request with the number of stages that `--pipeline auto` stands for on these devices."""
+    """Return the request with the number of stages that `--pipeline auto` means on these devices."""
     run, layers = asked.run, None
     if run.pipeline != AUTO:
         return asked
-    with suppress(UserError):  # `_decide` raises it with all else that is wrong
+    with suppress(UserError):  # `_decide` raises it with all other problems
         layers = facts_of(*find_model(asked), None, run).layers
     stages = most_stages(run, ranks := run.ranks or devices, layers)
     if stages == 1:
-        report.note(f"{asked.place('pipeline')}: auto is 1 stage here, so no pipeline (ranks: {ranks})")
+        report.note(f"{asked.place('pipeline')}: auto is 1 stage here, so no pipeline is used (ranks: {ranks})")
     return replace(asked, run=run.model_copy(update={"pipeline": stages}))
 
 
@@ -145,17 +144,17 @@ def _decide(
     check_task: Callable[[Task, Problems], None] | None,
     model: nn.Module | None,
 ) -> tuple[ModelSource, Task, Document, Decision]:
-    """Decide and check what needs neither the data nor the built model; `local`: it runs on this machine.
+    """Decide and check everything that needs neither data nor the built model; `local`: it runs on this machine.
 
-    Raises UserError with all that is wrong.
+    Raises UserError with all problems.
     """
     run, place, kind = asked.run, ds_place(asked.run), "transformer"
     if run.fit:
-        message = f"{asked.place('fit')}: the layout is chosen where `zerofit train` or `launch` starts it, not here"
-        hint = "leave it out; `zerofit plan` ranks layouts for any hardware"
+        message = f"{asked.place('fit')} works only with `zerofit train` and `launch`, which choose the layout"
+        hint = "remove it; `zerofit plan` ranks layouts for any hardware"
         problems.add("conflict", message, hint, asked.place("fit"))
     if model is not None and run.partial:
-        message, hint = "a model that is given as such is trained as it is", "freeze it, or add adapters, yourself"
+        message, hint = "a model object is trained as it is", "freeze weights or add adapters in your own code"
         problems.add("conflict", message, hint, "lora, train, freeze")
     found = problems.attempt(lambda: find_model(asked, model))
     document = problems.attempt(lambda: ds_document(run))
@@ -166,7 +165,7 @@ def _decide(
         if check_task:
             check_task(found[1], problems)
     if run.steps and run.epochs:
-        problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
+        problems.add("conflict", "steps and epochs are both given", "use one of them", "--steps and --epochs")
     decision = None
     if document is not None:
         problems.extend(unrelated_modules(documented_config(document.config), run.model))
@@ -193,7 +192,7 @@ def open_model(
     report: Reporter | None = None,
     model: nn.Module | None = None,
 ) -> OpenedModel:
-    """Open the data of a model (see `resolve_job`) and read the model's figures. Raises UserError."""
+    """Open the data of a model (see `resolve_job`) and read the model's facts. Raises UserError."""
     report = report or Reporter()
     run, data, fed = asked.run, None, None
     name = run.data or (default_data(task) if inputs == "data" else None)
@@ -207,15 +206,15 @@ def open_model(
         for note in data.notes:
             report.note(note)
         if task == "image" and isinstance(fed, ImageInputs) and fed.classes < 2:
-            message = f"{data.name} holds one class: there is nothing to tell apart"
-            hint = "give each class a folder of its own"
+            message = f"{data.name} has only one class, so there is nothing to learn"
+            hint = "put the images of each class into a folder"
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
     elif inputs == "assumed" or (inputs == "unopened" and is_text(task)):
         fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
     facts = facts_of(source, task, fed, run, model)
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
     if reason:
-        report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
+        report.note(f"each rank builds all of {run.model} in float32, not parameter by parameter: {reason}")
     if isinstance(fed, ImageInputs) and model is None:
         check_sizes(source, fed, run)
     for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():
@@ -227,9 +226,9 @@ def open_model(
 
 
 def _own_tokenizer(source: ModelSource) -> str | None:
-    """Return the folder of the model's own tokenizer; None where the model begins without weights and has none.
+    """Return the folder of the model's own tokenizer; None if the model has neither weights nor a tokenizer.
 
-    Weights know the ids of one tokenizer alone: a folder of theirs without one is refused when it is opened.
+    Weights work with one tokenizer only: a folder of weights without it is refused when it is opened.
     """
     weights = source.pretrained or (source.path if source.origin == PRETRAINED else None)
     if not (named := weights or source.path):
@@ -239,7 +238,7 @@ def _own_tokenizer(source: ModelSource) -> str | None:
 
 
 def find_model(asked: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
-    """Return the source behind the model's name, or of `model` itself, and the model's task. Raises UserError."""
+    """Return the source of the named model, or of `model` itself, and its task. Raises UserError."""
     if model is not None:
         return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(
             model, asked.run
@@ -250,7 +249,7 @@ def find_model(asked: RunRequest, model: nn.Module | None = None) -> tuple[Model
 
 
 def kind_of(source: ModelSource, task: Task) -> Kind:
-    """Return the model's kind, which decides the defaults of its optimization."""
+    """Return the model's kind, which decides its optimization defaults."""
     if task == "gan":
         return "gan"
     if source.partial and source.partial.lora:
@@ -261,29 +260,29 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
 
 
 def ds_place(run: Run) -> str:
-    """Return where the DeepSpeed JSON stands, for messages."""
+    """Return the place of the DeepSpeed JSON, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
 def ds_document(run: Run) -> Document:
-    """Return the DeepSpeed JSON as the user wrote it: in the run itself, in a file, or a bundled one."""
+    """Return the DeepSpeed JSON as the user wrote it: from the run, a file or a bundled one."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
     return read_for_run(ds_name(run) or "")
 
 
 def ds_name(run: Run) -> str | None:
-    """Return the file or bundled name of the run's DeepSpeed JSON, the default one included; None where it holds it."""
+    """Return the file or bundled name of the run's DeepSpeed JSON or the default; None if the run contains it."""
     if run.ds_config is not None:
         return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
-    for name in ("tensor_parallel", "sequence_parallel", "pipeline"):  # the last takes the fewest stages of ZeRO
+    for name in ("tensor_parallel", "sequence_parallel", "pipeline"):  # the last allows the fewest ZeRO stages
         default = name if getattr(run, name) != 1 else default
     return default
 
 
 def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
-    """Return the tokens of a sample: as asked, else the usual number or the model's limit; None for images."""
+    """Return the tokens per sample: as requested, else the default or the model's limit; None for images."""
     if not is_text(task):
         return None
     if run.seq_len:
@@ -292,7 +291,7 @@ def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_S
 
 
 def cluster_machine(cluster: Cluster) -> Machine:
-    """Return a described cluster as the machine that a run is checked against."""
+    """Return a described cluster as the machine to check a run against."""
     device = cluster.device
     if cluster.on_cpu:
         return replace(this_machine(), accelerator="cpu", devices=cluster.ranks)
@@ -308,32 +307,32 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
-    """Return the optimizer steps: as asked, or whole passes over the data rounded up to a whole step."""
+    """Return the optimizer steps: as requested, or the epochs rounded up to a full step."""
     run, samples = decision.run, len(data.train)
     if decision.layout.dp > samples:
-        message = f"{decision.layout.dp} data parallel ranks for {samples} training samples of {data.name}"
-        problems.add("ranks", message, f"take --ranks {samples} or less, shorter sequences, or more data", "--ranks")
+        message = f"{decision.layout.dp} data parallel ranks, but {data.name} has {samples} training samples"
+        problems.add("ranks", message, f"use --ranks {samples} or fewer, shorter sequences, or more data", "--ranks")
     if run.steps:
         return run.steps
     if run.stream:
-        problems.add("steps", f"{data.name} has no end as a stream", "give --steps", "--steps")
+        problems.add("steps", f"{data.name} is a stream without an end", "set --steps", "--steps")
         return 1
     wanted = samples * (run.epochs or DEFAULT_EPOCHS)
     if wanted / decision.batch.total > LARGEST:
         message = f"--epochs {run.epochs} of {samples:,} samples are more than {LARGEST:,} steps"
-        problems.add("steps", message, "take fewer, or give --steps", "--epochs")
+        problems.add("steps", message, "use fewer, or set --steps", "--epochs")
         return 1
     return max(1, -(-int(wanted) // decision.batch.total))
 
 
 def _check_profiled(asked: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
-    """Refuse to profile what the run does not have."""
+    """Add problems for steps or ranks to profile that the run does not have."""
     if asked.run.profile is None:
         return
     last_step, last_rank = Numbers.parse(asked.run.profile).last, Numbers.parse(asked.run.profile_ranks).last
     if last_step > steps:
-        message = f"step {last_step} is to be profiled, and the run has {steps}"
-        problems.add("bad-value", message, f"name steps from 1 to {steps}", asked.place("profile"))
+        message = f"cannot profile step {last_step}: the run has {steps} steps"
+        problems.add("bad-value", message, f"use steps from 1 to {steps}", asked.place("profile"))
     if last_rank >= ranks:
-        message = f"rank {last_rank} is to be profiled, and the run has {ranks}"
-        problems.add("bad-value", message, f"name ranks from 0 to {ranks - 1}", asked.place("profile_ranks"))
+        message = f"cannot profile rank {last_rank}: the run has {ranks} ranks"
+        problems.add("bad-value", message, f"use ranks from 0 to {ranks - 1}", asked.place("profile_ranks"))

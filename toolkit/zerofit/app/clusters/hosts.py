@@ -1,4 +1,4 @@
-"""The hosts of a run: named by flags, examined, described as a launch site, cleared of processes afterwards."""
+"""The hosts of a run: selected by flags, examined, described as a launch site, and cleared of processes afterwards."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import as_argument
 
-FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
-COMING_S, ALONE_S = 180.0, 1800.0  # until a guard must have reported; where nodes start by themselves
+FP16_FROM, BF16_FROM = 5.3, 8.0  # first CUDA compute capabilities with native arithmetic
+COMING_S, ALONE_S = 180.0, 1800.0  # time for a guard to report; the same if nodes start by themselves
 LOOPBACK = "127."
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRequest:
-    """The hosts that a run is to have, and how its ranks are to be started there; one field a flag."""
+    """The hosts of a run and how to start its ranks there; one field per flag."""
 
     hostfile: Path | None = None
     include: str | None = None
@@ -48,15 +48,15 @@ class HostRequest:
     master_addr: str | None = None
     master_port: int | None = None
     env: Sequence[str] = ()  # NAME or NAME=VALUE, forwarded to all ranks
-    no_ssh: bool = False  # this command runs on every node
-    node_rank: int | None = None  # with no_ssh: which of the hosts this node is
-    nodes: int | None = None  # with no_ssh, in place of a hostfile
+    no_ssh: bool = False  # the user runs this command on every node
+    node_rank: int | None = None  # with no_ssh: index of this node among the hosts
+    nodes: int | None = None  # with no_ssh, instead of a hostfile
     slots: int | None = None  # ranks on each of the nodes
-    min_nodes: int | None = None  # a run goes on without lost hosts while so many are left
+    min_nodes: int | None = None  # a run continues without lost hosts while at least this many are left
 
     @cached_property
     def forwarded(self) -> dict[str, str]:
-        """The environment that all ranks get. Raises UserError."""
+        """The environment variables for all ranks. Raises UserError."""
         return forwarded(self.env)
 
     @property
@@ -66,7 +66,7 @@ class HostRequest:
 
     @property
     def port(self) -> int:
-        """The port where rank 0 will listen."""
+        """The port on which rank 0 will listen."""
         return self.master_port or DEFAULT_PORT
 
     @property
@@ -78,13 +78,13 @@ class HostRequest:
         return shlex.join(words)
 
     def argv(self, hosts: Sequence[Host], logs: Path, master: str, spec: str) -> list[str]:
-        """Return the launcher's command (`launch.runner.runner`)."""
+        """Return the launcher's command line (`launch.runner.runner`)."""
         more = {"runner_args": self.runner_args, "ssh_port": self.ssh_port, "node_rank": self.node_rank}
         return runner(self.runner, hosts, logs, (master, self.port), spec, **more)
 
 
 def find_hosts(asked: HostRequest) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile, the allocation or --nodes, filtered. Raises UserError."""
+    """Return the hosts of the hostfile, the Slurm allocation or --nodes, filtered. Raises UserError."""
     problems = Problems()
     _check_conflicts(asked, problems)
     problems.attempt(lambda: asked.forwarded)
@@ -98,41 +98,41 @@ def find_hosts(asked: HostRequest) -> tuple[Host, ...]:
     hosts = select(hosts, asked.include, asked.exclude)
     check(asked.runner, hosts, asked.runner_args, problems)
     if asked.no_ssh and (asked.node_rank or 0) >= len(hosts):
-        message = f"--node-rank {asked.node_rank} of {len(hosts)} nodes"
-        problems.add("node-rank", message, f"0 to {len(hosts) - 1}", "--node-rank")
+        message = f"--node-rank {asked.node_rank} with {len(hosts)} nodes"
+        problems.add("node-rank", message, f"use 0 to {len(hosts) - 1}", "--node-rank")
     if asked.min_nodes and asked.min_nodes > len(hosts):
-        message = f"--min-nodes {asked.min_nodes} of {len(hosts)} hosts"
-        problems.add("conflict", message, f"take {len(hosts)} or less", "--min-nodes")
+        message = f"--min-nodes {asked.min_nodes} with {len(hosts)} hosts"
+        problems.add("conflict", message, f"use {len(hosts)} or fewer", "--min-nodes")
     problems.raise_if_any()
     return hosts
 
 
 def _check_conflicts(asked: HostRequest, problems: Problems) -> None:
-    """Note flags that need or exclude each other."""
+    """Add problems for flags that need or exclude each other."""
     if not (asked.hostfile or asked.nodes) and asked.runner != "slurm":
-        message = "no hosts: a launch without --hostfile never starts on this machine alone"
-        problems.add("hostfile", message, "give --hostfile FILE; for this machine take `zerofit train`", "--hostfile")
+        message = "no hosts: a launch needs --hostfile, it never uses this machine alone"
+        problems.add("hostfile", message, "set --hostfile FILE; on this machine use `zerofit train`", "--hostfile")
     if asked.hostfile and asked.nodes:
-        problems.add("conflict", "--hostfile and --nodes are both given", "give one of them", "--nodes")
+        problems.add("conflict", "--hostfile and --nodes are both given", "use one of them", "--nodes")
     check_size(asked.nodes or 1, asked.slots or 1, problems)
     if bool(asked.nodes) != bool(asked.slots):
-        problems.add("conflict", "--nodes and --slots belong together", "give both", "--nodes and --slots")
+        problems.add("conflict", "--nodes and --slots need each other", "set both", "--nodes and --slots")
     if asked.nodes and not asked.no_ssh:
-        problems.add("conflict", "--nodes without --no-ssh: no host has a name", "give --hostfile", "--nodes")
+        problems.add("conflict", "--nodes without --no-ssh: no host names", "use --hostfile", "--nodes")
     if asked.no_ssh != (asked.node_rank is not None):
-        problems.add("conflict", "--no-ssh and --node-rank belong together", "give both", "--no-ssh")
+        problems.add("conflict", "--no-ssh and --node-rank need each other", "set both", "--no-ssh")
     if asked.min_nodes and (asked.no_ssh or asked.runner == "slurm"):
-        message = "--min-nodes needs hosts that can be asked over ssh whether they are there"
-        problems.add("conflict", message, "leave it out: the scheduler replaces lost nodes", "--min-nodes")
+        message = "--min-nodes needs ssh, to check which hosts are up"
+        problems.add("conflict", message, "remove it: the scheduler replaces lost nodes", "--min-nodes")
     if asked.no_ssh and not asked.master_addr:
-        hint = "give --master-addr, an address of node 0 that all nodes reach"
+        hint = "set --master-addr to an address of node 0 that all nodes can reach"
         problems.add("conflict", "--no-ssh without --master-addr", hint, "--master-addr")
     if asked.no_ssh and asked.runner != "pdsh":
-        problems.add("conflict", f"--no-ssh with --launcher {asked.runner}", "give one of them", "--no-ssh")
+        problems.add("conflict", f"--no-ssh with --launcher {asked.runner}", "use one of them", "--no-ssh")
 
 
 def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> list[str]:
-    """Return the command that would start the ranks, for --dry-run; no host is asked and nothing is kept."""
+    """Return the command that would start the ranks, for --dry-run; contact no host and keep no files."""
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
     with tempfile.TemporaryDirectory() as place:
@@ -143,7 +143,7 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts what a start needs to know; `port`: where this command listens for the ranks, if it does yet."""
+    """Ask all hosts for the facts that a start needs; `port`: where this command already listens, or None."""
     return preflight(
         hosts,
         PreflightRequest(
@@ -159,7 +159,7 @@ def examine_hosts(
 
 
 def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
-    """Return all devices as one machine: GPUs where every host has them, else CPUs (without answers, like here)."""
+    """Return all devices as one machine: GPUs if every host has them, else CPUs; without facts, as on this host."""
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
     if found is None:
         return here
@@ -181,7 +181,7 @@ def cluster_site(
     found: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
-    """Return the site of the job's ranks: the hosts in their order, each filled before the next."""
+    """Return the launch site of the job's ranks: hosts in order, each filled before the next."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
     check(options.runner, used, options.runner_args, problems)
     problems.raise_if_any()
@@ -208,7 +208,7 @@ def cluster_site(
 
 
 def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """Return the first hosts with that many slots in all, of the last one what is needed. Raises UserError."""
+    """Return the first hosts that together have `ranks` slots, the last cut to what is needed. Raises UserError."""
     used, left = [], ranks
     for host in hosts:
         take = min(left, host.slots)
@@ -217,30 +217,29 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
             used.append(Host(host.name, take, ids))
         left -= take
     if left:
-        message = f"{ranks} ranks for {ranks - left} slots of the hostfile"
-        raise UserError(Problem(kind="ranks", message=message, hint=f"take --ranks {ranks - left}", where="--ranks"))
+        message = f"{ranks} ranks, but {ranks - left} slots in the hostfile"
+        raise UserError(Problem(kind="ranks", message=message, hint=f"use --ranks {ranks - left}", where="--ranks"))
     return tuple(used)
 
 
 def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
-    """End every process of a start on the hosts that can be reached.
+    """Kill every process of a start on the reachable hosts.
 
-    Return a line for each host where processes were left, or that could not be reached.
+    Return a line for each host that had processes left or could not be reached.
     """
     notes = []
     for name, answer in ask_hosts(hosts, {"ask": "sweep", "mark": mark}, ssh_port).items():
         if isinstance(answer, Unreachable):
-            notes.append(f"{name} could not be reached ({answer.message}); its ranks end by themselves")
+            notes.append(f"cannot reach {name} ({answer.message}); its ranks stop by themselves")
         elif answer["ended"]:
-            notes.append(f"processes of this run that were left on {name}: {answer['ended']}; they have been ended")
+            notes.append(f"killed {answer['ended']} left-over processes of this run on {name}")
     return notes
 
 
 def build_ops_on(hosts: Sequence[str], ops: list[str], ssh_port: int | None, show: Callable[[str], None]) -> None:
-    """Compile DeepSpeed's C++ ops (or find them compiled) on all hosts at the same time.
+    """Compile DeepSpeed's C++ ops on all hosts in parallel, unless they are compiled already.
 
-    Hosts that share a home folder take turns, and the second finds the work done. Raises RunFailed with the first
-    failure.
+    Hosts that share a home folder take turns; later ones find the ops compiled. Raises RunFailed for the first failure.
     """
     question = {"ask": "build", "ops": ops}
     answers = ask_hosts(hosts, question, ssh_port, module=INSIDE, patience_s=BUILD_S, say=show) if ops else {}
@@ -262,7 +261,7 @@ def ask_hosts(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """Ask all hosts one question at the same time; return each one's answer, or why there is none."""
+    """Ask all hosts a question in parallel; return each host's answer, or why there is none."""
 
     async def ask() -> dict[str, dict[str, Any] | Unreachable]:
         async with conversations(hosts, ssh_port, module) as opened:
@@ -283,9 +282,9 @@ def own_address(hosts: Sequence[Host]) -> str:
 
 
 def listening_address(hosts: Sequence[Host], options: HostRequest) -> str:
-    """Return the address of this machine at which all hosts reach it; "" (all of them) where that is not known.
+    """Return the address at which all hosts reach this machine; "" (all addresses) if it is unknown.
 
-    Where hosts are reached over ssh, a preflight has each of them connect to it.
+    With ssh, the preflight lets each host connect to it.
     """
     if options.node_rank is None:
         return own_address(hosts)
@@ -293,31 +292,31 @@ def listening_address(hosts: Sequence[Host], options: HostRequest) -> str:
         address = socket.gethostbyname(options.master_addr or "")
     except OSError:
         return ""
-    # a name that is the loopback's here, or an address of a router or a service before this machine, is another's
+    # a name that resolves to loopback here, or the address of a router or service, cannot be bound by this machine
     remote = address.startswith(LOOPBACK) and len(hosts) > 1
     return "" if remote or interface_of(address) is None else address
 
 
 def address_of(name: str, hosts: Sequence[Host]) -> str:
-    """Return an address of a host that others can reach. Raises UserError for a name that does not resolve here."""
+    """Return an address of a host that others can reach. Raises UserError if the name does not resolve here."""
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        problem = Problem(kind="hostfile", message=f"{name} does not resolve: {error}", hint="give --master-addr")
+        problem = Problem(kind="hostfile", message=f"{name} does not resolve: {error}", hint="set --master-addr")
         raise UserError(problem) from None
     return own_address(hosts) if address.startswith(LOOPBACK) and len(hosts) > 1 else address
 
 
 def slurm_hosts() -> tuple[Host, ...]:
-    """Return the hosts of the Slurm allocation that this command runs in. Raises UserError outside of one."""
+    """Return the hosts of the current Slurm allocation. Raises UserError outside one."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         message = "--launcher slurm without --hostfile, outside a Slurm job"
-        hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere give --hostfile"
+        hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere use --hostfile"
         raise UserError(Problem(kind="launcher", message=message, hint=hint))
     try:
         done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        problem = Problem(kind="launcher", message=f"scontrol does not name the nodes of the job: {error}")
+        problem = Problem(kind="launcher", message=f"scontrol cannot list the job's nodes: {error}")
         raise UserError(problem) from None
     return allocated(os.environ, done.stdout.split())

@@ -26,7 +26,7 @@ NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFileRequest:
-    """A job for a scheduler: the run, where it runs, and the file to write; one field a flag of `zerofit launch`."""
+    """A scheduler job: the run, where it runs, and the file to write; one field per flag of `zerofit launch`."""
 
     target: str | None  # model, run file or run folder
     flags: Mapping[str, Any]  # fields of the run that were given
@@ -51,31 +51,31 @@ class JobFileRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFile:
-    """A file that was written for a scheduler, and how to submit it."""
+    """A file written for a scheduler, and the command that submits it."""
 
     written: str
-    new: bool  # False: it was there already, the same
-    hand_in: str  # the command
+    new: bool  # False: the same file existed already
+    hand_in: str  # command that submits it
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit launch --slurm --json` prints."""
+        """Return the data that `zerofit launch --slurm --json` prints."""
         return asdict(self)
 
 
 def write_job_file(asked: JobFileRequest) -> JobFile:
-    """Write the file that is asked for, and say how to submit it.
+    """Write the requested file and return how to submit it.
 
-    The run is checked as `zerofit launch` checks it, except for what only the cluster has. Raises UserError with all
-    that is missing or wrong; nothing is written then.
+    Checks the run like `zerofit launch`, except for what only the cluster can show. Raises UserError with all problems;
+    nothing is written then.
     """
     kind = "slurm" if asked.slurm else "kubernetes"
     problems = Problems()
     if asked.slurm and asked.kubernetes:
-        problems.add("conflict", "--slurm and --kubernetes are both given", "give one of them", "--slurm")
+        problems.add("conflict", "--slurm and --kubernetes are both given", "use one of them", "--slurm")
     if asked.target is None:
-        problems.add("missing", "no run is named", "give a run file, a model or a run folder", "RUN")
+        problems.add("missing", "no run given", "name a run file, a model or a run folder", "RUN")
     if "output" not in asked.flags:
-        hint = "the same folder each time is how a job goes on where it stopped"
+        hint = "a job resumes from the folder of its last start"
         problems.add("missing", f"--{kind} needs --output, a folder that all nodes share", hint, "--output")
     for name in NEEDED[kind]:
         if getattr(asked, name) is None:
@@ -83,7 +83,7 @@ def write_job_file(asked: JobFileRequest) -> JobFile:
     whole = not problems
     check_size(asked.nodes or 1, asked.slots or 1, problems)
     env = problems.attempt(lambda: forwarded(asked.env, only_asked=True)) or {}
-    # a value that was not typed here but stands in the environment may be a secret: it is not written into the job
+    # a value from the environment may be a secret, so it is not written into the job
     secret = {name: env.pop(name) for name in asked.env if "=" not in name and name in env}
     prepare = _slurm if asked.slurm else _kubernetes
     write = problems.attempt(lambda: prepare(asked, _common(asked, env), secret)) if whole else None
@@ -106,7 +106,7 @@ def _common(asked: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _slurm(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
-    """Return what writes the sbatch file, and beside it a private file of the secrets. Raises UserError."""
+    """Return the function that writes the sbatch file and a private file of secrets. Raises UserError."""
     file = asked.slurm
     assert file
     names = ("time", "partition", "account", "save_s", "setup")
@@ -126,7 +126,7 @@ def _slurm(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str
 
 
 def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
-    """Return what writes the manifest, which refers to a Secret for the secrets. Raises UserError."""
+    """Return the function that writes the manifest, which refers to a Secret. Raises UserError."""
     file = asked.kubernetes
     assert file and asked.image and asked.claim
     chosen: dict[str, Any] = {"max_restarts": asked.max_restarts} if asked.max_restarts else {}
@@ -139,8 +139,8 @@ def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mappin
         secret_env=tuple(secret),
     )
     text = manifest_text(job, asked.kind)
-    # Arguments of kubectl would show values to `ps`; printf is the shell's own. A value of several lines cannot stand
-    # in such a file: kubectl takes that of a name without `=` from its environment (kubectl's util/env_file.go).
+    # Arguments of kubectl would show values to `ps`; printf is built into the shell. The file format has no multi-line
+    # values: for a name without `=` kubectl uses its own environment (kubectl's util/env_file.go).
     lines = (f'"{name}=${name}"' if value.splitlines() == [value] else name for name, value in secret.items())
     create = f"printf '%s\\n' {' '.join(lines)} | kubectl create secret generic {job.secret} --from-env-file=/dev/stdin"
     submit = f"{create} && " if secret else ""
@@ -149,7 +149,7 @@ def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mappin
 
 
 def _check_run(asked: JobFileRequest, problems: Problems) -> None:
-    """Check the run for the job's ranks, without its data; all that is wrong is noted, or raised as UserError."""
+    """Check the run for the job's ranks without its data; add all problems, or raise them as UserError."""
     from zerofit.app.fitting.options import CHOSEN  # these bring torch, which `launch --help` has no use for
     from zerofit.app.hub_models import PREFIX
     from zerofit.app.resolve import resolve_job
@@ -157,34 +157,34 @@ def _check_run(asked: JobFileRequest, problems: Problems) -> None:
     if asked.target is None:
         return
     if asked.kubernetes and is_run_file(asked.target) and not Path(asked.target).exists():
-        return  # it lies on the claim's volume
+        return  # it is on the claim's volume
     request = read_request(asked.target, asked.flags, asked.trust_model_code)
     run, ranks = request.run, (asked.nodes or 0) * (asked.slots or 0)
     if ranks and run.ranks and run.ranks > ranks:
-        message = f"{request.place('ranks')}: {run.ranks} ranks on {asked.nodes} nodes with {asked.slots} slots"
-        problems.add("ranks", message, f"take --ranks {ranks} or less", request.place("ranks"))
+        message = f"{request.place('ranks')}: {run.ranks} ranks for {asked.nodes} nodes with {asked.slots} slots"
+        problems.add("ranks", message, f"use --ranks {ranks} or fewer", request.place("ranks"))
         return
     if run.model.startswith(PREFIX) or (asked.kubernetes and any(map(_elsewhere, _files(run)))):
         return
     if ranks > MOST_RANKS:
-        return  # which is said already
-    if run.fit:  # settles these on the cluster
+        return  # reported already
+    if run.fit:  # these are chosen on the cluster
         free = {name: Run.model_fields[name].default for name in CHOSEN}
         request = replace(request, run=run.model_copy(update={"fit": False, **free}))
     accelerator = "cuda" if asked.device == "gpu" else "cpu"
-    able = {"device_name": f"the cluster's {accelerator}", "fp16": True, "bf16": True}  # who knows
+    able = {"device_name": f"the cluster's {accelerator}", "fp16": True, "bf16": True}  # unknown here
     machine = Machine(accelerator=accelerator, devices=ranks or run.ranks or 1, cores=ranks or 1, here=False, **able)
     resolve_job(request, machine=machine, inputs="unopened")
 
 
 def _files(run: Run) -> tuple[str | Path | None, ...]:
-    """Return what a run may name by a path, or import."""
+    """Return the values of a run that may be paths or imports."""
     ds_config = run.ds_config if isinstance(run.ds_config, str) else None
     return run.model, run.pretrained, ds_config, run.chat_template, run.tokenizer
 
 
 def _elsewhere(name: str | Path | None) -> bool:
-    """Return whether a name is that of a file, folder or module that is not here, and may be in the image."""
+    """Return whether a name is a file, folder or module that is missing here but may be in the image."""
     text = str(name or "")
     if names_callable(text):
         return True
@@ -192,7 +192,7 @@ def _elsewhere(name: str | Path | None) -> bool:
 
 
 def _words(asked: JobFileRequest) -> list[str]:
-    """Return the flags as words of a command line; the output folder has a place of its own."""
+    """Return the flags as command line words, without the output folder."""
     words = ["--trust-model-code"] if asked.trust_model_code else []
     for field, value in asked.flags.items():
         name = field.replace("_", "-")

@@ -1,4 +1,4 @@
-"""A node that starts its own ranks (`--no-ssh`), on the launch specs that node 0 writes into the run folder."""
+"""A node that starts its own ranks (`--no-ssh`) from launch specs that node 0 writes into the run folder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
 
 POLL_S = 0.5
-LEADER_S = 1800.0  # for node 0 to appear: it may prepare data first
-GONE_S = 15.0  # a network file system shows a lock late
-RECENT_S = 600.0  # nodes do not start at the same moment
+LEADER_S = 1800.0  # limit for node 0 to appear: it may prepare data first
+GONE_S = 15.0  # network file systems show locks late
+RECENT_S = 600.0  # nodes do not start at the same time
 
 
 def follow(
     run: Run, hosts: Sequence[Host], options: HostRequest, report: Reporter, *, handle_signals: bool = False
 ) -> RunFolder:
-    """Start this node's ranks each time node 0 asks for it, until node 0 has ended; return the run folder.
+    """Start this node's ranks for each start of node 0 until node 0 ends; return the run folder.
 
-    Raises UserError without an output folder, Stopped and RunFailed as node 0's run ended.
+    Raises UserError without an output folder, and Stopped or RunFailed if node 0's run ended so.
     """
     if run.output is None:
-        hint = "the same --output on all nodes, on a file system that they share"
+        hint = "use the same --output on all nodes, on a shared file system"
         raise UserError(Problem(kind="output", message="--no-ssh without --output", hint=hint, where="--output"))
     folder = RunFolder(run.output.absolute())
     began, done = time.time(), set[str]()
@@ -53,14 +53,15 @@ def follow(
         return folder
     if folder.stopped.exists():
         at = json.loads(folder.stopped.read_text())
-        message = f"stopped on request after step {at['step']} of {at['steps']}; a checkpoint of it is saved"
-        raise Stopped(Problem(kind="stopped", message=message, hint="the same command goes on", where=str(folder.path)))
+        message = f"stopped on request after step {at['step']} of {at['steps']}; a checkpoint is saved"
+        hint = "run the same command to resume"
+        raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path)))
     message = "node 0 ended without a result" if done else "node 0 did not start this run"
-    raise RunFailed(Problem(kind="leader", message=message, hint="node 0 says why", where=str(folder.path)))
+    raise RunFailed(Problem(kind="leader", message=message, hint="see the output of node 0", where=str(folder.path)))
 
 
 def _finished(folder: RunFolder, began: float) -> bool:
-    """Return whether node 0 has come to the end, or found that it had: it touches the result then."""
+    """Return whether node 0 has finished; a repeated command on a finished run updates the result's time."""
     try:
         return folder.result.stat().st_mtime > began - RECENT_S
     except OSError:
@@ -68,7 +69,7 @@ def _finished(folder: RunFolder, began: float) -> bool:
 
 
 def _launch_spec(folder: RunFolder) -> LaunchSpec | None:
-    """Read the launch spec of a start that is under way."""
+    """Read the launch spec of the current start; None if there is none."""
     try:
         return LaunchSpec.read(folder.launch_spec) if is_held(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -83,12 +84,12 @@ def _start(
     report: Reporter,
     handle_signals: bool,
 ) -> None:
-    """Run this node's ranks until they end; nothing where the run takes fewer nodes."""
+    """Run this node's ranks until they end; do nothing if the start uses fewer nodes."""
     used, node = filled(hosts, spec.world_size), options.node_rank
     if node is None or node >= len(used):
         report.note(f"node {node}: this start needs no ranks here")
         return
-    report.phase(f"node {node}: starting its ranks, start {spec.attempt}")
+    report.phase(f"node {node}: starting ranks (start {spec.attempt})")
     logs = folder.logs / f"node-{node}"
     logs.mkdir(exist_ok=True)
     argv = runner("pdsh", used, logs, spec.master, as_argument(folder.launch_spec), node_rank=node)

@@ -1,4 +1,4 @@
-"""A run on many hosts, started again from its newest checkpoint when something dies."""
+"""A run on many hosts, restarted from its newest checkpoint after a failure."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.supervise import Watch
 
-# what would only happen again
+# failures that would only recur
 NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
-BACK_S = 5.0  # between two looks for a host that does not answer
+BACK_S = 5.0  # time between attempts to reach a host
 
 
 @dataclass
 class RestartingRun:
-    """A run on many hosts over all of its starts."""
+    """A run on many hosts with all of its starts."""
 
     asked: RunRequest
     hosts: Sequence[Host]
@@ -57,17 +57,17 @@ class RestartingRun:
     run_file: Path | None
     max_restarts: int
     handle_signals: bool = False
-    anyway: bool = False  # start what does not fit, too
-    job: Job | None = None  # of the last start
+    anyway: bool = False  # start even what does not fit
+    job: Job | None = None  # job of the last start
     folder: RunFolder | None = None
-    _made: list[Path] = field(init=False, default_factory=list)  # folders, before the run has them
+    _made: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
 
     def run(self) -> TrainingResult:
-        """Start the ranks until a start comes to its end, and return its result.
+        """Start the ranks until a start finishes, and return its result.
 
         Raises UserError, DoesNotFit, RunFailed and Stopped.
         """
-        with ExitStack() as stack:  # the run folder is held over all starts
+        with ExitStack() as stack:  # keeps the run folder locked over all starts
             for attempt in range(1, self.max_restarts + 2):
                 try:
                     return self._start(attempt, stack)
@@ -79,7 +79,7 @@ class RestartingRun:
                         _stop_after(failure.problem, self.folder)
                     if attempt > self.max_restarts or self._would_recur(failure):
                         raise
-                    message = f"{failure.problem.message}; starting again from the newest checkpoint"
+                    message = f"{failure.problem.message}; restarting from the newest checkpoint"
                     self.report.warning(f"{message} (restart {attempt} of {self.max_restarts})")
                     self._once_more(failure, failed)
         raise AssertionError("the last start returns or raises")
@@ -91,9 +91,9 @@ class RestartingRun:
             except UserError as error:
                 if attempt == 1:
                     raise
-                raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
+                raise RunFailed(error.problems[0]) from None  # a host has failed since it last answered
             machine = machine_of(self.hosts, found)
-            # what was let through once is started again, whatever else has come since
+            # a run that fitted once restarts even if memory has been taken since
             anyway, facts = self.anyway or attempt > 1, found.facts if found else None if self.options.no_ssh else {}
             gate = MemoryGate(self.report, anyway=anyway, hosts=self.hosts, facts=facts)
             where = {"machine": machine, "hosts": self.hosts}
@@ -111,7 +111,7 @@ class RestartingRun:
             finished = finished_before(job, folder)
             if finished:
                 self.report.note(f"all {job.steps} steps of this run are done")
-                os.utime(folder.result)  # nodes that start by themselves look at its age
+                os.utime(folder.result)  # nodes that start by themselves check its age
                 return finished
             if self.folder is None:
                 stack.enter_context(held(folder, self.report.status))
@@ -129,12 +129,12 @@ class RestartingRun:
                 return run_once(folder, site, watch, self.report, attempt=attempt, **signals)
 
     def _would_recur(self, failure: RunFailed) -> bool:
-        """Return whether the next start would fail as this one did; one with a chosen layout gets a leaner one."""
+        """Return whether a restart would fail alike; a layout chosen by --fit is replaced by a smaller one."""
         fitted_layout = self.job is not None and self.job.fit is not None
         return failure.problem.kind in NOT_AGAIN and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
     def _ready(self, port: int) -> Preflight | None:
-        """Examine all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
+        """Examine all hosts; None without ssh. Raises UserError with all problems."""
         if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.asked.run)
@@ -146,18 +146,18 @@ class RestartingRun:
         except UserError:
             self._unmake()
             raise
-        # from here on the run has this folder
+        # later starts use this folder
         self.asked = _with(self.asked, output=folder.path)
         return found
 
     def _unmake(self) -> None:
-        """Remove the run folder that was made for the hosts to look at, with nothing of a run in it yet."""
+        """Remove the empty run folder that was created for the hosts' checks."""
         for path in self._made:
-            with suppress(OSError):  # somebody else has put something there
+            with suppress(OSError):  # it is no longer empty
                 path.rmdir()
 
     def _refuse(self, findings: Sequence[Check]) -> None:
-        """Tell what was found, as one table. Raises UserError with what would make the run fail."""
+        """Report findings as one table. Raises UserError for those that would make the run fail."""
         if findings:
             data = {"checks": findings, "hosts": len(self.hosts)}
             self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))
@@ -168,7 +168,7 @@ class RestartingRun:
         problems.raise_if_any()
 
     def _once_more(self, failure: RunFailed, failed: float) -> None:
-        """Make the next start possible: in the same folder, with the hosts that are there."""
+        """Prepare the next start: in the same folder, on the hosts that are up."""
         assert self.job and self.folder
         self.asked = going_on(self.asked, self.folder)
         there = self._hosts_back(failure)
@@ -180,7 +180,7 @@ class RestartingRun:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:
-        """Return the hosts that answer, once all do or the time is up. Raises the failure where too few do."""
+        """Return the hosts that answer once all do or time is up. Raises RunFailed if too few do."""
         if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder
@@ -197,29 +197,29 @@ class RestartingRun:
             time.sleep(BACK_S)
         if len(there) < (self.options.min_nodes or len(self.hosts)):
             again = f"{self.options.again} {shlex.quote(str(self.folder.path))}"
-            hint = f"mend {missing}, then `{again}` goes on; --min-nodes {max(len(there), 1)} goes on without"
+            hint = f"repair {missing}, then resume with `{again}`; --min-nodes {max(len(there), 1)} continues without"
             message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
         return there
 
     def _leave_out(self, there: list[Host], missing: list[str]) -> None:
-        """Go on with fewer hosts and the same global batch."""
+        """Continue with fewer hosts and the same global batch."""
         assert self.job and self.folder
         layout, batch = self.job.layout, self.job.batch
         slots = sum(host.slots for host in there)
         fewer = regroup(batch, layout.world_size // layout.dp, slots)
         if fewer is None:
             inner = layout.world_size // layout.dp
-            message = f"{slots} slots are left, too few for tensor x pipeline x sequence degree {inner}"
+            message = f"{slots} slots left, too few for tensor x pipeline x sequence degree {inner}"
             raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
         ranks, smaller = fewer
-        self.report.note(f"going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
+        self.report.note(f"continuing without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
         self.hosts = filled(there, ranks)
         sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
         fewer_ranks: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
         if self.asked.run.micro_batch_by_rank not in (None, "auto"):
-            fewer_ranks["micro_batch_by_rank"] = None  # of ranks that are no more
-        if self.asked.run.fit:  # the layout is chosen anew
+            fewer_ranks["micro_batch_by_rank"] = None  # its ranks no longer exist
+        if self.asked.run.fit:  # choose a new layout
             self.asked = replace(self.asked, places={**self.asked.places, **dict.fromkeys(fewer_ranks, "--min-nodes")})
         else:
             fewer_ranks |= sizes
@@ -227,11 +227,11 @@ class RestartingRun:
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
-    """Raise Stopped for ranks that failed after they were asked to stop, if there is a checkpoint to resume from."""
+    """Raise Stopped for a failure after a stop request, if there is a checkpoint to resume from."""
     known = Store(folder.checkpoints).entries()
     if known:
-        message = f"asked to stop, and failed before all was saved ({problem.message}); step {known[-1].step} is saved"
-        hint = "the same command goes on from there"
+        message = f"failed while stopping on request ({problem.message}); step {known[-1].step} is saved"
+        hint = "run the same command to resume"
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
 
 
@@ -240,7 +240,7 @@ def _with(asked: RunRequest, **fields: Any) -> RunRequest:
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
-    """Check whether NVMe offload can be compiled on every host that was asked, else on this one. Raises UserError."""
+    """Check that NVMe offload can be compiled on every examined host, else on this one. Raises UserError."""
     problems = Problems()
     for name, facts in found.facts.items() if found else ():
         for one in libaio_problems(ds_config, facts["libaio"]):

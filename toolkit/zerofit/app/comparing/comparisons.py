@@ -1,4 +1,4 @@
-"""The three comparisons: strategies, batch sizes and numbers of ranks, each row measured in processes of its own."""
+"""The three comparisons: strategies, batch sizes and numbers of ranks. Each row is measured in separate processes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from zerofit.spec.run import Run, RunRequest
 
 ScaleLr = Literal["none", "linear", "sqrt"]
 
-COMPARE_SEQ_LEN = 256  # shorter than a training's: every strategy trains the model in one sitting
-SIZES = (16, 32, 64, 128, 256, 512)  # samples of a step
+COMPARE_SEQ_LEN = 256  # shorter than for training, since every strategy trains the model in one command
+SIZES = (16, 32, 64, 128, 256, 512)  # samples per step
 SIZE_EPOCHS = 5
-ALL_SAMPLES = 10**9  # of the validation data
-# fields of a run that comparisons take
+ALL_SAMPLES = 10**9  # more than any validation data has
+# fields of a run that comparisons use
 COMMON = {
     *("model", "model_args", "data", "data_root", "image_size", "seq_len", "tokenizer"),
     *("seed", "lr", "eval_samples"),
@@ -64,22 +64,22 @@ def compare_strategies(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[StrategyRow]:
-    """Train a model in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
+    """Train a model with every classic strategy on the same samples; compare speed, memory, traffic and weights.
 
-    A strategy that fails, does not fit, or that these devices cannot run, is a row with its reason. The same call goes
-    on after a kill, in `run.output` or a folder whose name follows from what is compared.
+    A strategy that fails, does not fit, or cannot run on these devices gets a row with the reason. After a kill, the
+    same call resumes in `run.output` or in a folder named after the comparison.
 
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
-        strategies: names of `zerofit compare strategies --list`; all if None. The single device always runs.
-        slow: by rank, how many times as long as others its steps take; every step then takes 0.05 s at least.
-        straggle: the chance of each step of each rank to take five times as long.
-        target: validation accuracy; rows of parameter servers say when it was reached.
-        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
-        anyway: start what cannot fit into the memory that is free, too.
-        on_event: hears the progress, and each row (kind "result") when it is measured.
+        strategies: names from `zerofit compare strategies --list`; all if None. "single" always runs.
+        slow: for some ranks, how many times as long their steps take; every step then takes at least 0.05 s.
+        straggle: probability that a rank's step takes five times as long.
+        target: validation accuracy; rows of parameter servers record when they reached it.
+        hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
+        anyway: start even what cannot fit into the free memory.
+        on_event: gets progress, and each row (kind "result") once measured.
 
-    Raises UserError with everything that is wrong.
+    Raises UserError with all problems.
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="mlp", data="digits", ranks=2, global_batch=16, steps=8)
@@ -115,22 +115,22 @@ def compare_sizes(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[SizeRow]:
-    """Train a model with each batch size until `run.epochs` are over: which reaches the target first.
+    """Train a model with each batch size for `run.epochs` epochs, and compare which reaches the target first.
 
     Args:
         run: the model, data and epochs; `run.lr` is the learning rate of the smallest size.
-        sizes: samples of a step.
+        sizes: samples per step.
         target: validation accuracy.
         scale_lr: how the learning rate grows with the batch size.
-        per_rank: samples of a step that a rank takes, so that larger sizes take more ranks, with
-            DistributedDataParallel; all sizes train on one device if None.
-        finish: a size, and how many epochs at the end of every run take it, with its learning rate.
-        seeds: runs of each size, with seeds from `run.seed` on.
-        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
-        anyway: start what cannot fit into the memory that is free, too.
-        on_event: hears the progress, and each row (kind "result") when it is measured.
+        per_rank: samples per rank and step, so that larger sizes use more ranks with DistributedDataParallel; all
+            sizes train on one device if None.
+        finish: (size, epochs): every run ends with so many epochs at this size and its learning rate.
+        seeds: runs per size, with seeds counted up from `run.seed`.
+        hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
+        anyway: start even what cannot fit into the free memory.
+        on_event: gets progress, and each row (kind "result") once measured.
 
-    Raises UserError with everything that is wrong.
+    Raises UserError with all problems.
 
     >>> import zerofit as zf
     >>> compared = zf.compare_sizes(zf.Run(model="mlp", data="digits", epochs=1), sizes=[64], seeds=1)
@@ -177,18 +177,18 @@ def compare_scaling(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[ScalingRow]:
-    """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks, weak (the batch grows with them) and strong (not).
+    """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks: weak scaling (the batch grows) and strong scaling.
 
-    Speed-up and efficiency are against one rank of the same strategy.
+    Speed-up and efficiency are relative to one rank of the same strategy.
 
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
-        strategy: one that shares the batch out over any number of ranks.
-        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
-        anyway: start what cannot fit into the memory that is free, too.
-        on_event: hears the progress, and each row (kind "result") when it is measured.
+        strategy: a strategy that divides the batch over any number of ranks.
+        hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
+        anyway: start even what cannot fit into the free memory.
+        on_event: gets progress, and each row (kind "result") once measured.
 
-    Raises UserError with everything that is wrong.
+    Raises UserError with all problems.
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="mlp", data="digits", ranks=1, global_batch=16, steps=8)
@@ -198,7 +198,7 @@ def compare_scaling(
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = next((one for one in _chosen([strategy], "--strategy", problems) if one.name == strategy), None)
     if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
-        message, hint = f"{strategy} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
+        message, hint = f"{strategy} does not run on every number of ranks", "use ddp, fsdp2 or zero2, for example"
         problems.add("strategy", message, hint, "--strategy")
     job, parameters, _ = resolve_comparison(asked, set(STEPPED), problems, report, hosts=hosts_of(hostfile))
     check_counts(job, problems)
@@ -217,41 +217,41 @@ def compare_scaling(
 
 
 def hosts_of(hostfile: Path | str | None) -> list[tuple[str, int]]:
-    """Return names and slots of a hostfile; none for this machine. Raises UserError."""
+    """Return names and slots of a hostfile; [] for this machine. Raises UserError."""
     return [(host.name, host.slots) for host in read_hostfile(Path(hostfile))] if hostfile else []
 
 
 def whole_epochs(asked: RunRequest, usual: int, problems: Problems) -> int:
-    """Return the epochs of a run; a part of one is a problem."""
+    """Return the epochs of a run; a fraction is a problem."""
     epochs = asked.run.epochs or usual
     if epochs != int(epochs):
-        problems.add("bad-value", f"epochs: {epochs} is not a whole number", "take 1 or more", asked.place("epochs"))
+        problems.add("bad-value", f"epochs: {epochs} is not a whole number", "use 1 or more", asked.place("epochs"))
     return int(epochs)
 
 
 def rank_counts(most: int) -> list[int]:
-    """Return the powers of two up to the most ranks, and the most itself."""
+    """Return the powers of two up to `most`, and `most` itself."""
     return sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
 
 
 def check_counts(job: CompareJob, problems: Problems) -> None:
-    """Add a problem for every number of ranks that cannot share the batch evenly."""
+    """Add a problem for every number of ranks that cannot split the batch evenly."""
     for count in rank_counts(job.ranks):
         if job.global_batch % count:
             message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
-            problems.add("batch-size", message, f"take a multiple of {count} and of {job.ranks}", "--global-batch")
+            problems.add("batch-size", message, f"use a multiple of {count} and of {job.ranks}", "--global-batch")
 
 
 def _measure(
     strategy: Strategy, job: CompareJob, store: RowStore, name: str, gate: StateGate, report: Reporter
 ) -> StrategyRow:
-    """Return a row that was measured before, or measure it now."""
+    """Return a row measured before, or measure it now."""
     row = store.load(name, StrategyRow)
     if row:
         report.result(f"{name}: known", row.to_dict())
         return row
     if job.ranks < strategy.least_ranks:
-        reason = f"needs {strategy.least_ranks} ranks, and has {job.ranks}: --ranks {strategy.least_ranks}"
+        reason = f"needs {strategy.least_ranks} ranks, got {job.ranks}: use --ranks {strategy.least_ranks}"
         row = strategy_row(strategy, job, [{"not_here": reason}], 0.0)
     elif lacks := gate.lacks(strategy, job):
         row = strategy_row(strategy, job, [{"does_not_fit": lacks}], 0.0)
@@ -266,7 +266,7 @@ def _measure(
 
 
 def _train(job: CompareJob, store: RowStore, gate: StateGate, report: Reporter) -> SizeRow:
-    """Return the row of one batch size with one seed: measured before, or now."""
+    """Return the row of one batch size and seed, measured before or now."""
     name = f"size-{job.global_batch}-seed-{job.seed}"
     row = store.load(name, SizeRow)
     if row:
@@ -289,7 +289,7 @@ def _show(report: Reporter, name: str, text: str) -> None:
 
 
 def _chosen(names: Sequence[str], place: str, problems: Problems) -> list[Strategy]:
-    """Return the named strategies and, first, the single device: others are compared with its weights."""
+    """Return the named strategies after "single", whose weights the others are compared with."""
     for name in names:
         if name not in STRATEGIES:
             problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), place)
@@ -305,14 +305,14 @@ def resolve_comparison(
     has_accuracy: bool = False,
     **own: Any,
 ) -> tuple[CompareJob, int, int]:
-    """Return the job of a run, its model's parameters and its training samples, with its data opened once.
+    """Return the job of a comparison, its model's parameters and its number of training samples; open its data once.
 
-    `taken` are the fields of the run that this comparison takes beside the common ones, `own` values of the job.
-    Raises UserError with all that is wrong, `problems` so far included.
+    `taken`: fields of the run that this comparison uses besides the common ones. `own`: values for the job. Raises
+    UserError with all problems, including `problems` so far.
     """
     run, machine = asked.run, this_machine()
     for name in sorted(set(asked.places) - COMMON - taken - {"output"}):
-        problems.add("conflict", f"{name}: a comparison does not take it", "leave it out", asked.place(name))
+        problems.add("conflict", f"{name} is not supported in comparisons", "remove it", asked.place(name))
     fields = COMMON | taken.intersection(STEPPED)
     given = {name: getattr(run, name) for name in fields if getattr(run, name) is not None}
     given |= {"data_root": str(run.data_root)} if run.data_root else {}
@@ -320,22 +320,22 @@ def resolve_comparison(
     usual = {"strategy": "", "accelerator": machine.accelerator, "ranks": slots or machine.devices}
     job = CompareJob(**{**usual, **given, **own})
     if slots and job.ranks > slots:
-        problems.add("ranks", f"{job.ranks} ranks for {slots} slots of the hostfile", f"take {slots}", "--ranks")
+        problems.add("ranks", f"{job.ranks} ranks, but {slots} slots in the hostfile", f"use {slots}", "--ranks")
     if job.steps <= WARM:
-        message, where = f"{job.steps} steps: the first {WARM} are not timed", asked.place("steps")
-        problems.add("bad-value", message, f"take {WARM + 1} or more", where)
+        message, where = f"{job.steps} steps are too few: the first {WARM} are not timed", asked.place("steps")
+        problems.add("bad-value", message, f"use {WARM + 1} or more", where)
     if job.global_batch % job.ranks:
         below = job.global_batch // job.ranks * job.ranks
-        hint = f"take {size_place} {below or job.ranks} or {below + job.ranks}"
+        hint = f"use {size_place} {below or job.ranks} or {below + job.ranks}"
         message = f"{size_place} {job.global_batch} cannot be split evenly over {job.ranks} ranks"
         problems.add("batch-size", message, hint, size_place)
     _check_paces(job, problems)
     if machine.accelerator == "cuda" and not slots and job.ranks > machine.devices:
-        problems.add("ranks", f"{job.ranks} ranks for {machine.devices} GPUs", f"take {machine.devices}", "--ranks")
+        problems.add("ranks", f"{job.ranks} ranks, but {machine.devices} GPUs", f"use {machine.devices}", "--ranks")
     found = problems.attempt(lambda: find_model(asked))
     if run.partial:
-        message = "strategies are compared on whole models, without adapters and frozen weights"
-        problems.add("conflict", message, "leave --lora, --train and --freeze out", str(run.model))
+        message = "comparisons do not support adapters or frozen weights"
+        problems.add("conflict", message, "remove --lora, --train and --freeze", str(run.model))
     problems.raise_if_any()
     assert found
     source, task = found
@@ -343,9 +343,9 @@ def resolve_comparison(
     opened = open_model(asked, source, task, usual_seq_len=COMPARE_SEQ_LEN, report=report)
     assert opened.data
     if len(opened.data.train) < job.global_batch:
-        samples = f"{len(opened.data.train)} training samples of {opened.data.name}"
-        message = f"{samples} are less than one batch of {job.global_batch}"
-        problems.add("batch-size", message, "take a smaller batch", size_place)
+        samples = f"{len(opened.data.train)} training samples"
+        message = f"{opened.data.name} has {samples}, less than one batch of {job.global_batch}"
+        problems.add("batch-size", message, "use a smaller batch", size_place)
     problems.raise_if_any()
     settled = {"data": opened.run.data, "seq_len": opened.run.seq_len, "tokenizer": opened.run.tokenizer}
     return replace(job, **settled), opened.facts.parameters, len(opened.data.train)
@@ -354,49 +354,49 @@ def resolve_comparison(
 def _check_sizes(
     ranks: Mapping[int, int], epochs: int, per_rank: int | None, finish: tuple[int, int] | None, problems: Problems
 ) -> None:
-    """Hold sizes against --per-rank and --finish; `ranks` by size."""
+    """Check sizes against --per-rank and --finish; `ranks`: ranks by size."""
     for size in ranks:
         if per_rank and size % per_rank:
-            message = f"{size} samples of a step are no multiple of --per-rank {per_rank}"
-            problems.add("batch-size", message, f"take {per_rank}, {2 * per_rank}, ...", "--sizes")
+            message = f"{size} samples per step is not a multiple of --per-rank {per_rank}"
+            problems.add("batch-size", message, f"use {per_rank}, {2 * per_rank}, ...", "--sizes")
     if finish and finish[0] % math.lcm(*ranks.values()):
         message = f"--finish: {finish[0]} samples cannot be split evenly over {max(ranks.values())} ranks"
-        problems.add("batch-size", message, f"take a multiple of {math.lcm(*ranks.values())}", "--finish")
+        problems.add("batch-size", message, f"use a multiple of {math.lcm(*ranks.values())}", "--finish")
     if finish and not 0 < finish[1] < epochs:
-        message = f"--finish {finish[0]}={finish[1]}: a run has {epochs} epochs"
-        hint = f"take 1 to {epochs - 1}" if epochs > 1 else "raise --epochs"
+        message = f"--finish {finish[0]}={finish[1]}: the run has {epochs} epochs"
+        hint = f"use 1 to {epochs - 1}" if epochs > 1 else "raise --epochs"
         problems.add("bad-value", message, hint, "--finish")
 
 
 def _check_paces(job: CompareJob, problems: Problems) -> None:
     for rank, times in job.slow.items():
         if not 0 <= int(rank) < job.ranks:
-            message, hint = f"--slow {rank}={times:g}: there are {job.ranks} ranks", f"0 to {job.ranks - 1}"
+            message, hint = f"--slow {rank}={times:g}: the run has {job.ranks} ranks", f"use ranks 0 to {job.ranks - 1}"
             problems.add("ranks", message, hint, "--slow")
         if not 1 <= times <= 1000:
-            message = f"--slow {rank}={times:g}: the factor is how many times as long its steps take"
-            problems.add("bad-value", message, "1 to 1000", "--slow")
+            message = f"--slow {rank}={times:g}: bad factor for the time of its steps"
+            problems.add("bad-value", message, "use 1 to 1000", "--slow")
     if not 0 <= job.straggle <= 1:
-        problems.add("bad-value", f"--straggle {job.straggle:g} is no chance", "0 to 1", "--straggle")
+        problems.add("bad-value", f"--straggle {job.straggle:g} is not a probability", "use 0 to 1", "--straggle")
 
 
 def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
-    """Raise a UserError for a model that is not compared here."""
+    """Raise a UserError if comparisons do not support the model's task."""
     if gives_loss(task):
-        message = f"{model} ({task}) gives a loss of its own, and strategies are compared on logits"
-        hint = "take a classifier or a language model; `zerofit tune` compares layouts of this one"
+        message = f"{model} ({task}) computes its own loss; comparisons need logits"
+        hint = "use a classifier or a language model; `zerofit tune` compares layouts of this model"
     elif has_head(task):
-        message = f"{model} ({task}) labels padded texts, which strategies are not fed"
-        hint = "take a language model of this kind, without --task"
+        message = f"{model} ({task}) labels padded texts, which comparisons do not support"
+        hint = "use a language model of this kind, without --task"
     elif has_accuracy and task == "gan":
-        message, hint = f"{model} has no accuracy", "take a classifier or a language model"
+        message, hint = f"{model} has no accuracy", "use a classifier or a language model"
     else:
         return
     raise UserError(Problem(kind="model-task", message=message, hint=hint, where="MODEL"))
 
 
 def _code(model: str) -> dict[str, Any]:
-    """Return the hash of a user's own model code: rows from before and after a change must not mix."""
+    """Return the hash of a user's model code, so that rows from before and after a change do not mix."""
     place = model_code(model)
     return {"code": code_hash(place) if place else None}
 

@@ -1,4 +1,4 @@
-"""Rows of a comparison: what each measured, and their files, from which a comparison that was killed goes on."""
+"""Rows of a comparison: their measurements, and their files, from which a killed comparison resumes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zerofit.spec.files import write_json
 from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
 from zerofit.spec.local_machine import versions
 
-AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
-# "not-here": these devices or this installation cannot run it; "does-not-fit": not in the memory that was free
+AGREES = 1e-5  # largest difference of fp32 weights between layouts that compute the same sums
+# "not-here": unsupported on these devices or in this installation; "does-not-fit": exceeds free memory
 Status = Literal["ok", "not-here", "does-not-fit", "failed"]
 DETAILS = {"efficiency", "process", "loss", "lines"}  # columns that only a comparison's own page and files have
 Mode = Literal["weak", "strong"]
@@ -32,13 +32,13 @@ Kind = Literal["strategies", "batch-size", "scaling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of any comparison: whether it ran, and if not, why."""
+    """A row of any comparison: whether it ran and, if not, why."""
 
     status: Status
-    reason: str | None = None  # of a row that is not "ok"
+    reason: str | None = None  # set if the row is not "ok"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as `--json` prints it: figures first, then whether there are any."""
+        """Return the row as `--json` prints it: figures first, then status and reason."""
         data = asdict(self)
         for name in ("status", "reason"):
             data[name] = data.pop(name)
@@ -47,36 +47,36 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRow(Row):
-    """One strategy's measurements; figures are None in a row that did not run."""
+    """Measurements of one strategy; figures are None if it did not run."""
 
     strategy: str
     title: str
     ranks: int
     processes: int
     synchronous: bool
-    lines: int  # of code in the strategy's own file
-    seconds: float  # in all, start of the processes included
+    lines: int  # lines of code in the strategy's own file
+    seconds: float  # total, including the start of the processes
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
-    speedup: float | None = None  # against one device
+    speedup: float | None = None  # relative to one device
     efficiency: float | None = None  # speedup / ranks
     peak_bytes_per_rank: int | None = None
     host_bytes_per_rank: int | None = None
-    comm_bytes_per_step: float | None = None  # sent by all processes together
+    comm_bytes_per_step: float | None = None  # bytes sent by all processes together
     loss: float | None = None
     accuracy: float | None = None
-    max_weight_difference: float | None = None  # to the weights of the single device
+    max_weight_difference: float | None = None  # from the weights of the single device
     batch_norm: bool | None = None
     agrees: bool | None = None
-    staleness: list[int] | None = None  # updates between pull and push, of asynchronous strategies
-    dropped: int | None = None  # gradients that came too late for backup workers' server
-    curve: list[dict[str, Any]] | None = None  # steps, seconds, loss, accuracy, of parameter servers with a target
+    staleness: list[int] | None = None  # updates between pull and push; asynchronous strategies only
+    dropped: int | None = None  # gradients too late for a server with backup workers
+    curve: list[dict[str, Any]] | None = None  # steps, seconds, loss, accuracy; parameter servers with a target only
     seconds_to_target: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow(StrategyRow):
-    """A strategy on some number of ranks."""
+    """A strategy on a number of ranks."""
 
     mode: Mode
     global_batch: int
@@ -84,7 +84,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed; figures are None in a row that did not run, times where the target was missed."""
+    """One batch size with one seed; figures are None if it did not run, times to the target if it missed it."""
 
     batch_size: int
     seed: int
@@ -99,18 +99,18 @@ class SizeRow(Row):
     final_accuracy: float | None = None
     best_accuracy: float | None = None
     best_epoch: int | None = None
-    test_accuracy: float | None = None  # after the best epoch, on samples that had no part in choosing it
+    test_accuracy: float | None = None  # after the best epoch, on samples not used to choose it
     curve: list[dict[str, Any]] | None = None  # epoch, steps, samples, seconds, loss, accuracy, test_accuracy
-    noise_scale: float | None = None  # samples; of one rank
+    noise_scale: float | None = None  # in samples; one rank only
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSummary:
-    """One batch size over its seeds; figures are [median, least, most]."""
+    """One batch size over its seeds; figures are [median, minimum, maximum]."""
 
     batch_size: int
-    runs: int  # that ended
-    reached: int  # of them, the target
+    runs: int  # that finished
+    reached: int  # runs that reached the target
     samples_to_target: list[float] | None
     seconds_to_target: list[float] | None
     final_accuracy: list[float] | None
@@ -124,15 +124,16 @@ AnyStrategyRow = TypeVar("AnyStrategyRow", bound=StrategyRow)
 
 
 class RowStore:
-    """A folder with one file a row."""
+    """A folder with one file per row."""
 
     def __init__(self, output: Path | None, kind: str, identity: Mapping[str, Any]):
-        """Take a new folder, or one that holds rows of the same comparison.
+        """Use a new folder, or one with rows of the same comparison.
 
-        `identity` is what the rows follow from, the job included; without `output` the folder's name follows from it.
+        `identity`: everything that determines the rows, including the job; without `output` it determines the folder's
+        name.
 
         Raises:
-            UserError: if the folder holds another comparison, or other things.
+            UserError: if the folder has another comparison or other files.
         """
         identity = json.loads(json.dumps({"kind": kind, **identity, "versions": versions()}))
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
@@ -140,11 +141,11 @@ class RowStore:
         self.folder = (output or Path("runs") / f"compare-{kind}-{model}-{digest}").absolute()
         file = self.folder / "asked.json"
         if self.folder.exists() and (not self.folder.is_dir() or (any(self.folder.iterdir()) and not file.exists())):
-            raise _occupied(f"{self.folder} holds other things")
+            raise _occupied(f"{self.folder} contains other files")
         with refused(file, where="--output"):
             former = read_json(file) if file.exists() else identity
         if former != identity:
-            raise _occupied(f"{self.folder} holds another comparison, or one of other versions")
+            raise _occupied(f"{self.folder} contains another comparison, or one made with other library versions")
         try:
             (self.folder / "rows").mkdir(parents=True, exist_ok=True)
             write_json(file, identity)
@@ -152,17 +153,17 @@ class RowStore:
             raise _occupied(f"cannot write into {self.folder}: {error.strerror or error}") from None
 
     def folder_of(self, name: str) -> Path:
-        """Return the folder in which the processes of a row leave their files."""
+        """Return the folder for the files of a row's processes."""
         return self.folder / "rows" / name
 
     def load(self, name: str, kind: type[AnyRow]) -> AnyRow | None:
-        """Return a row that was measured before; None where there is none, or it is to be tried again."""
+        """Return a row measured before; None if there is none or it should be tried again."""
         file = self.folder / "rows" / f"{name}.json"
         if not file.exists():
             return None
         try:
             row = shaped(read_json(file), TypeAdapter(kind))
-        except Unreadable:  # cut by a kill, or of another version
+        except Unreadable:  # truncated by a kill, or written by another version
             return None
         return row if row.status not in ("failed", "does-not-fit") else None
 
@@ -172,7 +173,7 @@ class RowStore:
 
 
 def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str, Any]], seconds: float) -> StrategyRow:
-    """Return a strategy's row from the reports of its processes; `speedup` and `efficiency` come later."""
+    """Return a strategy's row from the reports of its processes; `speedup` and `efficiency` are added later."""
     status, reason = status_of(reports)
     row = StrategyRow(
         strategy=strategy.name,
@@ -193,7 +194,7 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str
     tokens = timed[0]["tokens_a_sample"]
     sent = None
     if all(one["sent_bytes"] is not None for one in timed):
-        # what a server sends is what its workers receive; it has no steps of its own
+        # a server counts no steps; its workers receive what it sends
         sent = sum(one["sent_bytes"] + bool(strategy.servers) * one["received_bytes"] for one in timed)
     judged = next(one for one in reports if "loss" in one)
     difference = judged.get("max_weight_difference")
@@ -224,7 +225,7 @@ def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict
 
 
 def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
-    """Return the row of one batch size with one seed from its process's report."""
+    """Return the row of one batch size and seed from its process's report."""
     status, reason = status_of(reports)
     of = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
     row = SizeRow(**of, status=status, reason=reason)
@@ -234,7 +235,7 @@ def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
 
 
 def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
-    """Return the figures of a curve of accuracy over epochs; None where the target was not reached."""
+    """Return the figures of a curve of accuracy over epochs; None if the target was not reached."""
     reached = next((point for point in curve if point["accuracy"] >= target), None)
     best, last = max(curve, key=lambda point: point["accuracy"]), curve[-1]
     return {
@@ -252,10 +253,10 @@ def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, A
 
 
 def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
-    """Return the batch size that needs twice the samples of the smallest, in samples; None where too little is known.
+    """Return the batch size, in samples, that needs twice the samples of the smallest; None if data are too few.
 
     Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
-    others 2018, equation 2.7 with S = E / B; a line through at least three sizes, by their relative errors.
+    others 2018, equation 2.7 with S = E / B. Fits a line by relative errors through at least three sizes.
     """
     known = [(one.batch_size, one.samples_to_target[0]) for one in summary if one.samples_to_target]
     if len(known) < 3:
@@ -266,7 +267,7 @@ def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
 
 
 def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
-    """Return one summary a batch size."""
+    """Return one summary per batch size."""
     found = []
     for size in dict.fromkeys(row.batch_size for row in rows):
         mine = [row for row in rows if row.batch_size == size and row.status == "ok"]
@@ -297,7 +298,7 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 
 
 def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
-    """Return status and reason: those of the process that knew why, before those of the ones it took along."""
+    """Return status and reason; a process that reports a cause comes before those that failed because of it."""
     order: tuple[tuple[str, Status], ...] = (
         ("not_here", "not-here"),
         ("does_not_fit", "does-not-fit"),
@@ -313,12 +314,12 @@ def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]
 
 
 def against_single(rows: Sequence[AnyStrategyRow]) -> list[AnyStrategyRow]:
-    """Return the rows with speed-up and efficiency beside the single device's."""
+    """Return the rows with speed-up and efficiency relative to the single device."""
     return _against(rows, lambda row, base: base.strategy == "single")
 
 
 def against_one_rank(rows: Sequence[ScalingRow]) -> list[ScalingRow]:
-    """Return the rows with speed-up and efficiency beside one rank, weak and strong each by themselves."""
+    """Return the rows with speed-up and efficiency relative to one rank, separately for weak and strong scaling."""
     return _against(rows, lambda row, base: base.mode == row.mode and base.ranks == 1)
 
 
@@ -336,23 +337,23 @@ def _against(
 
 
 def _occupied(message: str) -> UserError:
-    hint = "name another folder; to go on with a comparison repeat its command"
+    hint = "use another folder; to resume a comparison, repeat its command"
     return UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Generic[AnyRow]):
-    """The rows of a comparison, and the files they are in."""
+    """The rows of a comparison, and the files that contain them."""
 
     kind: Kind
-    about: dict[str, Any]  # what is the same for all rows
+    about: dict[str, Any]  # settings shared by all rows
     rows: Sequence[AnyRow]
-    summary: Sequence[SizeSummary] | None = None  # of batch sizes, over the seeds
-    critical_batch: float | None = None  # of batch sizes, in samples
+    summary: Sequence[SizeSummary] | None = None  # batch sizes only, over the seeds
+    critical_batch: float | None = None  # batch sizes only, in samples
     written: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit compare --json` prints; without `written` it is results.json."""
+        """Return the data that `zerofit compare --json` prints; results.json lacks `written`."""
         data = {"kind": self.kind, "about": self.about, "versions": versions()}
         data["rows"] = [row.to_dict() for row in self.rows]
         if self.summary is not None:
@@ -361,7 +362,7 @@ class Comparison(Generic[AnyRow]):
         return {**data, "written": list(self.written)}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the column names and the cells of all rows."""
+        """Return column names and the cells of all rows."""
         rows = []
         for row in self.rows:
             figures = cells(self.kind, row.to_dict()) if row.status == "ok" else [row.status]
@@ -369,11 +370,11 @@ class Comparison(Generic[AnyRow]):
         return [FIRST[self.kind].replace("_", " "), *(label for label, _, _ in COLUMNS[self.kind])], rows
 
     def short_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table of all rows, or of batch sizes over their seeds: the median and, in brackets, the range."""
+        """Return the table of all rows, or of batch sizes over their seeds: the median and (range)."""
         if self.summary is None:
             return self.table()
         target = f"{self.about['target']:.1%}"
-        names = ["batch size", f"reached {target}", "seconds to it", "samples to it", "final accuracy"]
+        names = ["batch size", f"reached {target}", "seconds to target", "samples to target", "final accuracy"]
         rows = []
         for one in self.summary:
             figures = [(one.seconds_to_target, ".1f"), (one.samples_to_target, ",.0f"), (one.final_accuracy, ".1%")]
@@ -390,7 +391,7 @@ class Comparison(Generic[AnyRow]):
         return [names[n] for n in kept], [[row[n] for n in kept] for row in rows]
 
     def missing(self) -> list[tuple[str, str]]:
-        """Return name and reason of each row that has no figures."""
+        """Return name and reason of each row without figures."""
         return [(self.name_of(row), row.reason or row.status) for row in self.rows if row.status != "ok"]
 
     def name_of(self, row: AnyRow) -> str:
@@ -398,11 +399,11 @@ class Comparison(Generic[AnyRow]):
         return str(getattr(row, FIRST[self.kind]))
 
     def plot(self, path: Path | str) -> None:
-        """Draw the comparison into a PNG."""
+        """Draw the comparison into a PNG file."""
         draw(self.kind, self.about, [row.to_dict() for row in self.rows], Path(path))
 
     def write(self, folder: Path) -> Comparison[AnyRow]:
-        """Write results.json, a CSV, a picture and a page; return the comparison with their paths."""
+        """Write results.json, a CSV, a picture and a page; return the comparison with their paths in `written`."""
         return replace(self, written=write_comparison(folder, self.to_dict()))
 
     def _repr_html_(self) -> str:

@@ -1,1 +1,1 @@
-"""`--fit`: the layout of a run that is chosen where it starts."""
+"""`--fit`: the layout of a run is chosen when it starts."""

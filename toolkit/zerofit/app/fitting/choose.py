@@ -1,4 +1,4 @@
-"""The option that a run takes: plan's forecasts say which to look at, simulations of the engine decide what fits."""
+"""The choice of a layout: plan's forecasts order the options, simulations of the engine decide what fits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from zerofit.simulate.verdict import FITS, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import REPLAYED
 
-MOST = 6  # options that are simulated
-# Of options this near to the fastest the plainest is taken: a forecast of time knows them apart no better
-# (benchmarks/fit.py: with 0 the choice reaches 97 % of the best throughput that fits, with this 98 %)
+MOST = 6  # options to simulate
+# Among options this close to the fastest the simplest is chosen: forecasts of time are not more precise
+# (benchmarks/fit.py: with 0 the choice reaches 97 % of the best throughput that fits, with 0.1 98 %)
 ALIKE = 0.1
 
 Simulate = Callable[[LayoutOption], Sequence[Simulation]]  # raises Refused
 
 
 class Refused(Exception):
-    """Raised for an option that zerofit or DeepSpeed does not take for this run."""
+    """Raised for an option that zerofit or DeepSpeed does not support for this run."""
 
 
 def needed_bytes(simulation: Simulation) -> float:
-    """Return what a device must have for the verdict that a rank fits."""
+    """Return the device memory that a rank needs to fit with certainty, in bytes."""
     return _kept_bytes(simulation) + sum(one.high_bytes for one in simulation.overheads)
 
 
@@ -37,18 +37,18 @@ def _kept_bytes(simulation: Simulation) -> float:
 
 @dataclass
 class FitSearch:
-    """A search among options, the fastest first, for the memory that is free on each node."""
+    """A search among options, fastest first, for those that fit the free memory of each node."""
 
     options: Sequence[LayoutOption]
     free: Cluster
     simulate: Simulate
-    most_bytes: float = math.inf  # reserved by a rank; one with more has run out of memory
-    seen: dict[LayoutOption, Simulation | None] = field(default_factory=dict)  # None: it cannot be simulated
+    most_bytes: float = math.inf  # limit of reserved bytes per rank; a layout with more ran out of memory
+    seen: dict[LayoutOption, Simulation | None] = field(default_factory=dict)  # None: cannot be simulated
     _refused: set[tuple] = field(default_factory=set)
-    _last: tuple[LayoutOption, Simulation] | None = None  # what was simulated last: it corrects plan's forecasts
+    _last: tuple[LayoutOption, Simulation] | None = None  # the last simulated option, which corrects plan's forecasts
 
     def run(self) -> LayoutOption | None:
-        """Return the option to take; one that is within the margin where none is sure to fit; None where none fits."""
+        """Return the chosen option; one close to the limit if none is sure to fit; None if none fits."""
         while (option := self._preferred(self.options)) not in self.seen:
             if option is None or len(self.seen) == MOST:
                 break
@@ -60,26 +60,26 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option that needs least of the scarcest memory, by plan's forecast."""
+        """The option that needs the least of the scarcest memory, by plan's forecast."""
         there = [one for one in self.options if _kind(one) not in self._refused]
         return min(there, key=lambda one: check_fit(one.memory, one.layout, self.free).utilization, default=None)
 
     def faster_than(self, option: LayoutOption) -> list[LayoutOption]:
-        """Return the options that would be faster and do not fit, the fastest first."""
+        """Return the faster options that do not fit, fastest first."""
         there = [one for one in self.options if one.samples_per_s > option.samples_per_s]
         return [one for one in there if not self._fits(one)]
 
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
-        """Return the plainest of those that are nearly as fast as the fastest that fits, for all that is known now."""
+        """Return the simplest of the options nearly as fast as the fastest that fits, by current knowledge."""
         fitting = [one for one in options if self._fits(one, verdicts)]
         least = (1 - ALIKE) * max((one.samples_per_s for one in fitting), default=0.0)
         near = [one for one in fitting if one.samples_per_s >= least]
         return min(near, key=lambda one: (*_machinery(one), -one.samples_per_s), default=None)
 
     def _fits(self, option: LayoutOption, verdicts: Set[str] = frozenset({FITS})) -> bool:
-        """Return whether simulate says so; for what has not been simulated, plan's forecast as the last one was off."""
+        """Return whether an option fits by its simulation or, without one, by plan's corrected forecast."""
         worst = self.seen.get(option)
         if worst:
             return worst.verdict in verdicts and worst.reserved_bytes <= self.most_bytes
@@ -108,13 +108,13 @@ class FitSearch:
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
-    """Return what sorts plain options first: plan's order, without sizes and with the chunks of the loss."""
+    """Return a sort key for simple options: plan's order without sizes, plus loss chunks."""
     offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
     return (offloads, degrees, checkpointing, stage, len(option.savings.fields), overlap)
 
 
 def _kind(option: LayoutOption) -> tuple:
-    """Return what a refusal depends on."""
+    """Return the properties on which a refusal depends."""
     layout = option.layout
     return (
         layout.zero_stage,

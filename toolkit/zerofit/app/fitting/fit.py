@@ -1,4 +1,4 @@
-"""`--fit`: the request of a run with everything chosen that was not given, and what is kept of it in the run folder."""
+"""`--fit`: chooses everything that a run leaves open, and records the choice in the run folder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from zerofit.spec.run_folder import Batch, FittedLayout, RunFolder
 from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
-KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that a choice can have
-LEANER = 0.9  # of what a rank was forecast to need that ran out of memory: more would be the same again
-HINT = "give less of the layout, take shorter sequences or fewer --ranks; `zerofit plan` names devices that would do; "
-HINT += "--anyway starts the leanest all the same"
+KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that can be chosen
+LEANER = 0.9  # share of the forecast of a rank that ran out of memory; more would run out again
+HINT = "fix fewer layout options, use shorter sequences or fewer --ranks; `zerofit plan` lists devices that fit; "
+HINT += "--anyway starts the smallest layout anyway"
 OUT_OF_MEMORY = "out-of-memory"
 
 
@@ -52,13 +52,13 @@ def fitted(
     hosts: Sequence[Host] = (),
     anyway: bool = False,
 ) -> tuple[RunRequest, FittedLayout | None]:
-    """Return the request with everything chosen that was not given, and the choice; as it was without `--fit`.
+    """Return the request with everything chosen that was not given, and the choice; without `--fit`, unchanged.
 
-    What was chosen for this run folder before is taken again, unless a rank has run out of memory with it: then the
-    fastest leaner layout is. `machine`, `hosts`: None and none for this machine. `anyway`: where no layout fits, the
-    leanest is taken.
+    An earlier choice for this run folder is reused, unless a rank ran out of memory with it. Then the fastest smaller
+    layout is chosen. `machine`, `hosts`: None and empty for this machine. `anyway`: if no layout fits, use the
+    smallest.
 
-    Raises UserError and ModelError, and DoesNotFit where no layout fits.
+    Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
     known = read_choice(folder)
     if known and not asked.run.fit and _goes_on(asked, folder):
@@ -67,28 +67,28 @@ def fitted(
         asked = _as_given(asked, known)
     if not asked.run.fit:
         return asked, None
-    if asked.run.pipeline == AUTO:  # to be chosen, as if it were not given
+    if asked.run.pipeline == AUTO:  # treated as not given
         places = {name: place for name, place in asked.places.items() if name != "pipeline"}
         asked = replace(asked, run=asked.run.model_copy(update={"pipeline": 1}), places=places)
     if asked.run.micro_batch_by_rank:
-        message = f"{asked.place('micro_batch_by_rank')} with --fit, which takes the same micro batch for every rank"
-        hint = "leave --fit out (`zerofit plan --micro-batch-by-rank 4,2` tells what fits), or take equal micro batches"
+        message = f"{asked.place('micro_batch_by_rank')} with --fit, which gives every rank the same micro batch"
+        hint = "remove --fit (`zerofit plan --micro-batch-by-rank 4,2` shows what fits), or use equal micro batches"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
     given = given_fields(asked)
     if known and known.given == given and not known.ran_out and _has_ranks(known, machine):
-        report.note(f"the layout is the one that was chosen for {folder.path}: {known.why[0]}")
+        report.note(f"using the layout chosen earlier for {folder.path}: {known.why[0]}")
         return _settled(asked, known.chosen), known
     return _Fit(asked, folder, report, gate, machine, hosts, given, known).run(anyway)
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return what was chosen for this run folder; None where nothing was, or more than `--fit` chooses."""
+    """Return the choice recorded in this run folder; None without one, or if it has fields that `--fit` never sets."""
     try:
         kept = read_json(folder.plan).get("fit")
         choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None
         if choice:
             for fields in (choice.given, choice.chosen):
-                Run(**fields)  # the run takes them as they are: a forged plan.json could name callbacks
+                Run(**fields)  # validated, since a forged plan.json could name callbacks
             if {*choice.given, *choice.chosen} - KEPT or not {"ranks", "global_batch"} <= choice.chosen.keys():
                 return None
         return choice
@@ -98,9 +98,9 @@ def read_choice(folder: RunFolder) -> FittedLayout | None:
 
 @contextmanager
 def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
-    """Note in the run folder where a rank runs out of memory with a chosen layout, so that the next start is leaner.
+    """Record in the run folder if a rank runs out of memory with a chosen layout, so that the next start is smaller.
 
-    `again`: the command that goes on with a run folder.
+    `again`: the command that resumes a run folder.
     """
     try:
         yield
@@ -108,14 +108,14 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
         choice = read_choice(folder)
         if choice is None or failure.problem.kind != OUT_OF_MEMORY:
             raise
-        plan = read_json(folder.plan)  # as `read_choice` has read it
+        plan = read_json(folder.plan)  # readable, since `read_choice` has read it
         write_json(folder.plan, {**plan, "fit": asdict(replace(choice, ran_out=True))})
-        hint = f"`{again} {folder.path}` goes on from the newest checkpoint with a leaner layout"
+        hint = f"`{again} {folder.path}` resumes from the newest checkpoint with a smaller layout"
         raise RunFailed(replace(failure.problem, hint=hint)) from None
 
 
 def _goes_on(asked: RunRequest, folder: RunFolder) -> bool:
-    """Return whether a request is that of the run folder itself, and no flag takes the layout into the user's hands."""
+    """Return whether the request comes from the run folder itself, with no flag that sets the layout."""
     places = [Path(asked.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in asked.places]
     return bool(places) and all(place == folder.run for place in places)
 
@@ -148,10 +148,10 @@ class _Fit:
     machine: Machine | None
     hosts: Sequence[Host]
     given: dict[str, Any]
-    known: FittedLayout | None  # what was chosen for this folder before, and is not taken again
+    known: FittedLayout | None  # the earlier choice for this folder, which cannot be reused
 
     def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:
-        """Return the settled request and the choice. Raises DoesNotFit."""
+        """Return the completed request and the choice. Raises DoesNotFit."""
         resolved = self._resolved(self._with_kept_batch())
         ranks = resolved.job.layout.world_size
         cluster = cluster_of(ranks, filled(self.hosts, ranks) if self.hosts else ())
@@ -184,7 +184,7 @@ class _Fit:
         return _settled(self.asked, fields), fit
 
     def _with_kept_batch(self) -> RunRequest:
-        """Return the request with the global batch that this run folder began with, unless another one was given."""
+        """Return the request with the global batch of this run folder, unless another was given."""
         run = self.asked.run
         sizes = ("micro_batch", "gradient_accumulation_steps")
         if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
@@ -193,14 +193,14 @@ class _Fit:
         return RunRequest(run=run, places={**self.asked.places, "global_batch": PLACE})
 
     def _resolved(self, asked: RunRequest) -> ResolvedJob:
-        """Resolve a run without a word on what is told again when the settled one is."""
+        """Resolve a run without notes and warnings, which the completed run will report."""
         heard = ("status", "task")
         report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
         settled = replace(asked, run=asked.run.model_copy(update={"fit": False}))
         return resolve_job(settled, machine=self.machine, report=report)
 
     def _simulations(self, option: LayoutOption, request: RunRequest, free: Cluster) -> Sequence[Simulation]:
-        """Simulate an option. Raises Refused where this run, or its newest checkpoint, cannot take it."""
+        """Simulate an option. Raises Refused if this run or its newest checkpoint does not support it."""
         self.report.status(f"fit: simulating {option}")
         try:
             resolved = self._resolved(request)
@@ -208,58 +208,58 @@ class _Fit:
             raise Refused(str(error)) from None
         there = [entry.manifest for entry in Store(self.folder.checkpoints).entries() if entry.manifest]
         if there and obstacles(there[-1].job, resolved.job):
-            raise Refused("the checkpoint")
+            raise Refused("the checkpoint does not support it")
         return self.gate.simulations(request, resolved, free)
 
     def _as_asked(self) -> str:
         if not self.given:
-            return "nothing was given, all of it is chosen; this run folder keeps it, and a resume takes it again"
+            return "all of the layout was chosen; this run folder records it, and a resume uses it again"
         names = ", ".join(self.asked.place(name) for name in self.given)
-        return f"as given: {names}; the rest is chosen, this run folder keeps it, and a resume takes it again"
+        return f"given: {names}; the rest was chosen; this run folder records it, and a resume uses it again"
 
 
 def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
-    """Return what was chosen and why: layout, time, memory, and what would be faster."""
+    """Return the choice and its reasons: layout, time, memory, and what would be faster."""
     layout, worst = option.layout, search.seen.get(option)
     batch = shown(Batch(micro=layout.micro_batch, accumulation=layout.accumulation, dp=layout.dp))
-    speed = f"{option.step_s:.3g} s a step, {option.samples_per_s:,.3g} samples/s"
-    best = f"the plainest within {ALIKE:.0%} of the fastest that fits, of {len(search.options):,}"
+    speed = f"{option.step_s:.3g} s per step, {option.samples_per_s:,.3g} samples/s"
+    best = f"chosen from {len(search.options):,} layouts: the simplest within {ALIKE:.0%} of the fastest that fits"
     sizes = f"; buckets of {layout.bucket:,} elements" + ", overlapped" * layout.overlap if layout.zero_stage else ""
-    lines = [f"--fit takes {option}: {batch}{sizes}", f"by plan's times {best}: {speed}"]
-    there = f"a rank, of {shown_bytes(search.free.device.memory_bytes)} that are free"
+    lines = [f"--fit chooses {option}: {batch}{sizes}", f"{best} (forecast {speed})"]
+    there = f"per rank, {shown_bytes(search.free.device.memory_bytes)} free"
     if worst:
         lines.append(
-            f"simulated, it {worst.verdict}: {shown_bytes(needed_bytes(worst))} {there}, the most in {worst.peak_phase}"
+            f"simulated: {worst.verdict}, needs {shown_bytes(needed_bytes(worst))} {there}; peak in {worst.peak_phase}"
         )
     else:
-        lines.append(f"memory by plan, since it cannot be simulated: {shown_bytes(option.memory.peak_bytes)} {there}")
+        lines.append(f"cannot be simulated; plan forecasts {shown_bytes(option.memory.peak_bytes)} {there}")
     return [*lines, _faster(option, search)]
 
 
 def _faster(option: LayoutOption, search: FitSearch) -> str:
     faster = search.faster_than(option)
     if not faster:
-        return "no layout that would be faster needs more memory"
+        return "no faster layout was ruled out by memory"
     first = faster[0]
     tried = search.seen.get(first)
     size = needed_bytes(tried) if tried else check_fit(first.memory, first.layout, search.free).device_bytes
-    why = f"faster ones that do not fit: {len(faster):,}; the fastest, {first}, needs {shown_bytes(size)} a rank"
+    why = f"{len(faster):,} faster layouts do not fit; the fastest, {first}, needs {shown_bytes(size)} per rank"
     if search.most_bytes < math.inf:
-        why += f" (one that reserves {shown_bytes(search.most_bytes / LEANER)} ran out of memory)"
+        why += f" (a layout that reserves {shown_bytes(search.most_bytes / LEANER)} ran out of memory)"
     return why
 
 
 def _nothing_fits(model: str, search: FitSearch) -> Problem:
-    """Return why no layout fits: the leanest one, and what it lacks."""
+    """Return why no layout fits: the smallest one and what it lacks."""
     leanest, count = search.leanest, f"{len(search.options):,} layouts"
     if leanest is None:
-        return Problem(kind=DOES_NOT_FIT, message=f"{model} can run in none of {count} as it was given", hint=HINT)
+        return Problem(kind=DOES_NOT_FIT, message=f"none of {count} of {model} supports the given options", hint=HINT)
     worst = search.seen.get(leanest)
     if search.most_bytes < math.inf:
         taken, wanted = search.most_bytes / LEANER, worst.reserved_bytes if worst else leanest.memory.peak_bytes
-        because = f"a rank that reserves {shown_bytes(taken)} ran out of memory, and it takes {shown_bytes(wanted)}"
+        because = f"a rank that reserves {shown_bytes(taken)} ran out of memory, this one needs {shown_bytes(wanted)}"
     else:
         fit = check_fit(leanest.memory, leanest.layout, search.free)
         because = worst.because if worst else explain(leanest.memory, fit)
-    message = f"none of {count} of {model} fits; the leanest, {leanest}: {because}"
+    message = f"none of {count} of {model} fits; the smallest, {leanest}: {because}"
     return Problem(kind=DOES_NOT_FIT, message=message, hint=HINT)

@@ -1,4 +1,4 @@
-"""What `--fit` may choose of a run, and every layout that it can choose, the fastest first."""
+"""Every layout that `--fit` can choose for a run, fastest first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutOption:
-    """A layout that a run may take, with its forecast by plan."""
+    """A layout for a run, with plan's forecast."""
 
     layout: PlannedLayout
     savings: Savings
@@ -40,7 +40,7 @@ class LayoutOption:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds per optimizer step."""
         return self.layout.global_batch / self.samples_per_s
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class LayoutOption:
 
 
 def given_fields(asked: RunRequest) -> dict[str, Any]:
-    """Return the fields that `--fit` leaves as they were given; the DeepSpeed JSON as it was written."""
+    """Return the fields that `--fit` keeps as given; the DeepSpeed JSON as it was written."""
     given = {name: getattr(asked.run, name) for name in ("ranks", *CHOSEN) if name in asked.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(asked.run).config} if "ds_config" in given else {})
@@ -57,9 +57,9 @@ def given_fields(asked: RunRequest) -> dict[str, Any]:
 def options_of(
     resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
-    """Return the model's profile and all layouts with the run's global batch, by plan's time, the fastest first.
+    """Return the model's profile and all layouts with the run's global batch, by plan's time, fastest first.
 
-    Of equally fast ones the plainest is first. `lean`: with everything that makes longer sequences fit. Raises
+    Of equally fast ones the simplest comes first. `lean`: with every option that makes longer sequences fit. Raises
     UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
@@ -67,7 +67,7 @@ def options_of(
     own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing", "schedule") if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
     keep |= {"ema": run.ema} if run.ema else {}
-    keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 is DeepSpeed's word for 1
+    keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 means 1 in DeepSpeed
     request = PlanRequest(
         precision=job.precision, global_batch=job.batch.total, every=True, keep=keep, **own, **degrees
     )
@@ -90,13 +90,13 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return what may be taken where layouts fit: what was given, without and with a loss in chunks."""
+    """Return the options for layouts that fit: those given, without and with a loss in chunks."""
     asked, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return [asked] if chunk is None or "loss_chunk" in given else [asked, asked._replace(loss_chunk=chunk)]
 
 
 def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
-    """Return what else may be taken: in what was not given MLPs in tiles, then checkpoints in host memory."""
+    """Return further memory savings not excluded by given values: tiled MLPs, then checkpoints in host memory."""
     asked, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
     kept = {name: getattr(asked, name) for name in Savings._fields if name in given}
     if cluster.on_cpu or given.get("activation_checkpointing") is False:
@@ -107,20 +107,20 @@ def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) 
 
 
 def _able(resolved: ResolvedJob) -> Savings:
-    """Return what this run can take."""
+    """Return the memory savings that this run supports."""
     run, facts = resolved.job.run, resolved.job.facts
     able = offered(facts.task, None if facts.own or run.compile else facts.model_type)
     return able._replace(loss_chunk=None) if run.loss == "mse" or (facts.own and run.loss is None) else able
 
 
 def _within(savings: Savings, run: Run) -> Savings:
-    """Return what is profiled: chunks of a sample's targets at most."""
+    """Return the savings to profile: chunks no longer than a sample."""
     chunk = savings.loss_chunk
     return savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
 
 
 def _disk_bytes(given: Mapping[str, Any]) -> int | None:
-    """Return what is free where the DeepSpeed JSON offloads to; None where it names no disk."""
+    """Return the free bytes of the disk that the DeepSpeed JSON offloads to; None without one."""
     path = _nvme_path(given)
     there = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
     return shutil.disk_usage(there).free if there else None
@@ -135,9 +135,9 @@ def _nvme_path(given: Mapping[str, Any]) -> Path | None:
 def chosen_fields(
     option: LayoutOption, profile: Profile, given: Mapping[str, Any], optimizer: str | None
 ) -> dict[str, Any]:
-    """Return the fields of the run that an option stands for, the whole DeepSpeed JSON included.
+    """Return the fields of the run for an option, including the full DeepSpeed JSON.
 
-    `optimizer`: the run's; some offloading would bring another default with it.
+    `optimizer`: the run's; with offloading the default could be another one.
     """
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
     degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}

@@ -1,4 +1,4 @@
-"""Answers of a plan: layouts as runs and as files, the largest value that fits, the fewest devices."""
+"""Answers of a plan: layouts as runs and files, the largest value that fits, the fewest devices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from zerofit.spec.files import field_data
 from zerofit.spec.profile import Profile, Savings
 from zerofit.spec.run import Run
 
-DEPTH = "num_hidden_layers"  # what transformers calls the number of layers, for every model (`attribute_map`)
+DEPTH = "num_hidden_layers"  # transformers' name for the number of layers in every model (`attribute_map`)
 
 
 class LongerSequence(NamedTuple):
-    """The longest sequence, by forecast, with more than was asked for that holds fewer activations."""
+    """The longest sequence by forecast, with further options that reduce activations."""
 
     savings: Savings
     value: int  # tokens
@@ -36,20 +36,20 @@ class LongerSequence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LargestFit:
-    """The largest value of one size with which a layout fits."""
+    """The largest value of a size with which a layout fits."""
 
     what: Maximum
     value: int | None  # None: not even the smallest fits
-    step: int  # in which values were tried
-    looked: int  # values that were tried
+    step: int  # distance between tried values
+    looked: int  # number of tried values
     bounded: bool  # no larger value was tried
-    limit: int | None = None  # of the model
-    layer: str | None = None  # that is repeated
-    now: int | None = None  # how often the model repeats it
-    longer: tuple[LongerSequence, ...] = ()  # each with one thing more than the one before; the rest gives nothing
+    limit: int | None = None  # the model's limit
+    layer: str | None = None  # the repeated layer
+    now: int | None = None  # how often the model now repeats it
+    longer: tuple[LongerSequence, ...] = ()  # each with one more option than the one before
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `asked` is in `zerofit plan --json`."""
+        """Return the value of `asked` in `zerofit plan --json`."""
         found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
         if self.what == "seq-len":
             found["limit"] = self.limit
@@ -72,18 +72,18 @@ class LargestFit:
             words += f" (the model has {self.now} of {self.layer})"
         if not self.bounded:
             return f"{words}; {self.value + self.step} does not fit"
-        return f"{words}, the most that the model takes" if self.limit else f"{words}, and no more was looked at"
+        return f"{words}, the model's limit" if self.limit else f"{words}; larger values were not tried"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FewestDevices:
     """The smallest cluster on which a layout fits."""
 
-    cluster: Cluster | None  # None: there is none
+    cluster: Cluster | None  # None: none fits
     looked_up_to: int  # devices
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `asked` is in `zerofit plan --json`."""
+        """Return the value of `asked` in `zerofit plan --json`."""
         found = {"min": "gpus", "value": None, "looked_up_to": self.looked_up_to}
         if self.cluster:
             found |= {"value": self.cluster.ranks, "gpus": self.cluster.gpus, "nodes": self.cluster.nodes}
@@ -97,27 +97,27 @@ class FewestDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class Confirmation:
-    """What a simulation of the engine says of a planned layout."""
+    """The result of simulating a planned layout."""
 
-    layout: int  # its place among the layouts
+    layout: int  # index among the layouts
     fits: bool
     verdict: str = ""
     peak_bytes: int = 0
     reserved_bytes: int = 0
-    needed_bytes: int = 0  # of the device, with everything beside torch at its upper end
+    needed_bytes: int = 0  # on the device, with the upper estimates for memory outside torch
     available_bytes: int = 0
     because: str = ""
     problem: str | None = None  # why it cannot be simulated
 
     def __str__(self) -> str:
         if self.problem:
-            return f"layout {self.layout + 1} cannot be simulated, and stands by its forecast alone: {self.problem}"
+            return f"layout {self.layout + 1} cannot be simulated, so only plan's forecast is known: {self.problem}"
         return f"layout {self.layout + 1}, simulated: {self.verdict}. {self.because}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """One of the best layouts: its forecast, and the run that it stands for."""
+    """One of the best layouts: its forecast and the run for it."""
 
     ranked: RankedLayout
     profile: Profile = field(repr=False)
@@ -125,17 +125,17 @@ class PlannedRun:
 
     @property
     def layout(self) -> PlannedLayout:
-        """Degrees, stage, batches and offloading."""
+        """Degrees, stage, batch sizes and offloading."""
         return self.ranked.layout
 
     @property
     def step_s(self) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds per optimizer step."""
         return self.ranked.step_s
 
     @property
     def outlook(self) -> Outlook | None:
-        """How long the whole training takes, what it costs, when to save it; None where that was not asked."""
+        """Duration and cost of the training, and when to save it; None if not requested."""
         return self.ranked.outlook
 
     @property
@@ -145,18 +145,18 @@ class PlannedRun:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second, of all ranks together."""
+        """Samples per second of all ranks together."""
         return self.ranked.samples_per_s
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON; what a run decides (batch sizes, precision, lr) is "auto"."""
+        """The DeepSpeed JSON; values that the run decides (batch sizes, precision, lr) are "auto"."""
         planned = ds_config(self.layout, self.profile, self.request.nvme_path)
         return planned if self.request.measured else merged(planned, self.request.ds_config)
 
     @property
     def model_args(self) -> dict[str, Any]:
-        """The model's, with the number of layers where that was the question."""
+        """The model's arguments, with the number of layers if the plan was asked for it."""
         args = dict(self.request.pins.get("model_args", {}))
         if self.request.maximum == "layers" and self.profile.model_type is not None:
             args[DEPTH] = max(layer.count for layer in self.profile.layers)
@@ -164,12 +164,12 @@ class PlannedRun:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the run but its DeepSpeed JSON and its data."""
+        """The fields of the run except its DeepSpeed JSON and data."""
         fields = run_fields(self.layout, self.profile, self.model_args, self.request.image) | self.request.part
         return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:
-        """Return the run, to which only the data is to be added (`run.model_copy(update={"data": ...})`)."""
+        """Return the run without its data (`run.model_copy(update={"data": ...})`)."""
         return Run(**self.fields, ds_config=self.ds_config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,22 +179,22 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The layouts of a model that fit a cluster, best first, and why the others do not."""
+    """The layouts of a model that fit a cluster, best first, and why others do not fit."""
 
     result: PlanResult
     request: PlanningRequest = field(repr=False)
     profile: Profile = field(repr=False)
-    profile_file: Path | None  # where the profile is kept; `profile=` takes it
+    profile_file: Path | None  # stored profile, usable as `profile=`
     answer: LargestFit | FewestDevices | None = None  # to `maximum` or `minimum`
-    remedies: tuple[str, ...] = ()  # what would make the model fit, where nothing does
+    remedies: tuple[str, ...] = ()  # what would make the model fit, if nothing fits
     tuned: TunedLayouts | None = field(default=None, repr=False)
-    scaling: MeasuredScaling | None = field(default=None, repr=False)  # of step times, by one that was measured
-    by_trace: TraceCalibration | None = field(default=None, repr=False)  # of the device's rates
-    boxes: tuple[Plan, ...] = field(default=(), repr=False)  # of several clusters, the fastest first
+    scaling: MeasuredScaling | None = field(default=None, repr=False)  # scale of step times from a measured one
+    by_trace: TraceCalibration | None = field(default=None, repr=False)  # calibration of the device's rates
+    boxes: tuple[Plan, ...] = field(default=(), repr=False)  # plans for several clusters, fastest first
     total_s: float = 0.0
     written: tuple[Path, ...] = ()  # files that the command wrote
-    traced: Path | None = None  # the timeline of a step that it wrote
-    confirmed: tuple[Confirmation, ...] = ()  # layouts that were simulated
+    traced: Path | None = None  # file with the timeline of a step
+    confirmed: tuple[Confirmation, ...] = ()  # simulated layouts
 
     @property
     def layouts(self) -> tuple[PlannedRun, ...]:
@@ -203,61 +203,61 @@ class Plan:
 
     @property
     def misfits(self) -> tuple[PlannedRun, ...]:
-        """Layouts that do not fit, those that lack least first, where fewer fit than were wanted."""
+        """Layouts that do not fit, nearest first, if fewer fit than were wanted."""
         return tuple(PlannedRun(ranked=one, profile=self.profile, request=self.request) for one in self.result.misfits)
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
-        """Why other layouts do not fit, the most frequent reason first."""
+        """Reasons why other layouts do not fit, most frequent first."""
         return self.result.rejections
 
     @property
     def considered(self) -> int:
-        """Layouts that were looked at."""
+        """Number of layouts examined."""
         return self.result.considered
 
     @property
     def cluster(self) -> Cluster:
-        """What the plan is for; the smallest one where that was the question."""
+        """The planned cluster, or the smallest one if the plan searched for it."""
         return self.result.cluster
 
     @property
     def chosen(self) -> int | None:
-        """The layout to be written: the plainest of the fastest, or the first that a simulation has found to fit.
+        """The layout to write: the simplest of the fastest, or the first that fits in simulation.
 
-        None where nothing fits.
+        None if nothing fits.
         """
         refused = {one.layout for one in self.confirmed if not one.fits and not one.problem}
         if self.result.plainest not in refused:
-            return self.result.plainest  # a forecast of time cannot tell it from the first
+            return self.result.plainest  # its forecast time is as good as the fastest's, within the error
         return next((one.layout for one in self.confirmed if one.fits), None)
 
     @property
     def shown(self) -> int:
-        """The place of the layout whose step is traced: the one to be written, else the first."""
+        """Index of the layout to trace: the one to write, else the first."""
         return self.chosen or 0
 
     def write(self, folder: Path | str) -> tuple[Path, Path]:
-        """Write ds_config.json and run.yaml of the best layout, or of a plainer one that is nearly as fast.
+        """Write ds_config.json and run.yaml of the best layout, or of a simpler one that is nearly as fast.
 
-        A layout that a simulation has refused is not written (`confirmed`). Raises UserError where nothing fits, files
-        would be replaced, or the folder cannot be written to.
+        Layouts that a simulation refused (`confirmed`) are not written. Raises UserError if nothing fits, a file
+        exists, or the folder is not writable.
         """
         number = self.chosen
         if number is None:
-            message = "no layout fits: there is nothing to write"
+            message = "no layout fits, so there is nothing to write"
             raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
         planned = self.layouts[number]
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
 
     def trace(self, path: Path | str) -> Path:
-        """Write the timeline of a step of the layout that `write` takes, else of the first, in the Chrome trace format.
+        """Write a Chrome trace with the timeline of a step of the layout that `write` writes, else of the first.
 
-        One rank of each pipeline stage. Raises UserError where there is no layout, or the file cannot be written.
+        It has one rank of each pipeline stage. Raises UserError if there is no layout or the file is not writable.
         """
         planned = self.layouts[self.shown] if self.layouts else next(iter(self.misfits), None)
         if planned is None:
-            message, hint = "no layout has a step time: there is nothing to trace", "ask for one that DeepSpeed takes"
+            message, hint = "no layout has a step time to trace", "ask for a layout that DeepSpeed supports"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
         one = planned.ranked
         trace = trace_of_layout(self.profile, self.cluster, self.result.rates, one.layout, one.step_s)
@@ -265,7 +265,7 @@ class Plan:
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit plan --json` prints."""
+        """Return the data that `zerofit plan --json` prints."""
         found = self.result.to_dict()
         found["top"] = self.request.top
         if self.request.work:
