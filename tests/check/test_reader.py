@@ -141,7 +141,7 @@ def test_a_json_with_keys_of_its_program_stays_a_deepspeed_json(tmp_path):
         ({"cpu_checkpointing": True}, "cpu_checkpointing", "it belongs to activation_checkpointing", False),
         ({"bf16": {"loss_scale": 2.0}}, "bf16.loss_scale", "it belongs to fp16", False),
         ({"wandb": {"enabled": False}, "team": "x"}, "team", "it belongs to wandb", False),
-        ({"batch_size": 4}, "batch_size", "leave it if your program reads it", False),
+        ({"batch_size": 4}, "batch_size", "keep it if your program reads it", False),
     ],
 )
 def test_hints_are_sensible_and_moves_certain(config, path, fix, moved):
@@ -177,7 +177,7 @@ def test_a_guessed_trainer_is_told_once_what_plain_deepspeed_does(tmp_path):
     assert (
         'the "auto" of 3 keys; plain DeepSpeed stops at "auto" for train_batch_size, gradient_clipping' in done.output
     )
-    assert "takes its default for 1 of them" in done.output
+    assert "uses its default for 1 of them" in done.output
     assert f"{path}: nothing wrong" in done.output
 
 

@@ -1,1 +1,1 @@
-"""Checks of a DeepSpeed JSON: everything that can be wrong in it, found before anything starts."""
+"""Checks of a DeepSpeed JSON before a run starts."""

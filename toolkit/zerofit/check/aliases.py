@@ -1,4 +1,4 @@
-"""Old and second names of keys, resolved to the documented ones before any rule looks."""
+"""Old and second names of keys, replaced by the documented ones before the rules run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renami
 from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO
 
-OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # true or false in the place of a section
+OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # true or false instead of a section
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aliases:
-    """A configuration in documented names, and how the file writes each of them."""
+    """A configuration with documented names, and the name that the file uses for each."""
 
     config: Mapping[str, Any]
     written: Mapping[str, str] = field(default_factory=dict)  # documented path -> path in the file
 
     def in_file(self, path: str) -> str:
-        """Return the path in the file of a key that a rule speaks of."""
+        """Return the path in the file of a documented key."""
         head = next((p for p in _heads(path) if p in self.written), None)
         if head is None:
             return path
@@ -30,7 +30,7 @@ class Aliases:
         return self.written[head] if flag else self.written[head] + path[len(head) :]
 
     def finding_in_file(self, finding: Finding) -> Finding:
-        """Return the same finding, and its edits, of the keys as the file writes them."""
+        """Return the finding with the paths of the file, in its edits too."""
         if not self.written:
             return finding
         edits = tuple(self._edit(edit) for edit in finding.edits)
@@ -46,19 +46,19 @@ class Aliases:
 
 
 def resolve(config: Mapping[str, Any], catalog: Catalog) -> Aliases:
-    """Return the configuration in documented names. Where a key stands under both, the documented one decides."""
+    """Return the configuration with documented names. If a file has both names of a key, the documented one counts."""
     written: dict[str, str] = {}
     return Aliases(config=_resolved(config, "", "", catalog, written), written=written)
 
 
 def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as DeepSpeed takes it, under documented names and with ZeRO's section written out.
+    """Return a configuration with documented names and a `zero_optimization` object instead of true or false.
 
     >>> documented_config({"bfloat16": {"enabled": True}, "zero_optimization": True})
     {'bf16': {'enabled': True}, 'zero_optimization': {'stage': 1}}
     """
     found = dict(resolve(config, catalog()).config)
-    if isinstance(found.get(ZERO), bool):  # the form of 2020 (runtime/zero/config.py:60)
+    if isinstance(found.get(ZERO), bool):  # DeepSpeed's form of 2020 (runtime/zero/config.py:60)
         found[ZERO] = {"stage": int(found[ZERO])}
     return found
 
@@ -66,7 +66,7 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _resolved(
     config: Mapping[str, Any], prefix: str, told: str, catalog: Catalog, written: dict[str, str]
 ) -> dict[str, Any]:
-    """Return a section in documented names; `prefix` is its path in the file, `told` the documented one."""
+    """Return a section with documented names; `prefix` is its path in the file, `told` its documented path."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
@@ -86,6 +86,6 @@ def _resolved(
 
 
 def _heads(path: str) -> list[str]:
-    """Return a dotted path and all that lead to it, the longest first."""
+    """Return a dotted path and its parents, the longest first."""
     parts = path.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

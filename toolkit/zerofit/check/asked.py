@@ -1,4 +1,4 @@
-"""Values that a program has of its own for keys of the DeepSpeed JSON: one table for each kind of file beside it."""
+"""Values that the Trainer, Accelerate and axolotl set for keys of the DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofit.spec.model_facts import ModelFacts
 PARAMS, SCHEDULE = "optimizer.params", "scheduler.params"
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
 
-# transformers 5.23 integrations/deepspeed.py:118-230: keys that the Trainer fills or compares, and its arguments
+# keys that the Trainer fills or compares, and its arguments (transformers 5.23 integrations/deepspeed.py:118-230)
 TRAINER = {
     MICRO: "per_device_train_batch_size",
     STEPS: "gradient_accumulation_steps",
@@ -42,15 +42,15 @@ DEFAULTS: dict[str, Any] = {  # of TrainingArguments
     "bf16_full_eval": False,
     "auto_find_batch_size": False,
 }
-# axolotl core/builders/base.py (_set_base_training_args): hands its keys on to the Trainer's arguments, some by another
-# name, and leaves the Trainer its defaults; what follows from the data or the device has none here
+# axolotl passes its keys to the Trainer, these under another name, and leaves other arguments at the Trainer's defaults
+# (core/builders/base.py, _set_base_training_args). LEFT_OPEN depends on the data or the device: no default is known.
 AXOLOTL = {
     "per_device_train_batch_size": "micro_batch_size",
     "optim": "optimizer",
     "lr_scheduler_type": "lr_scheduler",
 }
 LEFT_OPEN = ("per_device_train_batch_size", "learning_rate", "warmup_steps", "fp16", "bf16")
-# arguments that give way to a section of the JSON, and the types in it that mean the same
+# arguments that a section of the JSON overrides, and the types in it with the same meaning
 OVERRULED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "optim": (
         "optimizer.type",
@@ -61,7 +61,7 @@ OVERRULED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {"linear": ("warmupdecaylr",), "cosine": ("warmupcosinelr",), "constant_with_warmup": ("warmuplr",)},
     ),
 }
-# accelerate 1.15 utils/dataclasses.py:1334 (plugin_to_config_mapping) and :1546: refused beside a JSON
+# Accelerate refuses these together with a JSON (1.15 utils/dataclasses.py:1334, plugin_to_config_mapping, and :1546)
 PLUGIN = {
     "gradient_accumulation_steps": STEPS,
     "gradient_clipping": "gradient_clipping",
@@ -76,8 +76,8 @@ REFUSED = (
     'Accelerate stops, whatever the values: "When using `deepspeed_config_file`, the following accelerate config '
     'variables will be ignored"'
 )
-WITHOUT = "Accelerate trains without DeepSpeed, and ignores the JSON, where the script does not hand it over itself"
-# what Accelerate puts in the place of "auto" where nobody has said anything (the same function, accelerator.py:2208)
+WITHOUT = "Accelerate trains without DeepSpeed and ignores the JSON, unless the script passes it itself"
+# what Accelerate replaces "auto" with if no argument is given (accelerator.py:2208)
 UNASKED: dict[str, Any] = {
     f"{ZERO}.stage": 2,
     f"{ZERO}.offload_optimizer.device": "none",
@@ -100,21 +100,21 @@ class _Argument:
 
 
 def unasked(reader: str, facts: ModelFacts | None) -> Iterator[Asked]:
-    """Yield what Accelerate, and the Trainer through it, put in the place of "auto" without being told."""
+    """Yield the values that Accelerate (and the Trainer through it) replaces "auto" with if no argument is given."""
     if reader not in HUGGING_FACE:
         return
     clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
     for path, value in (UNASKED | clipping).items():
-        yield Asked(path=path, value=value, said="what Accelerate takes", compared=False)
+        yield Asked(path=path, value=value, said="Accelerate's default", compared=False)
     if facts is not None:
         width = facts.hidden_size
         for name, size in BY_WIDTH.items():
-            said = f"by the model's hidden size {width}"
+            said = f"from the model's hidden size {width}"
             yield Asked(path=f"{ZERO}.{name}", value=size(width), said=said, compared=False)
 
 
 def asked_of(companion: Companion, ranks: int | None) -> Iterator[Asked]:
-    """Yield what a file beside the JSON asks of it."""
+    """Yield the values that a file next to the JSON sets for its keys."""
     if companion.kind == "accelerate":
         yield from _of_accelerate(companion)
         return
@@ -133,17 +133,17 @@ def asked_of(companion: Companion, ranks: int | None) -> Iterator[Asked]:
                 said=f"{written} {word}",
                 place=companion.place(written),
                 severity="warning",
-                overruled="the Trainer takes the one of the JSON and ignores its argument",
+                overruled="the Trainer uses the JSON's value and ignores its argument",
             )
 
 
 def _written(companion: Companion, name: str) -> str:
-    """Return what a file calls an argument of the Trainer."""
+    """Return the file's name of an argument of the Trainer."""
     return AXOLOTL.get(name, name) if companion.kind == "axolotl" else name
 
 
 def _argument(companion: Companion, name: str) -> _Argument | None:
-    """Return an argument of the Trainer, its default where nobody gives it; None where it cannot be known."""
+    """Return an argument of the Trainer (its default if it is not given), or None if it is unknown."""
     written = _written(companion, name)
     if written in companion.values:
         value = companion.get(written)
@@ -157,7 +157,7 @@ def _argument(companion: Companion, name: str) -> _Argument | None:
 
 
 def _of_batch_size(companion: Companion) -> _Argument | None:
-    """Return the steps that axolotl makes of a rank's whole batch (utils/config, normalize_config)."""
+    """Return axolotl's gradient accumulation steps from its `batch_size` (utils/config, normalize_config)."""
     whole, micro = companion.get("batch_size"), companion.get("micro_batch_size")
     if not (isinstance(whole, int) and isinstance(micro, int) and micro > 0):
         return None
@@ -171,7 +171,7 @@ def _asked(path: str, value: Any, parts: list[_Argument], *, compared: bool = Tr
 
 
 def _composed(companion: Companion, ranks: int | None, compared: bool) -> Iterator[Asked]:
-    """Yield what the Trainer makes of several arguments."""
+    """Yield the values that the Trainer computes from several arguments."""
     micro, steps, beta1, beta2 = (
         _argument(companion, name) for name in (TRAINER[MICRO], TRAINER[STEPS], "adam_beta1", "adam_beta2")
     )
@@ -183,7 +183,7 @@ def _composed(companion: Companion, ranks: int | None, compared: bool) -> Iterat
         yield _asked(f"{PARAMS}.betas", [beta1.value, beta2.value], [beta1, beta2], said=f"{beta1.said}, {beta2.said}")
     for name in ("fp16", "bf16"):
         own, evaluation = (_argument(companion, word) for word in (name, f"{name}_full_eval"))
-        on = next((one for one in (own, evaluation) if one and one.value), None)
+        on = next((arg for arg in (own, evaluation) if arg and arg.value), None)
         if on:
             yield _asked(f"{name}.enabled", True, [on])
         elif own and evaluation:
@@ -192,13 +192,13 @@ def _composed(companion: Companion, ranks: int | None, compared: bool) -> Iterat
 
 
 def _schedule(companion: Companion) -> Iterator[Asked]:
-    """Yield steps of the learning rate's curve, as far as they do not depend on the data."""
+    """Yield the total and warm-up steps of the schedule if they do not depend on the data."""
     given = companion.get("max_steps")
     total = given if isinstance(given, int) and given > 0 else 0
     if total:
         place = companion.place("max_steps")
         yield Asked(path=f"{SCHEDULE}.total_num_steps", value=total, said=f"max_steps {total}", place=place)
-    older = "warmup_ratio" in companion.values  # gone since transformers 5, where warmup_steps may be a share
+    older = "warmup_ratio" in companion.values  # transformers 5 has warmup_steps below 1 instead
     warmup = _argument(companion, "warmup_ratio" if older else "warmup_steps")
     if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
         count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
@@ -227,13 +227,13 @@ def _of_accelerate(companion: Companion) -> Iterator[Asked]:
 
 
 def mixed_precision(companion: Companion) -> str | None:
-    """Return Accelerate's word for the precision; "no" may stand as YAML's false. None where it is not given."""
+    """Return Accelerate's precision, or None if it is not given. YAML reads an unquoted `no` as false."""
     word = companion.get("mixed_precision")
     return "no" if word is False else word if isinstance(word, str) else None
 
 
 def plugin_config(companion: Companion) -> tuple[dict[str, Any], Mapping[str, int]]:
-    """Return the JSON that Accelerate makes of its own keys, and the lines of those (utils/dataclasses.py:1365)."""
+    """Return the JSON that Accelerate makes from its own keys, and their lines (utils/dataclasses.py:1365)."""
     given = {name: companion.get(f"deepspeed_config.{name}") for name in PLUGIN}
     zero: dict[str, Any] = {"stage": 2 if given["zero_stage"] is None else given["zero_stage"]}
     for what in ("optimizer", "param"):

@@ -1,4 +1,4 @@
-"""The keys that the installed DeepSpeed knows, as data: shipped for the versions we know, derived for any other."""
+"""The configuration keys of the installed DeepSpeed: shipped for known versions, derived for any other."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """Keys of one version of DeepSpeed as `zerofit.check.derive` found them, with our descriptions and refinements."""
+    """Keys of one DeepSpeed version, from `zerofit.check.derive`, with our descriptions and refinements."""
 
     version: str
     schema: Schema  # JSON Schema of the whole configuration
     strict: frozenset[str]  # sections that refuse unknown keys; all others ignore them
-    deprecated: Mapping[str, str]  # dotted path of an old or second name -> the name that the documentation has
-    removed: frozenset[str]  # dotted paths that an older DeepSpeed knew and that this one refuses
+    deprecated: Mapping[str, str]  # dotted path of an old or second name -> documented name
+    removed: frozenset[str]  # dotted paths that an older DeepSpeed supported and this one refuses
     optimizers: Mapping[str, Mapping[str, list[str]]]  # name -> variant ("fused", "cpu", "torch") -> parameters
     schedulers: Mapping[str, Mapping[str, Any]]  # name -> required, optional, own
 
     @cached_property
     def places(self) -> dict[str, list[str]]:
-        """The dotted paths of each key by its last word, without old and second names."""
+        """The dotted paths of each key by its last part, without old and second names."""
         found: dict[str, list[str]] = {}
         for path in sorted(_paths(self.schema)):
             if path not in self.deprecated:
@@ -43,11 +43,11 @@ class Catalog:
         return found
 
     def node(self, path: str) -> Schema | None:
-        """Return the schema of the key at a dotted path, or None where DeepSpeed knows no such key."""
+        """Return the schema of the key at a dotted path, or None if DeepSpeed has no such key."""
         return get(self.schema, "properties." + path.replace(".", ".properties."))
 
     def default(self, path: str) -> Any:
-        """Return the value that DeepSpeed takes where the key is missing; None where there is none."""
+        """Return DeepSpeed's default for the key, or None if it has none."""
         return (self.node(path) or {}).get("default")
 
 
@@ -57,12 +57,12 @@ def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _paths(child, f"{prefix}{key}.")
 
 
-DERIVED_WITH = (2, 14)  # the torch of data/, which LBFGS's "maximize" is new in at the latest
+DERIVED_WITH = (2, 14)  # the torch that data/ was derived with
 
 
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
-    """Return the installed DeepSpeed's catalogue. Takes seconds once per version that zerofit does not ship."""
+    """Return the installed DeepSpeed's catalogue. Takes seconds the first time for a version that is not shipped."""
     version = importlib.metadata.version("deepspeed")
     found = _shipped(version) or _derived(version)
     _lay_in(found["schema"], found["deprecated"])
@@ -71,18 +71,18 @@ def catalog() -> Catalog:
 
 
 def _data(name: str) -> Any:
-    """Return a file of data/, or None where there is none of that name."""
+    """Return the contents of a file in data/, or None if it does not exist."""
     path = files("zerofit.check") / "data" / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
-    """Return what zerofit ships of a DeepSpeed version; None with an older torch, whose optimizers take less."""
+    """Return the shipped catalogue of a DeepSpeed version; None with an older torch, whose optimizers differ."""
     return None if is_older("torch", DERIVED_WITH) else _data(f"deepspeed-{version}.json")
 
 
 def _derived(version: str) -> dict[str, Any]:
-    """Return the cached catalogue, else ask DeepSpeed for it in a process of its own."""
+    """Return the cached catalogue, or derive it in a new process."""
     path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def _derived(version: str) -> dict[str, Any]:
 
 
 def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
-    """Add our descriptions, and types where DeepSpeed's own code tells none; second names get those of the first."""
+    """Add our descriptions, and types where DeepSpeed has none. A second name gets the first name's description."""
     descriptions, refinements = _data("descriptions.json") or {}, _data("refinements.json") or {}
 
     def walk(node: Schema, prefix: str, told: str) -> None:
@@ -116,7 +116,7 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
 
 
 def documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
-    """Return the name of a key that the documentation has; some old names lead to it in two steps."""
+    """Return the documented name of a key; some old names lead to it in two steps."""
     for _ in range(2):
         new = deprecated.get(f"{prefix}{key}", key)
         key = new if new.isidentifier() else key

@@ -25,7 +25,7 @@ from zerofit.check.rules.zero import ZERO_RULES, other_stages
 from zerofit.check.settled import settle
 from zerofit.check.subject import CheckSubject, TargetHardware
 
-# in the order in which they are reported for one place
+# in the order of reporting for one line
 RULES: tuple[Rule, ...] = (
     *PRECISION,
     *GRADIENTS,
@@ -51,9 +51,9 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
-    """Return everything that is wrong: what stops a run first, then what changes it, what is ignored, and advice.
+    """Return all findings: first what stops a run, then what changes it, then what is ignored.
 
-    Starts no rank, imports no torch.
+    Does not start a rank or import torch.
     """
     known = catalog()
     found = list(form(document, setting.reader))
@@ -61,7 +61,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
         settled = settle(document.config, known, setting)
         found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting))
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
-        ruled = (one for rule in (*RULES, *FUNCTIONS) for one in rule(settled.subject))
+        ruled = (finding for rule in (*RULES, *FUNCTIONS) for finding in rule(settled.subject))
         found += map(settled.in_file, (*settled.findings, *ruled))
     for n, finding in enumerate(found):
         if not finding.line:
@@ -72,7 +72,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
-    """Return the text with every error fixed whose fix keeps what was meant; fixes may uncover further ones."""
+    """Return the text with all errors fixed that have one clear meaning. A fix may uncover another error: repeat."""
     for _ in range(rounds):
         edits = [edit for f in check(document, setting) if f.severity == "error" for edit in f.edits]
         text = apply(document, edits)

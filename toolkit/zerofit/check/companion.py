@@ -1,4 +1,4 @@
-"""Files that stand beside a DeepSpeed JSON: a training's arguments or Accelerate's configuration, with line numbers."""
+"""Files used with a DeepSpeed JSON: training arguments or Accelerate's configuration, with line numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zerofit.check.shell import UNKNOWN, Word, commands
 
 THREADS = "OMP_NUM_THREADS"
 FLAGS = {"true": True, "yes": True, "false": False, "no": False}
-AXOLOTL = ("base_model", "micro_batch_size")  # both stand in axolotl's files, neither in the Trainer's arguments
+AXOLOTL = ("base_model", "micro_batch_size")  # axolotl's files have both, the Trainer's arguments neither
 ACCELERATE_JSON = "deepspeed_config.deepspeed_config_file"
-# start several ranks of a host with OMP_NUM_THREADS=1 where nobody has set it (torch's distributed/run.py:980)
+# these set OMP_NUM_THREADS=1 if it is unset and they start several ranks (torch's distributed/run.py:980)
 ONE_THREAD = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate")
 OURS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "deepspeed", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenValue:
-    """A value with the line that gives it; None where it cannot be known before the program runs."""
+    """A value and its line; the value is None if only running the program would tell it."""
 
     value: Any
     line: int
@@ -32,16 +32,16 @@ class GivenValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Companion:
-    """The values of one file beside the JSON, by dotted name."""
+    """The values of one file used with the JSON, by dotted name."""
 
     file: str
     kind: str  # "trainer", "axolotl" or "accelerate"
     values: Mapping[str, GivenValue] = field(default_factory=dict)
-    open: bool = False  # more may be given where this file does not show it
-    one_thread: str | None = None  # what gives each of several ranks one thread, and where
+    open: bool = False  # the command may get more arguments than this file shows
+    one_thread: str | None = None  # the launcher that gives each rank one thread, and its place
 
     def get(self, name: str) -> Any:
-        """Return a value, None where it is missing or not known."""
+        """Return a value, or None if it is missing or unknown."""
         return self.values[name].value if name in self.values else None
 
     def place(self, name: str) -> str:
@@ -50,13 +50,13 @@ class Companion:
 
     @property
     def config_file(self) -> str | None:
-        """The DeepSpeed JSON that it names."""
+        """The DeepSpeed JSON that the file names."""
         name = self.get(ACCELERATE_JSON if self.kind == "accelerate" else "deepspeed")
         return name if isinstance(name, str) else None
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks that it starts, None where it does not say."""
+        """The number of ranks that it starts, or None if it does not say."""
         each, nodes = (_first(self, names) for names in (("num_gpus", "nproc_per_node"), ("num_nodes", "nnodes")))
         return each * (nodes or 1) if each else _first(self, ("num_processes",))
 
@@ -67,7 +67,7 @@ def _first(companion: Companion, names: tuple[str, ...]) -> int | None:
 
 
 def read_companion(file: str, text: str, *, accelerate: bool) -> Companion:
-    """Read a JSON, YAML or shell script. Raises SyntaxFault where it is none of these, or has nothing to say."""
+    """Read a JSON, YAML or shell script. Raises SyntaxFault for bad syntax or a script without a training command."""
     script = not accelerate and not file.endswith((".json", ".yaml", ".yml")) and not text.lstrip().startswith("{")
     if script:
         return _of_script(file, text)
@@ -77,7 +77,7 @@ def read_companion(file: str, text: str, *, accelerate: bool) -> Companion:
 
 
 def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> Companion:
-    """Return a companion of values that never were a file."""
+    """Return a companion of values that do not come from a file."""
     given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
     return Companion(
         file="accelerate_config" if accelerate else "training_args",
@@ -87,7 +87,7 @@ def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> Companion:
 
 
 def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenValue]]:
-    """Yield what the keys of a mapping give, by dotted name; of a mapping inside, its keys."""
+    """Yield the values of a mapping and of the mappings in it, by dotted name."""
     for member in value.members:
         name = f"{prefix}{member.key}"
         if member.value.members:
@@ -97,7 +97,7 @@ def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenVal
 
 
 def _of_script(file: str, text: str) -> Companion:
-    """Read the first command that has arguments of a training."""
+    """Read the first command that has training arguments."""
     for words in commands(text):
         values = dict(_flags(words))
         if any(name in values for name in OURS):
@@ -108,22 +108,22 @@ def _of_script(file: str, text: str) -> Companion:
             )
             one_thread = None if THREADS in text else _one_thread(file, words, values)
             return Companion(file=file, kind="trainer", values=values, open=more, one_thread=one_thread)
-    raise SyntaxFault("no command with arguments of a training (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
+    raise SyntaxFault("no command with training arguments (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return what starts several ranks of a host with one thread each, and where it stands: before the program."""
+    """Return the launcher that starts several ranks of a host with one thread each, and its place."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:
             count = values.get("num_processes" if name == "accelerate" else "nproc_per_node")
-            several = name == "accelerate" if count is None else count.value != 1  # torch starts one where none says
+            several = name == "accelerate" if count is None else count.value != 1  # torchrun's default is one
             return f"{name} ({file}:{word.line})" if several else None
     return None
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
-    """Yield `--name value`, `--name=value` and `--name` alone, which is true; - and _ in names are one."""
+    """Yield `--name value`, `--name=value` and `--name` (true); - and _ in names are the same."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         if not word.text.startswith("--"):
             continue
@@ -134,7 +134,7 @@ def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with numbers and flags out of their words."""
+    """Return a value with numbers, true and false parsed from strings."""
     if not isinstance(value, str):
         return value
     if UNKNOWN in value:

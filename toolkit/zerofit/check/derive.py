@@ -1,11 +1,11 @@
-"""Keys of the installed DeepSpeed's configuration with types, defaults and bounds, as it shows them itself.
+"""Derive the keys of the installed DeepSpeed's configuration, with types, defaults and bounds.
 
-DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) is handed a dictionary that notes what it is
-asked for and says of sections that they are there; a section that ends in a pydantic class has that class's fields.
-Parameters of optimizers and schedulers are those of their constructors.
+DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) reads a dictionary that records each lookup and
+pretends to have sections. A section that is read into a pydantic class has the fields of that class. Optimizers and
+schedulers have the parameters of their constructors.
 
-`python -m zerofit.check.derive` prints the catalogue as JSON. It imports DeepSpeed, which takes seconds: everybody else
-reads the stored answer through `zerofit.check.catalog`.
+`python -m zerofit.check.derive` prints the catalogue as JSON. Importing DeepSpeed takes seconds, so that
+`zerofit.check.catalog` stores the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from unittest import mock
 
 Schema = dict[str, Any]
 
-# Optimizers whose parameters the engine picks out one by one instead of handing them to a constructor.
+# The engine picks Muon's parameters one by one instead of passing them to a constructor.
 MUON_PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "per_head_muon")
 # Keys that DeepSpeed reads outside its reader (config.py:468, __init__.py:543, pipe/engine.py:206)
 READ_ELSEWHERE = ("sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant")
-# Sections below which DeepSpeed copies what it finds, without asking for keys by name.
+# Sections that DeepSpeed copies without looking keys up by name.
 OPEN = (
     "data_efficiency.data_sampling.curriculum_learning",
     "data_efficiency.data_sampling.dynamic_batching",
@@ -40,9 +40,9 @@ OPEN = (
 
 
 class RecordingDict(dict):
-    """A JSON object that notes which keys DeepSpeed asks of it, with the default that it would take.
+    """A JSON object that records which keys DeepSpeed looks up, with their defaults.
 
-    Keys at the paths in `sections` are said to be there and hold another `RecordingDict`; all others are missing.
+    Keys at the paths in `sections` exist and have another `RecordingDict` as value; all others are missing.
     """
 
     def __init__(self, path: str, reading: SchemaReading):
@@ -53,7 +53,7 @@ class RecordingDict(dict):
         """Return the path of a key that is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if default is not None or path not in self._reading.asked:
-            self._reading.asked[path] = dict(default) if isinstance(default, dict) else default  # it writes into them
+            self._reading.asked[path] = dict(default) if isinstance(default, dict) else default  # it changes
         return path if path in self._reading.sections else None
 
     def __bool__(self) -> bool:
@@ -69,33 +69,33 @@ class RecordingDict(dict):
         return self._children.setdefault(path, RecordingDict(path, self._reading))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Note a section, and those in it: DeepSpeed makes those that it misses."""
+        """Record a section and those in it: DeepSpeed adds missing ones."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values()):
             self._reading.sections |= {path, *(f"{path}.{inner}" for inner in value)}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the value, as a dictionary does."""
+        """Return the value or the default."""
         return self[key] if self._note(key, default) else default
 
     def pop(self, key: Any, default: Any = None) -> Any:
-        """Return the value, as a dictionary does, with a default always."""
+        """Return the value or the default."""
         return self.get(key, default)
 
     def keys(self) -> Any:
-        """Return what `in` can be asked of; `**` walks over it, which means that all keys go to a pydantic class."""
+        """Return keys that support `in`. If `**` iterates over them, all keys go to a pydantic class."""
         return _Keys(self)
 
-    def __iter__(self) -> Iterator[str]:  # without it, `**` would not ask for the keys
+    def __iter__(self) -> Iterator[str]:  # `**` calls keys() only if it exists
         return iter(())
 
     def unpacked(self) -> Iterator[str]:
-        """Note that all keys are on their way into a call."""
+        """Record that all keys are passed to a call by `**`."""
         self._reading.unpacked = self._path
         return iter(())
 
     def items(self) -> Any:
-        """Return nothing to walk over."""
+        """Return no items."""
         return ()
 
     def __copy__(self) -> RecordingDict:
@@ -117,7 +117,7 @@ class _Keys:
 
 
 class SchemaReading:
-    """One reading of a configuration by DeepSpeed, with what it asked for."""
+    """One reading of a configuration by DeepSpeed, with the keys that it looked up."""
 
     def __init__(self, sections: set[str]):
         from deepspeed.runtime import config as ds
@@ -157,7 +157,7 @@ class SchemaReading:
 
 
 def derive() -> dict[str, Any]:
-    """Return the catalogue, as `zerofit.check.catalog.Catalog` holds it."""
+    """Return the fields of a `zerofit.check.catalog.Catalog`."""
     from deepspeed.runtime import config as ds
     from deepspeed.runtime import precision_config
 
@@ -189,7 +189,7 @@ def derive() -> dict[str, Any]:
 
 
 def _explored() -> SchemaReading:
-    """Read with one more key said to be a section each time, until no further section turns up."""
+    """Read repeatedly, each time with one more key as a section, until no new section is found."""
     sections: set[str] = set()
     tried: set[str] = set()
     reading = SchemaReading(sections)
@@ -198,28 +198,28 @@ def _explored() -> SchemaReading:
         found = [_as_section(path, sections) for path in maybe]
         tried |= set(todo)
         asked, models = dict(reading.asked), dict(reading.models)
-        for one in filter(None, found):
-            sections |= one.sections
-            asked, models = {**one.asked, **asked}, {**one.models, **models}
+        for found_reading in filter(None, found):
+            sections |= found_reading.sections
+            asked, models = {**found_reading.asked, **asked}, {**found_reading.models, **models}
         reading = SchemaReading(sections)
-        # of all readings: an old name is asked for only while the new one is missing
+        # from all readings, since an old name is looked up only if the new one is missing
         reading.asked, reading.models = {**asked, **reading.asked}, {**models, **reading.models}
     return reading
 
 
 def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
-    """Return a reading with that key as a section, if DeepSpeed can read one there and asks for something in it."""
+    """Return a reading with that key as a section, or None if DeepSpeed fails on it or reads no key in it."""
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
         found = SchemaReading({*parents, path})
-    except Exception:  # a number or a list was wanted there; each getter fails in its own way
+    except Exception:  # not a section; each getter fails in its own way
         return None
     inside = any(asked.startswith(f"{path}.") for asked in found.asked)
     return found if inside or path in found.models else None
 
 
 def _put(root: Schema, path: str, schema: Schema) -> None:
-    """Put a schema at a dotted path; objects on the way are closed ones."""
+    """Put a schema at a dotted path; new parent objects allow no unknown keys."""
     *parents, last = path.split(".")
     for key in parents:
         root = root["properties"].setdefault(key, {})
@@ -227,12 +227,12 @@ def _put(root: Schema, path: str, schema: Schema) -> None:
             root.clear()
             root.update({"type": "object", "properties": {}, "additionalProperties": False})
     if "properties" in root["properties"].get(last, {}) and "properties" not in schema:
-        return  # a section whose getter named no default
+        return  # a section, whose getter has no default
     root["properties"][last] = schema
 
 
 def _of_default(default: Any) -> Schema:
-    """Return what a default tells about a key; nothing where it is null."""
+    """Return the schema that follows from a default; an empty one for null."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     kind = names.get(type(default))
     if kind is None:
@@ -241,7 +241,7 @@ def _of_default(default: Any) -> Schema:
 
 
 def _model_in(annotation: Any) -> type | None:
-    """Return the pydantic class that an annotation is, or may be."""
+    """Return the pydantic class in an annotation, or None."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     options = typing.get_args(annotation) or (annotation,)
@@ -249,7 +249,7 @@ def _model_in(annotation: Any) -> type | None:
 
 
 def _of_model(model: Any, path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
-    """Return fields under each name that DeepSpeed takes (own and alias); notes aliases and strict sections."""
+    """Return the fields under each name that DeepSpeed accepts (own and alias); record aliases and strict sections."""
     strict.add(path)
     properties: dict[str, Schema] = {}
     for name, field in model.model_fields.items():
@@ -262,7 +262,7 @@ def _of_model(model: Any, path: str, deprecated: dict[str, str], strict: set[str
         properties[field.alias or name] = schema
         if field.alias:
             properties[name] = {**schema}
-            deprecated[f"{path}.{name}"] = field.alias  # both are taken; the documentation has the alias
+            deprecated[f"{path}.{name}"] = field.alias  # both work; the documentation uses the alias
         if extra.get("deprecated"):
             deprecated[key] = str(extra.get("new_param", ""))
     return {"type": "object", "properties": properties, "additionalProperties": False}
@@ -273,12 +273,12 @@ def _of_field(field: Any) -> Schema:
     from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
     annotation = field.annotation
-    if field.metadata:  # a type that no type checker can know
+    if field.metadata:  # a type that is built at run time
         annotation = typing.cast(typing.Any, typing.Annotated[field.annotation, *field.metadata])
     try:
         schema = _inlined(TypeAdapter(annotation).json_schema())
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
-        schema = {}  # a Python object: nothing that a JSON can hold
+        schema = {}  # a Python object, which JSON does not have
     default = field.get_default()
     if hasattr(default, "value"):
         default = default.value
@@ -288,7 +288,7 @@ def _of_field(field: Any) -> Schema:
 
 
 def _inlined(schema: Schema) -> Schema:
-    """Remove titles, descriptions and references; `X or null` becomes one list of types."""
+    """Remove titles, descriptions and references; turn `X or null` into one list of types."""
     definitions = schema.get("$defs", {})
 
     def walk(node: Any) -> Any:
@@ -312,7 +312,7 @@ def _inlined(schema: Schema) -> Schema:
 
 
 def _optimizers() -> dict[str, dict[str, list[str]]]:
-    """Return by name (DeepSpeed's in lower case, torch's as they are): variant -> parameters of its constructor."""
+    """Return name (DeepSpeed's in lower case, torch's unchanged) -> variant -> parameters of its constructor."""
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -360,7 +360,7 @@ def _schedulers() -> dict[str, dict[str, list[str]]]:
 
 
 def _parameters(kind: Any, required: bool = False) -> list[str]:
-    """Return names that a constructor takes beside self and what it works on."""
+    """Return a constructor's parameters, except self and the model's or optimizer's."""
     skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
     signature = inspect.signature(kind.__init__).parameters.values()
     chosen = [p for p in signature if p.name not in skipped]

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON, or a YAML with its keys, as text: comments tolerated, every key and value with its place."""
+"""The text of a DeepSpeed JSON or of a YAML with its keys: every key and value has its position."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from zerofit.spec.foreign_yaml import YamlTree
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A parsed JSON or YAML: its text, its root and what is tolerated but not strict JSON."""
+    """A parsed JSON or YAML: its text, its root, and where it is not strict JSON."""
 
     text: str
     root: ParsedValue
-    generated: bool = False  # the user has never seen the text, its lines say nothing
-    encoding: str = "utf-8"  # as Python calls it; utf-8-sig begins with a mark
+    generated: bool = False  # the user has no such text: line numbers are meaningless
+    encoding: str = "utf-8"  # Python's name; utf-8-sig begins with a byte order mark
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
     comment: TextPosition | None = None  # the first one
-    places: Mapping[str, TextPosition] | None = None  # in the file, where `text` is another writing of it
+    places: Mapping[str, TextPosition] | None = None  # in the file, if `text` is not the file's own text
     loose: SyntaxFault | None = None  # where JSON ends and HJSON begins
     yaml: bool = False
 
     @property
     def config(self) -> Any:
-        """The plain value, as json.loads gives it."""
+        """The value as json.loads returns it."""
         return self.root.data
 
     @property
     def editable(self) -> bool:
-        """Whether edits can be made in place: not in HJSON, nor in YAML that goes by its indentation."""
+        """Whether the text can be edited in place: not HJSON, and YAML only if it is written with braces."""
         return self.places is None and (not self.yaml or self.text[self.root.place.start :].startswith("{"))
 
     def reread(self, text: str) -> Document:
-        """Return a document of another text in the same notation."""
+        """Parse another text in the same notation."""
         return parse_yaml(text) if self.yaml else parse(text)
 
     def member(self, path: str) -> ObjectMember | None:
@@ -56,12 +56,12 @@ class Document:
         return found
 
     def value(self, path: str) -> ParsedValue | None:
-        """Return the value at a dotted path, at "" the root, or None."""
+        """Return the value at a dotted path ("" is the root), or None."""
         member = self.member(path)
         return self.root if not path else member and member.value
 
     def place(self, path: str) -> TextPosition:
-        """Return where a key stands; of a missing one, where the innermost object around it does."""
+        """Return the position of a key; for a missing key, that of its innermost existing parent."""
         while path:
             member = self.member(path)
             if self.places is not None and path in self.places:
@@ -72,7 +72,7 @@ class Document:
         return self.root.place
 
     def duplicates(self) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
-        """Yield dotted path of each key that stands more than once in one object, an earlier member and the last."""
+        """Yield each key that occurs more than once in an object: dotted path, an earlier member, the last member."""
         yield from _duplicates(self.root, "")
 
 
@@ -88,13 +88,13 @@ def _duplicates(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMe
 
 
 def parse(text: str) -> Document:
-    """Parse a text. Raises SyntaxFault with line, column and what was expected there."""
+    """Parse a JSON. Raises SyntaxFault with line, column and what was expected there."""
     scanner = Scanner(text)
     return Document(text=text, root=scanner.read(), commas=tuple(scanner.commas), comment=scanner.comment)
 
 
 def parse_yaml(text: str) -> Document:
-    """Parse a YAML document whose root is a mapping. Raises SyntaxFault with line and column."""
+    """Parse a YAML whose root is a mapping. Raises SyntaxFault with line and column."""
     try:
         tree = YamlTree(text)
         if not isinstance(tree.root, yaml.MappingNode):
@@ -105,7 +105,7 @@ def parse_yaml(text: str) -> Document:
 
 
 def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
-    """Return a node with its parts; keys are strings, and so is what JSON has no word for (a date, infinity)."""
+    """Return a node with its parts. Keys are strings, and so are values that JSON does not have (dates, infinity)."""
     place = _position(node)
     if isinstance(node, yaml.MappingNode):
         members = tuple(
@@ -127,12 +127,12 @@ def _position(node: yaml.Node) -> TextPosition:
 
 
 def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:
-    """Return a document of a text that only DeepSpeed's own reader takes; keys stand in the lines that name them."""
+    """Return a document of an HJSON text; positions of keys are searched for in the text."""
     return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), loose=fault)
 
 
 def _places(config: Any, text: str, prefix: str, after: int) -> Iterator[tuple[str, TextPosition]]:
-    """Yield where each key of a text stands of which only the values are known: behind the key that holds it."""
+    """Yield the position of each key: the first match after its parent's key."""
     for key, value in config.items() if isinstance(config, dict) else ():
         found = re.compile(rf"(?<!\w){re.escape(key)}(?!\w)[\"']?\s*:").search(text, after)
         start = found.start() if found else after
@@ -143,15 +143,15 @@ def _places(config: Any, text: str, prefix: str, after: int) -> Iterator[tuple[s
 
 
 def of_data(config: Any) -> Document:
-    """Return a document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
+    """Return a document of a value that has no file of its own, such as `ds_config` in run.yaml."""
     return replace(parse(json.dumps(config, indent=2)), generated=True)
 
 
 def of_lines(config: Any, lines: Mapping[str, int]) -> Document:
-    """Return a document of a value that another file gives, by the lines in which that has its keys."""
+    """Return a document of a value made from another file, with that file's line numbers."""
     places: dict[str, TextPosition] = {}
-    for path, line in sorted(lines.items(), key=lambda one: one[1]):
+    for path, line in sorted(lines.items(), key=lambda item: item[1]):
         parts = path.split(".")
-        for n in range(1, len(parts) + 1):  # a section stands where its first key does
+        for n in range(1, len(parts) + 1):  # a section has the line of its first key
             places.setdefault(".".join(parts[:n]), TextPosition(line=line, column=1, start=0, end=0))
     return replace(of_data(config), places=places)

@@ -9,7 +9,7 @@ _ABSENT = object()
 
 
 def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path, or the default where a step is missing."""
+    """Return the value at a dotted path, or the default if a key is missing."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT
@@ -19,7 +19,7 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def put(config: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, making the objects on the way."""
+    """Set the value at a dotted path; create missing parents."""
     *parents, last = path.split(".")
     for key in parents:
         config = config.setdefault(key, {})
@@ -44,7 +44,7 @@ def autos(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of everything that is not an object, or is an empty one."""
+    """Yield dotted path and value of everything that is not an object, and of empty objects."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""Mending a JSON in place: small edits to its text that leave everything else, comments too, as it was."""
+"""Edits of a JSON's text that leave everything else unchanged, comments included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerofit.check.scan import ObjectMember, ParsedValue
 
 @dataclass(frozen=True)
 class Assignment:
-    """Give the key at a dotted path this value; objects on the way are made."""
+    """Set the key at a dotted path; create missing parents."""
 
     path: str
     value: Any
@@ -22,14 +22,14 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Removal:
-    """Take the key at a dotted path out; nothing happens where it is not there."""
+    """Remove the key at a dotted path if it exists."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Renaming:
-    """Call the key at a dotted path something else, in the same object."""
+    """Rename the key at a dotted path, in the same object."""
 
     path: str
     key: str
@@ -37,7 +37,7 @@ class Renaming:
 
 @dataclass(frozen=True)
 class Move:
-    """Put the value at a dotted path where it belongs, unless something stands there."""
+    """Move the value at a dotted path to another path, unless that exists."""
 
     path: str
     to: str
@@ -45,7 +45,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Deletion:
-    """Take out what stands at these offsets of the text that was checked."""
+    """Remove the text between two offsets of the checked text."""
 
     start: int
     end: int
@@ -55,7 +55,7 @@ Edit = Assignment | Removal | Renaming | Move | Deletion
 
 
 def apply(document: Document, edits: Iterable[Edit]) -> str:
-    """Return the mended text. Deletions, whose offsets are of the old text, come first."""
+    """Return the edited text. Deletions come first, since their offsets are those of the old text."""
     text = document.text
     todo = {repr(edit): edit for edit in edits}.values()  # each once
     for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Deletion)):
@@ -67,7 +67,7 @@ def apply(document: Document, edits: Iterable[Edit]) -> str:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the outermost spans, last first, so that cutting one does not move those to come."""
+    """Return the outermost spans, last first, so that removing one does not shift the others."""
     kept: list[tuple[int, int]] = []
     for start, end in sorted(set(spans)):
         if not kept or start >= kept[-1][1]:
@@ -95,13 +95,13 @@ def _apply(document: Document, edit: Edit) -> str:
 
 
 def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, int]:
-    """Return offsets of a member together with the one comma and the line that go with it."""
+    """Return the offsets of a member with its comma and line break."""
     parent = path.rpartition(".")[0]
     owner = document.value(parent)
     assert owner  # it holds the member
     text, start, end = document.text, member.place.start, member.value.place.end
     number = next(i for i, m in enumerate(owner.members) if m is member)
-    if number + 1 < len(owner.members):  # up to where the next member starts, but keep that one's indentation
+    if number + 1 < len(owner.members):  # up to the next member, whose indentation is kept
         comma = after_comma(text, end)
         rest = re.match(r"[ \t]*\n", text[comma:])
         if rest and not text[text.rfind("\n", 0, start) + 1 : start].strip():
@@ -113,7 +113,7 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
 
 
 def after_comma(text: str, end: int) -> int:
-    """Return the offset behind the comma that follows a value, comments in between or not."""
+    """Return the offset after the comma that follows a value; comments may come before the comma."""
     found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
     assert found, "a member that is not the last is followed by a comma"
     return end + found.end()
@@ -130,14 +130,14 @@ def _set(document: Document, edit: Assignment) -> str:
         value = {key: value}
         parent, _, key = parent.rpartition(".")
     path = f"{parent}.{key}" if parent else key
-    if document.member(path):  # no object stands where one is needed
+    if document.member(path):  # a parent is not an object: replace it
         return _set(document, Assignment(path, value))
     assert owner  # at least the root
     return _insert(text, owner, key, value)
 
 
 def _insert(text: str, owner: ParsedValue, key: str, value: Any) -> str:
-    """Insert a new last member, laid out like the ones before it."""
+    """Insert a new last member, formatted like the others."""
     if owner.members:
         last = owner.members[-1]
         indent, end = _indent_at(text, last.place.start), last.value.place.end
@@ -154,7 +154,7 @@ def _indent_at(text: str, offset: int) -> str:
 
 
 def _blanks(text: str) -> str:
-    """Return the spaces and tabs that a text begins with."""
+    """Return the leading spaces and tabs of a text."""
     return text[: len(text) - len(text.lstrip(" \t"))]
 
 

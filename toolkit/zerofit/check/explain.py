@@ -1,4 +1,4 @@
-"""Effects of a DeepSpeed JSON: which keys take effect, which do not and why, and the defaults behind the rest."""
+"""Effects of a DeepSpeed JSON: which keys take effect, which are ignored and why, and which defaults apply."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 
-READ_WHEN_OFF = ("comms_logger", "data_efficiency")  # what is in them counts, see comms-logger-off, data-efficiency-off
+READ_WHEN_OFF = (
+    "comms_logger",
+    "data_efficiency",
+)  # `enabled: false` does not switch them off
 
-# findings which say that DeepSpeed does nothing with the key
+# findings about keys that DeepSpeed does not use
 IGNORED = frozenset(
     {
         "unknown-key",
@@ -46,7 +49,7 @@ IGNORED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRow:
-    """One key: what it is, and what becomes of it."""
+    """One key: its value and its effect."""
 
     path: str
     value: Any
@@ -62,22 +65,30 @@ def _always(c: CheckSubject) -> bool:
     return True
 
 
-# defaults that surprise, and when they matter. Sources: the files that define them, all of DeepSpeed 0.19.8
+# surprising defaults of DeepSpeed 0.19.8, and when they matter
 DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (f"{ZERO}.stage", _always, "no ZeRO: every rank holds all states"),
     ("gradient_clipping", _always, "gradients are clipped to this norm; 0 switches it off (0 in releases before 2026)"),
-    ("gradient_accumulation_steps", _always, "1, or what the other two batch sizes leave"),
+    ("gradient_accumulation_steps", _always, "1, or computed from the other two batch sizes"),
     ("steps_per_print", _always, "nothing is printed (every 10 steps in older releases)"),
-    (f"{ZERO}.reduce_bucket_size", lambda c: c.stage > 0, "elements; allocated whole, twice with overlap_comm"),
-    (f"{ZERO}.allgather_bucket_size", lambda c: c.stage in (1, 2), "unused where torch gathers into one tensor"),
+    (
+        f"{ZERO}.reduce_bucket_size",
+        lambda c: c.stage > 0,
+        "elements; allocated in full, twice with overlap_comm",
+    ),
+    (f"{ZERO}.allgather_bucket_size", lambda c: c.stage in (1, 2), "unused if torch gathers into one tensor"),
     (f"{ZERO}.overlap_comm", lambda c: c.stage > 0, "true at stage 3, false at 1 and 2"),
     (f"{ZERO}.contiguous_gradients", lambda c: c.stage > 0, "gradients are copied into one buffer"),
-    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "refuses Muon at stage 3 and gradient predivision"),
-    (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements that the optimizer steps at a time"),
+    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "excludes Muon at stage 3 and gradient predivision"),
+    (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements per optimizer update"),
     (f"{ZERO}.stage3_prefetch_bucket_size", lambda c: c.stage == 3, "elements gathered ahead of use"),
     (f"{ZERO}.stage3_param_persistence_threshold", lambda c: c.stage == 3, "smaller parameters are never partitioned"),
     (f"{ZERO}.stage3_max_live_parameters", lambda c: c.stage == 3, "smaller models are never released"),
-    (f"{ZERO}.stage3_max_reuse_distance", lambda c: c.stage == 3, "parameters used again within it stay gathered"),
+    (
+        f"{ZERO}.stage3_max_reuse_distance",
+        lambda c: c.stage == 3,
+        "parameters used again this soon stay gathered",
+    ),
     (
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         lambda c: c.stage == 3,
@@ -99,14 +110,14 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (
         "wall_clock_breakdown",
         lambda c: c.on("flops_profiler.enabled"),
-        "true: the flops profiler switches the timers on, for the whole run",
+        "true: the flops profiler switches the timers on for the whole run",
     ),
-    ("timers.throughput.synchronized", _always, "the device is synchronised to time steps that are printed"),
+    ("timers.throughput.synchronized", _always, "the device is synchronised to time the printed steps"),
 )
 
 
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
-    """Return every key of the JSON in its order, then the defaults that matter for it."""
+    """Return a row for each key of the JSON, in its order, then for the defaults that matter."""
     known = catalog()
     settled = settle(document.config, known, setting)
     subject = settled.subject
@@ -131,20 +142,20 @@ def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping
         return KeyRow(path=path, value=value, status="ignored", text=unread)
     if value == "auto":
         by = settled.filled.get(path)
-        text = f"{json.dumps(by.value)}: {by.by}" if by else "zerofit or Hugging Face fill it in"
+        text = f"{json.dumps(by.value)}: {by.by}" if by else "filled in by zerofit or Hugging Face"
         return KeyRow(path=path, value=value, status="auto", text=text)
     node = catalog().node(path) or {}
     return KeyRow(path=path, value=value, status="takes effect", text=node.get("description", ""))
 
 
 def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
-    """Return why DeepSpeed does not read a key: its section is off, or stands under its documented name too."""
+    """Return why DeepSpeed ignores a key: its section is off, or also exists under its documented name."""
     known = catalog()
     parent, _, key = section.rpartition(".")
     prefix = f"{parent}." if parent else ""
     name = documented(prefix, key, known.deprecated)
     if name != key and get(config, f"{prefix}{name}", None) is not None:
-        return f"{prefix}{name} stands beside it and decides"
+        return f"{prefix}{name} is there too and is used instead"
     switch = f"{section}.enabled"
     if section == path or path == switch or known.node(switch) is None or section in READ_WHEN_OFF:
         return None
@@ -153,6 +164,6 @@ def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value in few characters."""
+    """Return a value as at most 24 characters."""
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:21]}..."

@@ -1,4 +1,4 @@
-"""Findings of the checker, each about one fault, and the rules that make them."""
+"""Findings of the checker, and the rules that yield them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from zerofit.check.edit import Edit, Renaming
 from zerofit.check.subject import CheckSubject
 
-SLIP = 0.87  # from this likeness on a wrong name is a slip of the pen, as difflib counts
+SLIP = 0.87  # difflib ratio from which a wrong name is a typo
 
 Severity = Literal["error", "warning"]
 Effect = Literal["stops", "changes", "ignored"]
@@ -25,22 +25,22 @@ Text = str | Callable[[CheckSubject], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fault of a DeepSpeed JSON; line and column are filled in from its path where a rule leaves them 0."""
+    """One fault of a DeepSpeed JSON. Line and column 0 are later filled in from the path."""
 
-    code: str  # stable slug, as docs/checks.md lists it
-    severity: Severity = "error"  # DeepSpeed refuses, or trains something else than was asked; warning: the rest
+    code: str  # stable slug, listed in docs/checks.md
+    severity: Severity = "error"  # error: DeepSpeed stops, or trains something else than intended
     path: str  # dotted key, "" for the whole document
     message: str  # what is wrong
     why: str  # what DeepSpeed does about it
-    fix: str  # the way out, in words
-    beside: str = ""  # "run.sh:12": where the other file says otherwise
-    edits: Edits = ()  # that keep what the writer plainly meant: move, rename, correct a type; else none
+    fix: str  # what to do
+    beside: str = ""  # "run.sh:12": the other file's line that differs
+    edits: Edits = ()  # only if the meaning is clear: move, rename, correct a type
     line: int = 0
     column: int = 0
 
     @cached_property
     def effect(self) -> Effect:
-        """What it does to a run, as `why` says it."""
+        """The effect on a run, from the words of `why`."""
         if re.search(r"\b(stops?|fails?|refuses|raises|ends an ordinary run)\b", self.why):
             return "stops"
         return "ignored" if re.search(r"\b(ignores|drops|nothing reads|reads it)\b", self.why) else "changes"
@@ -53,9 +53,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One fault: when it is there, what to say, how to mend it, and where DeepSpeed's source shows it.
+    """One fault: its condition, its texts, its edits, and its place in DeepSpeed's source.
 
-    In texts `{value}` stands for the JSON of the value at `path`.
+    `{value}` in a text is replaced by the JSON of the value at `path`.
     """
 
     code: str
@@ -69,7 +69,7 @@ class Rule:
     source: str  # file:line below deepspeed/ in 0.19.8
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding, if the fault is there."""
+        """Yield the finding if the condition is true."""
         if not self.when(subject):
             return
 
@@ -97,14 +97,14 @@ def unknown_parameter(
     synonyms: Mapping[str, str],
     why: str = "",
 ) -> Finding:
-    """Return the finding about a parameter that its owner, an optimizer or scheduler, does not take."""
+    """Return the finding about a parameter that an optimizer or scheduler (`owner`) does not have."""
     parent, _, key = path.rpartition(".")
     better = near(key, taken, synonyms)
-    free = better is not None and not c.has(f"{parent}.{better}") and better != "betas"  # beta1 says half of betas
+    free = better is not None and not c.has(f"{parent}.{better}") and better != "betas"  # beta1 is only half of betas
     return Finding(
         code=code,
         path=path,
-        message=f"{owner} takes no parameter {key!r}; it takes: {', '.join(taken)}",
+        message=f"{owner} has no parameter {key!r}; allowed: {', '.join(taken)}",
         why=why or f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
         fix=f"did you mean {better}?" if better else "remove it",
         edits=(Renaming(path, better),) if free and better and plainly(key, better, synonyms) else (),
@@ -112,17 +112,14 @@ def unknown_parameter(
 
 
 def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> bool:
-    """Return whether a wrong name can mean no other than this one: a synonym, or a slip of a letter or two."""
+    """Return whether a wrong name clearly means this one: a synonym, or a typo of one or two letters."""
     bare, meant = (w.lower().replace("_", "").replace("-", "") for w in (word, name))
     known = (synonyms or {}).get(word.lower()) == name
     return bare == meant or known or difflib.SequenceMatcher(None, bare, meant).ratio() >= SLIP
 
 
 def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """Return the known name that a wrong one most likely means, None where nothing is close.
-
-    That is the same name in another case, else a known synonym, else the closest spelling.
-    """
+    """Return the most likely meant name, or None: the same name in another case, a synonym, or the closest spelling."""
     names = list(known)
     plain = {n.lower().replace("_", "").replace("-", ""): n for n in names}
     bare = word.lower().replace("_", "").replace("-", "")
@@ -136,7 +133,7 @@ def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = N
 
 
 def as_number(text: str) -> float | int | None:
-    """Return the number that a string writes, None where it writes none that JSON has."""
+    """Parse a finite number, or return None."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The text of a DeepSpeed JSON: how strict it is, its encoding, keys that stand twice."""
+"""Checks of a DeepSpeed JSON's text: syntax, encoding, duplicate keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zerofit.check.edit import Deletion, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.reader import SPOKEN, STRICT_READERS
 
-MOST = 100  # keys that stand twice that are told of
+MOST = 100  # duplicate keys that are reported
 
 
 def form(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield findings about the text: what no strict JSON is, keys that stand twice, no object at all."""
+    """Yield findings about the text: not strict JSON, duplicate keys, not an object."""
     yield from _strict_json(document, reader)
     for path, first, last in islice(document.duplicates(), MOST):
         yield _duplicate(document, path, first, last)
@@ -23,14 +23,14 @@ def form(document: Document, reader: str) -> Iterator[Finding]:
         yield Finding(
             code="not-an-object",
             path="",
-            message="the file holds no JSON object",
-            why="DeepSpeed stops: it needs keys",
+            message="the file is not a JSON object",
+            why="DeepSpeed stops: it needs an object with keys",
             fix="write {...}",
         )
 
 
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield what DeepSpeed's reader takes and a strict reader of JSON does not."""
+    """Yield what DeepSpeed's reader accepts and a strict JSON reader does not."""
     stops = reader in STRICT_READERS
     if document.encoding != "utf-8" and reader != "zerofit":
         marked = document.encoding == "utf-8-sig"
@@ -39,10 +39,10 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
             severity="error" if stops or not marked else "warning",
             path="",
             message="the file begins with a byte order mark" if marked else f"the file is in {document.encoding}",
-            why=f"{SPOKEN[reader]} reads UTF-8 {'without one ' if marked else ''}and stops"
+            why=f"{SPOKEN[reader]} reads UTF-8 {'without a mark ' if marked else ''}and stops"
             if stops or not marked
-            else "DeepSpeed takes it; Hugging Face's Trainer, Accelerate and Lightning do not",
-            fix="save it as UTF-8 without a mark",
+            else "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning do not",
+            fix="save it as UTF-8 without a byte order mark",
             line=1,
             column=1,
         )
@@ -52,7 +52,7 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
             path="",
             message="the file is YAML",
             why=f"{SPOKEN[reader]} reads JSON and stops",
-            fix="write it as JSON",
+            fix="convert it to JSON",
             line=1,
             column=1,
         )
@@ -61,11 +61,11 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
             code="hjson",
             severity="error" if stops else "warning",
             path="",
-            message=f"no JSON but HJSON from here on: {document.loose.message}",
+            message=f"HJSON, not JSON, from here on: {document.loose.message}",
             why=f"{SPOKEN[reader]} reads strict JSON and stops"
             if stops
-            else "DeepSpeed's own reader takes it, and a word without quotes as a string up to the line's end",
-            fix="write it as JSON",
+            else "DeepSpeed's own reader accepts it: a word without quotes is a string up to the end of the line",
+            fix="convert it to JSON",
             line=document.loose.line,
             column=document.loose.column,
         )
@@ -74,10 +74,10 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
             code="trailing-comma",
             severity="error" if stops else "warning",
             path="",
-            message="a comma after the last member",
+            message="trailing comma after the last member",
             why=f"{SPOKEN[reader]} reads strict JSON and stops"
             if stops
-            else "DeepSpeed takes it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not",
+            else "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not",
             fix="remove it",
             edits=(Deletion(place.start, place.end),),
             line=place.line,
@@ -87,7 +87,7 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
         yield Finding(
             code="json-comment",
             path="",
-            message="a comment",
+            message="comment in a JSON",
             why=f"{SPOKEN[reader]} reads strict JSON and stops",
             fix="remove all comments",
             line=document.comment.line,
@@ -103,8 +103,8 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     return Finding(
         code="duplicate-key",
         path=path,
-        message=f"{path} stands twice: here and in line {last.place.line}",
-        why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers take the last one',
+        message=f"duplicate key {path}: here and in line {last.place.line}",
+        why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers use the last one',
         fix="remove one of them",
         edits=(Deletion(start, end),) if first.value.data == last.value.data else (),
         line=first.place.line,

@@ -1,4 +1,4 @@
-"""Keys and types: every key that DeepSpeed does not know, every value that its schema does not take."""
+"""Checks of single keys: unknown, removed and deprecated keys, and values that the schema does not allow."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
-NAMED = 3  # places of a key that a hint names
-MOST = 100  # unknown keys of a section that are told of one by one
+NAMED = 3  # sections that a hint names for a misplaced key
+MOST = 100  # unknown keys of a section that get a finding each
 
-# other words for the same, from users' reports
+# wrong names from users' reports
 SYNONYMS = {
     "train_micro_batch_size": "train_micro_batch_size_per_gpu",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
@@ -36,21 +36,21 @@ SYNONYMS = {
     "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
 
-# what to do about a removed section beyond taking it out
+# what to use instead of a removed section
 INSTEAD = {
-    "amp": "take fp16, bf16 or torch_autocast",
-    "elasticity": "give the batch sizes themselves; a restart on other ranks needs a universal checkpoint",
-    "curriculum_learning": "the same stands in data_efficiency.data_sampling.curriculum_learning, with other keys",
-    "compression_training": "quantize the model before, or after, training",
-    "quantize_training": "quantize the model before, or after, training",
-    "nebula": "checkpoints go to files; zerofit writes them so that a kill does no harm",
-    "sparse_attention": "take the model's own attention (FlashAttention, SDPA)",
-    f"{ZERO}.mics_shard_size": "zero_hpz_partition_size keeps parameters within a node",
+    "amp": "use fp16, bf16 or torch_autocast",
+    "elasticity": "set the batch sizes; resume on another number of ranks from a universal checkpoint",
+    "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning, whose keys differ",
+    "compression_training": "quantize the model before or after training",
+    "quantize_training": "quantize the model before or after training",
+    "nebula": "save checkpoints to files, which zerofit writes safely",
+    "sparse_attention": "use the model's own attention (FlashAttention, SDPA)",
+    f"{ZERO}.mics_shard_size": "use zero_hpz_partition_size to keep parameters within a node",
 }
 
 
 def keys(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
-    """Yield findings about single keys and their values; combinations are the rules' matter."""
+    """Yield findings about single keys and their values; the rules check combinations."""
     yield from _walk(config, catalog.schema, "", CheckSubject(config=config, catalog=catalog, setting=setting))
 
 
@@ -58,7 +58,7 @@ def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, c: CheckSubjec
     catalog = c.catalog
     known = schema.get("properties", {})
     unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
-    crowd = frozenset(unknown[MOST:])  # no configuration: these are told of at once
+    crowd = frozenset(unknown[MOST:])  # probably not a configuration: one finding for all of these
     for key, value in config.items():
         path = f"{prefix}{key}"
         if key in crowd:
@@ -83,7 +83,7 @@ def _crowd(path: str, number: int, catalog: Catalog) -> Finding:
         path=path,
         message=f"{number:,} more unknown keys from here on {_in(parent)}",
         why=_of_unknown(parent, catalog),
-        fix="remove them: a configuration has some dozens",
+        fix="remove them: a configuration has a few dozen keys",
     )
 
 
@@ -92,10 +92,10 @@ def _in(parent: str) -> str:
 
 
 def _of_unknown(parent: str, catalog: Catalog) -> str:
-    """Return what DeepSpeed does about an unknown key in a section."""
+    """Return what DeepSpeed does with an unknown key in a section."""
     if parent in catalog.strict:
         return 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
-    return "DeepSpeed ignores it without a word and takes its default"
+    return "DeepSpeed silently ignores it and uses its default"
 
 
 def is_off(value: Any) -> bool:
@@ -114,8 +114,8 @@ def _removed(path: str, value: Any) -> Finding:
     return Finding(
         code="removed-key",
         path=path,
-        message=f"{path} is gone from this DeepSpeed",
-        why="DeepSpeed stops at the key, whatever its value, also where it is disabled",
+        message=f"{path} was removed from DeepSpeed",
+        why="DeepSpeed stops at the key, even if it is disabled",
         fix="remove it" + (f"; {INSTEAD[path]}" if path in INSTEAD else ""),
         edits=(Removal(path),) if is_off(value) else (),
     )
@@ -154,7 +154,7 @@ def _unknown(
         edits=edits,
     )
     meant = known[better] if better else c.catalog.node(elsewhere[0]) if elsewhere else None
-    if edits and meant:  # what is wrong inside shows at once, not after the name is right
+    if edits and meant:  # report faults in the section now, not only after its name is fixed
         yield from _value(path, siblings[key], meant, c)
 
 
@@ -164,14 +164,14 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
         code="own-key",
         severity="warning",
         path=path,
-        message=f"{path!r} is no key of DeepSpeed",
-        why="DeepSpeed ignores it: it is left to the program that reads the file",
-        fix=f"leave it if your program reads it, else remove it{read}",
+        message=f"{path!r} is not a DeepSpeed key",
+        why="DeepSpeed ignores it; your program may read it",
+        fix=f"keep it if your program reads it, else remove it{read}",
     )
 
 
 def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
-    """Return where a key may belong; a name that many sections have (`enabled`) says so only within its own section."""
+    """Return where a key may belong; for a name that many sections have (`enabled`), only within its section."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
     section = path.partition(".")[0]
@@ -181,9 +181,9 @@ def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
 
 
 def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
-    """Return whether a key can only be meant for a place: up or down its own section, or into one that the file has.
+    """Return whether a key clearly belongs to a place: in its own section, or in another section of the file.
 
-    A section that it lacks would be made for this key alone, and one word at the top level may be the program's own.
+    It is not clear if the section is missing, or for a single word at the top level, which a program may read.
     """
     parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
     if isinstance(value, Mapping):
@@ -194,7 +194,7 @@ def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
-    """Return whether a value may be meant for a key: an object for a section, something the key takes otherwise."""
+    """Return whether a value is plausible for a key: an object for a section, else a value that the key allows."""
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
@@ -211,8 +211,8 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
         fix = "remove it, and set pin_memory in these sections"
     elif new in siblings or alias in siblings:
         code = "deprecated-and-new"
-        message, fix = f"{key} stands beside {alias}, which is its new name", f"keep {alias}"
-        why = "DeepSpeed reads the new one only"
+        message, fix = f"{key} and its new name {alias} are both given", f"keep {alias}"
+        why = "DeepSpeed reads only the new one"
         other = siblings.get(new, siblings.get(alias))
         edits = (Removal(path),) if value == other or (value is False and key.startswith("cpu_offload")) else ()
         if parent in catalog.strict:
@@ -220,14 +220,14 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
     elif key.startswith("cpu_offload"):
         if value is True:
             edits = (Removal(path), Assignment(f"{parent}.{new}", {"device": "cpu"}))
-        message, fix = f"{key} is another name of {new}", f"write {new}"
-        why = "DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name"
+        message, fix = f"{key} is another name for {new}", f"write {new}"
+        why = f"DeepSpeed still accepts it; its documentation and Hugging Face's integrations use {new}"
     else:
         new, edits = alias, (Renaming(path, alias),)
-        message, fix = f"{key} is another name of {new}", f"write {new}"
-        why = "DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name"
+        message, fix = f"{key} is another name for {new}", f"write {new}"
+        why = f"DeepSpeed still accepts it; its documentation and Hugging Face's integrations use {new}"
         if path == "bfloat16":
-            why += ": Accelerate adds a bf16 of its own, which decides"
+            why += ": Accelerate adds its own bf16, which takes precedence"
     severity = "warning" if code == "deprecated-key" else "error"
     return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
@@ -236,24 +236,24 @@ def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[F
     if isinstance(value, Mapping) and "properties" in schema:
         yield from _walk(value, schema, f"{path}.", c)
         return
-    own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # a word of DeepSpeed's own
+    own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # DeepSpeed has its own "auto" here
     if value == "auto" and not own_auto:
         if path not in filled_by(c.setting.reader):
             yield _auto(path, schema, c.catalog, c.setting)
         return
     if path == ZERO and isinstance(value, bool):
-        return  # a rule of its own
+        return  # see the rule zero-flag
     yield from _faults(path, value, schema, path.rpartition(".")[0] in c.catalog.strict)
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
-    """Return the finding about an "auto" that nobody fills: an error, but where DeepSpeed drops it for its default."""
+    """Return the finding about an "auto" that nobody fills: a warning if DeepSpeed uses its default, else an error."""
     dropped = path.rpartition(".")[0] in catalog.strict
-    severity, why = "error", "DeepSpeed fails on the word"
+    severity, why = "error", 'DeepSpeed fails on "auto"'
     if setting.reader == "zerofit":
-        why = "zerofit stops before the start"
+        why = "zerofit stops before it starts a rank"
     elif dropped and (setting.reader not in HUGGING_FACE or setting.guessed):
-        severity, why = "warning", f"DeepSpeed takes its default for it, {json.dumps(schema.get('default'))}"
+        severity, why = "warning", f"DeepSpeed uses its default, {json.dumps(schema.get('default'))}"
     if setting.reader in HUGGING_FACE:
         theirs = f'Accelerate, which the Trainer uses, stops: "`{path}` not found in kwargs"'
         why = f"{theirs}; without it {why}" if severity == "warning" else theirs
@@ -261,7 +261,7 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
         code="auto-unfilled",
         severity=severity,
         path=path,
-        message=f'{path} is "auto", which nothing fills in before DeepSpeed reads it',
+        message=f'{path} is "auto", and nothing fills it in',
         why=why,
         fix="write a value, or remove the key for DeepSpeed's default",
     )
@@ -277,17 +277,17 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
     allowed = _allowed(schema)
     shown = json.dumps(value) if len(json.dumps(value)) < 60 else f"{json.dumps(value)[:57]}..."
     edits: tuple[Assignment, ...] = ()
-    code, why = "wrong-type", "DeepSpeed refuses it, or fails on it later"
+    code, why = "wrong-type", "DeepSpeed refuses it or fails later"
     if isinstance(value, str) and (number := as_number(value)) is not None and _fits(number, schema):
         code, edits = "number-as-string", (Assignment(path, number),)
-        why = "DeepSpeed converts it here; who reads the file before it may not" if strict else "DeepSpeed fails on it"
+        why = "DeepSpeed converts it, but other readers of the file may not" if strict else "DeepSpeed fails on it"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
         edits = (Assignment(path, {"enabled": value}),)
     elif _fits(True, schema) and (flag := _flag(value)) is not None:
         edits = (Assignment(path, flag),)
-        why = 'DeepSpeed fails on it, or takes any string for true, "false" too'
+        why = 'DeepSpeed fails on it, or treats any string as true, even "false"'
         if strict:
-            why = "DeepSpeed converts it here; who reads the file before it takes any string for true"
+            why = "DeepSpeed converts it, but other readers of the file treat any string as true"
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):
@@ -299,13 +299,13 @@ def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Fin
         path=path,
         message=f"{path} is {shown}; allowed: {allowed}",
         why=why,
-        fix=f"take {json.dumps(edits[0].value)}" if edits else "correct it, or remove it",
+        fix=f"use {json.dumps(edits[0].value)}" if edits else "correct it, or remove it",
         edits=edits,
     )
 
 
 def _flag(value: Any) -> bool | None:
-    """Return what a word or number in the place of true or false means; None where that is not plain."""
+    """Return the boolean that a word or number means, or None if that is not clear."""
     word = str(value).lower()
     if word in ("1", "yes", "on", "y"):
         return True
@@ -339,7 +339,7 @@ def _allowed(schema: Schema) -> str:
     }
     words = " or ".join(names[t] for t in ([types] if isinstance(types, str) else types)) or "another value"
     bounds = {
-        "minimum": "from {} on",
+        "minimum": "from {}",
         "exclusiveMinimum": "above {}",
         "maximum": "up to {}",
         "exclusiveMaximum": "below {}",

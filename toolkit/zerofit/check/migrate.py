@@ -1,4 +1,4 @@
-"""An old DeepSpeed JSON carried to the installed version: what it said then, said as it is said now."""
+"""Migration of an old DeepSpeed JSON to the installed version, with the same behaviour."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 PINNED = f"{ZERO}.cpu_offload_use_pin_memory"
 
 
-# Defaults that are others now: key, old value, when it matters, what changed. Written out, the old behaviour stays.
+# Changed defaults: key, old value, when it matters, what changed. Writing the old value keeps the old behaviour.
 # Sources: runtime/constants.py:203 and :46, runtime/precision_config.py:56, runtime/zero/offload_config.py:45 and :75
-# of 0.19.8 against DeepSpeed's published configuration reference of 2025
+# of 0.19.8, and DeepSpeed's published configuration reference of 2025
 DEFAULTS: tuple[tuple[str, Any, Callable[[CheckSubject], object], str], ...] = (
-    ("gradient_clipping", 0.0, lambda c: True, "no clipping was the default; now gradients are clipped to 1.0"),
-    ("steps_per_print", 10, lambda c: True, "a line every 10 steps was the default; now nothing is printed"),
+    ("gradient_clipping", 0.0, lambda c: True, "the default was no clipping; now gradients are clipped to 1.0"),
+    ("steps_per_print", 10, lambda c: True, "the default was a line every 10 steps; now nothing is printed"),
     (
         "bf16.check_grad_overflow",
         False,
         lambda c: c.bf16 and c.stage in (1, 2),
-        "infinite gradients were not looked for; now their steps are skipped",
+        "infinite gradients were not checked for; now their steps are skipped",
     ),
     (
         f"{OPTIMIZER}.pin_memory",
         False,
         lambda c: c.offload("optimizer"),
-        "host memory was pageable by default; now it is page-locked",
+        "the default was pageable host memory; now it is page-locked",
     ),
     (
         f"{PARAM}.pin_memory",
         False,
         lambda c: c.offload("param"),
-        "host memory was pageable by default; now it is page-locked",
+        "the default was pageable host memory; now it is page-locked",
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """The new text, what was lost on the way, and which old defaults are written out."""
+    """The new text, what was lost, and which old defaults were written out."""
 
     text: str
     lost: tuple[str, ...]
@@ -59,7 +59,7 @@ class Migrated:
 
 
 def migrate(document: Document, setting: TargetHardware) -> Migrated:
-    """Rename old keys, remove what is gone, and write out defaults that changed as they were."""
+    """Rename old keys, drop removed ones, and write out the old value of changed defaults."""
     lost: list[str] = []
     document = _without_gone_optimizer(document, lost)
     for _ in range(3):  # a renamed key may uncover another old one
@@ -82,12 +82,12 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
 
 
 def _edits(finding: Finding) -> Edits:
-    """Return the edits that carry a key over; what is gone is taken out, and named as lost."""
+    """Return the edits that migrate a key; a removed key is deleted."""
     return (Removal(finding.path),) if finding.code == "removed-key" else finding.edits
 
 
 def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
-    """Give sections of offload the flag that stood beside `cpu_offload`, and which DeepSpeed now drops."""
+    """Move the old flag `cpu_offload_use_pin_memory`, which DeepSpeed now drops, into the offload sections."""
     pinned = get(document.config, PINNED)
     edits: list[Edit] = [Removal(PINNED)]
     if not isinstance(pinned, bool):
@@ -96,7 +96,7 @@ def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
         given = get(document.config, section)
         if isinstance(given, dict) and "pin_memory" not in given:
             edits.append(Assignment(f"{section}.pin_memory", pinned))
-            kept.append(f"{section}.pin_memory {pinned}: {PINNED} says it")
+            kept.append(f"{section}.pin_memory {pinned}: from {PINNED}")
     return document.reread(apply(document, edits))
 
 
@@ -108,7 +108,7 @@ def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     new = GONE[name.lower()].capitalize()
     known = {p for names in catalog().optimizers[new.lower()].values() for p in names}
     extra = [key for key in subject.section("optimizer.params") if key not in (*known, "max_grad_norm")]
-    lost.append(f"optimizer {name}: {new} takes its place, without compressed communication")
+    lost.append(f"optimizer {name}: replaced by {new}, without compressed communication")
     lost.extend(f"optimizer.params.{key}: {new} has no such parameter" for key in extra)
     edits = [Assignment("optimizer.type", new), *(Removal(f"optimizer.params.{key}") for key in extra)]
     return document.reread(apply(document, edits))

@@ -1,7 +1,7 @@
-"""GPT-NeoX's files: arguments of its own, beside the keys of DeepSpeed that it hands on.
+"""GPT-NeoX's files: its own arguments, and DeepSpeed keys that it passes on.
 
-Names are those of megatron/neox_arguments at ea7aefd8; - and _ in them are one. It makes optimizers and schedulers
-itself, but for the compressed ones. Of what it hands on, it alone reads fp32_allreduce.
+Names are from megatron/neox_arguments at ea7aefd8; - and _ in them are the same. GPT-NeoX builds optimizers and
+schedulers itself, except compressed optimizers. DeepSpeed does not read `fp32_allreduce`, which GPT-NeoX passes on.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zerofit.check.finding import Finding, near, plainly
 
 OWN_MADE = ("optimizer", "scheduler")
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
-# arguments that no other program has together, and enough of them to know a file by; - and _ are one
+# a file with two of one of these groups is GPT-NeoX's; - and _ are the same
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
 OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
-MOSTLY = 0.8  # of a part's keys: its files are merged, and one of them may hold paths alone
+MOSTLY = 0.8  # share of GPT-NeoX's keys in one of its files: it merges several, and one may have only paths
 DEGREES = ("pipe_parallel_size", "model_parallel_size")
 PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
 
@@ -32,7 +32,7 @@ def _names() -> Mapping[str, list[str]]:
 
 
 def is_for_neox(config: Any, *, yaml: bool) -> bool:
-    """Return whether a file is for GPT-NeoX; one that is called a YAML, if nearly all of its keys are its arguments."""
+    """Return whether a file is for GPT-NeoX: by typical arguments, or for a YAML if nearly all keys are arguments."""
     keys = {str(key).replace("-", "_") for key in config} if isinstance(config, Mapping) else set()
     if any(sum(key in keys for key in some) >= 2 for some in (SIZES, OWN)):
         return True
@@ -41,7 +41,7 @@ def is_for_neox(config: Any, *, yaml: bool) -> bool:
 
 
 def handed_on(config: Mapping[str, Any]) -> Aliases:
-    """Return what DeepSpeed gets of a file for GPT-NeoX, and the names that the file has for it."""
+    """Return what GPT-NeoX passes to DeepSpeed from its file, and the file's names for it."""
     names = {key.replace("-", "_"): key for key in config}
     made = {name: config[key] for name, key in names.items() if name in _names()["handed_on"]}
     kind = made["optimizer"].get("type") if isinstance(made.get("optimizer"), Mapping) else None
@@ -60,7 +60,7 @@ def handed_on(config: Mapping[str, Any]) -> Aliases:
 
 
 def unknown_arguments(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find keys that GPT-NeoX has no argument for."""
+    """Yield findings about keys that are not arguments of GPT-NeoX."""
     known = [name for names in (_names()["own"], _names()["handed_on"]) for name in names]
     for key in config:
         name = key.replace("-", "_")
@@ -70,15 +70,15 @@ def unknown_arguments(config: Mapping[str, Any]) -> Iterator[Finding]:
         meant = better is not None and plainly(name, better)
         yield Finding(
             code="neox-argument",
-            severity="warning",  # its versions have others
+            severity="warning",  # other versions may have them
             path=key,
             message=f"GPT-NeoX has no argument {key!r}",
             why='GPT-NeoX stops: "got an unexpected keyword argument"',
-            fix=f"did you mean {better}?" if meant else "remove it; keys for DeepSpeed go into deepspeed_extra_args",
+            fix=f"did you mean {better}?" if meant else "remove it; keys for DeepSpeed belong in deepspeed_extra_args",
         )
 
 
 def model_parallel(config: Mapping[str, Any]) -> int:
-    """Return the number of ranks that hold one copy of the model."""
+    """Return the number of ranks per copy of the model."""
     degrees = (value for key, value in config.items() if key.replace("-", "_") in DEGREES)
     return math.prod(n for n in degrees if isinstance(n, int) and n > 1)

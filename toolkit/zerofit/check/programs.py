@@ -1,4 +1,4 @@
-"""Files of other programs that are no DeepSpeed JSON, known by their own keys."""
+"""Files of other programs that are not a DeepSpeed JSON, recognised by their keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# nearly all DeepSpeed JSONs have one of them
+# nearly every DeepSpeed JSON has one of them
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 
-# what programs read for themselves from the same file, at its top level: no slip in a key of DeepSpeed
+# top-level keys that training programs read from the same file: not misspelt DeepSpeed keys
 _OWN = """
 seed random_seed manual_seed epoch epochs num_epochs max_epochs num_train_epochs steps max_steps num_steps
 total_steps train_iters num_workers dataloader_num_workers lr learning_rate min_lr max_lr warmup
@@ -32,16 +32,16 @@ OWN_KEYS = frozenset(_OWN.split())
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program's own file, and the keys that it is known by."""
+    """A program's file, and the keys to recognise it by."""
 
     name: str
-    kind: str  # as `zerofit.check.companion` reads it; "": it names no DeepSpeed JSON
-    needs: tuple[str, ...] = ()  # all of these
-    keys: tuple[str, ...]  # and so many of these
+    kind: str  # of `zerofit.check.companion`; "": it names no DeepSpeed JSON
+    needs: tuple[str, ...] = ()  # all of these keys
+    keys: tuple[str, ...]  # and at least `least` of these
     least: int = 1
 
     def seen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys that tell it, none where the file is not this program's."""
+        """Return the keys that identify the program, or none if the file is not its."""
         found = tuple(key for key in self.keys if key in config)
         return (*self.needs, *found) if len(found) >= self.least and all(k in config for k in self.needs) else ()
 
@@ -68,13 +68,13 @@ PROGRAMS = (
         name="a Hugging Face model's config.json", kind="", keys=("architectures", "model_type", "hidden_size"), least=2
     ),
     Program(
-        name="arguments of a training (the Trainer's, TRL's)",
+        name="training arguments (the Trainer's, TRL's)",
         kind="trainer",
         keys=("output_dir", "model_name_or_path", "num_train_epochs", "per_device_train_batch_size", "report_to"),
         least=2,
     ),
     Program(
-        name="settings of FSDP",
+        name="FSDP settings",
         kind="",
         keys=(
             "fsdp",
@@ -88,20 +88,20 @@ PROGRAMS = (
 
 
 def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
-    """Return whose file a configuration is that is not DeepSpeed's, and the keys that tell it."""
+    """Return the program of a configuration that is not DeepSpeed's, and the keys that identify it."""
     if not isinstance(config, Mapping) or any(key in config for key in MARKS):
         return None
     return next(((program, keys) for program in PROGRAMS if (keys := program.seen(config))), None)
 
 
 def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str:
-    """Return what to check instead of a program's own file: the DeepSpeed JSON that it names, if it names any."""
+    """Return what to check instead of a program's file: the DeepSpeed JSON that it names, if any."""
     if program.kind == "accelerate":
         kind = config.get("distributed_type")
         if kind in (None, "DEEPSPEED"):
-            return f"zerofit check --accelerate-config {file} checks what Accelerate makes of it"
-        return f"its distributed_type is {kind}: Accelerate starts no DeepSpeed with it"
+            return f"zerofit check --accelerate-config {file} checks the JSON that Accelerate makes from it"
+        return f"its distributed_type is {kind}: Accelerate does not use DeepSpeed with it"
     named = config.get("deepspeed")
     if program.kind and isinstance(named, str):
-        return f"zerofit check --training-args {file} checks {named}, which it names, against it"
-    return f"it names no DeepSpeed JSON{' (key deepspeed)' if program.kind else ''}: name that file"
+        return f"zerofit check --training-args {file} checks {named}, which it names, together with it"
+    return f"it names no DeepSpeed JSON{' (key deepspeed)' if program.kind else ''}: give that file"

@@ -1,4 +1,4 @@
-"""The program that reads a DeepSpeed JSON: it decides what "auto" means and how strict the JSON has to be."""
+"""The program that reads a DeepSpeed JSON: it determines what "auto" means and how strict the JSON must be."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ SPOKEN = {
     "zerofit": "zerofit",
     "neox": "GPT-NeoX",
 }
-# they call json.load: transformers 5.23 integrations/deepspeed.py, accelerate 1.15 utils/deepspeed.py:104, Lightning's
-# strategies/deepspeed.py
+# STRICT_READERS call json.load: transformers 5.23 integrations/deepspeed.py, accelerate 1.15 utils/deepspeed.py:104,
+# lightning strategies/deepspeed.py
 HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
 NAMED = 3  # keys that the first line names
-# of parallelism: no other program fills an "auto" there, and nobody writes one by mistake
+# only zerofit fills an "auto" at these degrees of parallelism
 DEGREES = ("sequence_parallel_size", "tensor_parallel.autotp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Who reads a file, and how that is known."""
+    """The program that reads a file, and the reason for the guess."""
 
     name: str
-    why: str = ""  # what the guess goes by; "" where the user has said it
-    note: str = ""  # what another program would make of the file
+    why: str = ""  # the reason for the guess; "" if the user named the reader
+    note: str = ""  # what plain DeepSpeed or a merge would change
 
     def sentence(self) -> str:
-        """Return the line that the command begins with."""
-        guess = f", since {self.why}; --for NAME names another" if self.why else ""
+        """Return the command's first line."""
+        guess = f", since {self.why}; --for NAME changes that" if self.why else ""
         return f"read as a file for {SPOKEN[self.name]}{guess}{'; ' if self.note else ''}{self.note}"
 
 
 def guess(config: Any, *, yaml: bool = False) -> Reader:
-    """Return who most likely reads a configuration, a JSON or a YAML."""
+    """Return the most likely reader of a configuration (JSON or YAML)."""
     if not isinstance(config, Mapping):
         return Reader(name="deepspeed", why="nothing in it says otherwise")
     if is_for_neox(config, yaml=yaml):
         return Reader(
-            name="neox", why="it has arguments of GPT-NeoX", note="of the files that it merges, this alone is seen"
+            name="neox", why="it has arguments of GPT-NeoX", note="GPT-NeoX merges files, but only this one is checked"
         )
     first = next(autos(config), None)
     degree = next((path for path in autos(config) if path in DEGREES), None)
@@ -61,11 +61,11 @@ def guess(config: Any, *, yaml: bool = False) -> Reader:
 
 
 def _left_to_trainer(config: Mapping[str, Any]) -> str:
-    """Return what plain DeepSpeed makes of each "auto" that the Trainer fills; "" where it fills none."""
+    """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
     left = [path for path in autos(config) if path in FILLED]
     stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
     named = ", ".join(stops[:NAMED]) + (f" and {len(stops) - NAMED} more" if len(stops) > NAMED else "")
     does = [f'stops at "auto" for {named}'] if stops else []
-    does += [f"takes its default for {len(left) - len(stops)} of them"] if len(left) > len(stops) else []
+    does += [f"uses its default for {len(left) - len(stops)} of them"] if len(left) > len(stops) else []
     count = f"{len(left)} keys" if len(left) > 1 else "a key"
     return f'it fills the "auto" of {count}; plain DeepSpeed {" and ".join(does)}' if left else ""

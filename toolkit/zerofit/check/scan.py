@@ -1,7 +1,4 @@
-"""A JSON text read into values that know their places, as DeepSpeed's own reader (hjson) takes it.
-
-Comments and a comma after the last member do no harm.
-"""
+"""Parser of JSON with comments and trailing commas, as DeepSpeed's reader (hjson) accepts it; values have positions."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ MOST_DIGITS = 400  # a double has 309 before its point
 
 @dataclass(frozen=True, kw_only=True)
 class TextPosition:
-    """The place where something stands: line and column from 1 on, offsets into the text from 0 on."""
+    """A position in a text: line and column count from 1, offsets from 0."""
 
     line: int
     column: int
@@ -36,16 +33,16 @@ class TextPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedValue:
-    """A value with its place; objects and arrays hold their parts."""
+    """A value with its position, and the parts of an object or array."""
 
     place: TextPosition
-    data: Any  # as json.loads gives it; of a key that stands twice, the last value
+    data: Any  # as json.loads returns it; for a duplicate key the last value
     members: tuple[ObjectMember, ...] = ()
     items: tuple[ParsedValue, ...] = ()
 
     @cached_property
     def by_key(self) -> dict[str, ObjectMember]:
-        """Members by key; of a key that stands twice, the last one."""
+        """Members by key; for a duplicate key the last one."""
         return {member.key: member for member in self.members}
 
 
@@ -59,16 +56,16 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """The text is not valid JSON (or YAML, its notation); says where and what was expected."""
+    """The text is not valid JSON (or YAML): where, and what was expected."""
 
     def __init__(self, message: str, line: int, column: int, *, final: bool = False, notation: str = "JSON"):
         super().__init__(message)
         self.message, self.line, self.column, self.notation = message, line, column, notation
-        self.final = final  # in HJSON too
+        self.final = final  # invalid in HJSON too
 
 
 class Scanner:
-    """One reading of a text; what is tolerated but not strict JSON is noted on the way."""
+    """One reading of a text, which records what is not strict JSON."""
 
     def __init__(self, text: str):
         self.commas: list[TextPosition] = []  # after the last member of an object or array
@@ -78,25 +75,25 @@ class Scanner:
         self._line_ends = [found.start() for found in re.finditer("\n", text)]
 
     def read(self) -> ParsedValue:
-        """Return the text's value. Raises SyntaxFault with line, column and what was expected there."""
+        """Return the text's value. Raises SyntaxFault with line, column and what was expected."""
         self._skip()
         try:
             root = self._value()
         except RecursionError:
-            raise SyntaxFault("objects or arrays are nested too deeply to be a configuration", 1, 1) from None
+            raise SyntaxFault("objects or arrays are nested too deeply", 1, 1) from None
         self._skip()
         if self._at < len(self._text):
-            self._fail("the end")
+            self._fail("the end of the text")
         return root
 
     def place(self, start: int, end: int) -> TextPosition:
-        """Return the position of a stretch of the text."""
+        """Return the position of a part of the text."""
         line = bisect_left(self._line_ends, start)
         before = self._line_ends[line - 1] if line else -1
         return TextPosition(line=line + 1, column=start - before, start=start, end=end)
 
     def _skip(self) -> str:
-        """Pass over blanks and comments. Return the sign that follows, "" at the end."""
+        """Skip blanks and comments. Return the next character, "" at the end."""
         text = self._text
         while True:
             self._at = BLANK.match(text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
@@ -155,7 +152,7 @@ class Scanner:
         return items
 
     def _next(self, closing: str) -> str:
-        """Pass over the comma behind a part. Return the sign that follows; a last comma is noted."""
+        """Skip the comma after a part, and record a trailing one. Return the next character."""
         sign = self._skip()
         if sign == closing:
             return sign
@@ -182,12 +179,12 @@ class Scanner:
             raise SyntaxFault(error.reason, place.line, place.column, final=True) from None
 
     def _number(self, word: str) -> float | int:
-        """Return a number. Raises SyntaxFault for one that no double holds."""
+        """Return a number. Raises SyntaxFault if it is too large for a double."""
         if len(word) <= MOST_DIGITS and math.isfinite(float(word)):
             return int(word) if word.lstrip("-").isdigit() else float(word)
         shown = word if len(word) < 20 else f"a number of {len(word):,} characters"
         place = self.place(self._at - len(word), self._at)
-        message = f"got {shown}, which is beyond what a number of JSON can be for any reader (1.8e308)"
+        message = f"got {shown}, which is too large for a JSON number (above 1.8e308)"
         raise SyntaxFault(message, place.line, place.column, final=True)
 
     def _fail(self, expected: str) -> NoReturn:
@@ -195,9 +192,9 @@ class Scanner:
         rest = self._text[self._at : self._at + 12].split("\n")[0]
         python = re.match(r"True\b|False\b|None\b|'", rest)
         if self._at >= len(self._text):
-            message = "the text ends where more is expected (a closing bracket?)"
+            message = "the text ends too early (a closing bracket is missing?)"
         elif python:
-            message = f"got Python's {python.group()} where JSON has {PYTHON[python.group()]}"
+            message = f"got Python's {python.group()}; JSON needs {PYTHON[python.group()]}"
         else:
-            message = f"got {rest!r} where JSON has {expected}"
+            message = f"got {rest!r}; expected {expected}"
         raise SyntaxFault(message, place.line, place.column, final=python is not None)

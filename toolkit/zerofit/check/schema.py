@@ -1,4 +1,4 @@
-"""A JSON Schema of DeepSpeed's configuration for editors, and which "auto" somebody fills."""
+"""A JSON Schema of DeepSpeed's configuration for editors, and the keys whose "auto" a program fills in."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ACCELERATE = frozenset(
     }
 )
 
-# what `zerofit.config.resolve` fills beyond these
+# what `zerofit.config.resolve` fills in addition
 ZEROFIT = HUGGING_FACE | {
     "optimizer.type",
     "optimizer.params.momentum",
@@ -56,16 +56,13 @@ FILLED = HUGGING_FACE | ACCELERATE | ZEROFIT
 
 
 def filled_by(reader: str) -> frozenset[str]:
-    """Return the keys whose "auto" a program fills before DeepSpeed sees it."""
-    theirs = HUGGING_FACE | ACCELERATE | {f"{ZERO}.stage"}  # by 2, which no schema should offer
+    """Return the keys whose "auto" a program fills before DeepSpeed reads it."""
+    theirs = HUGGING_FACE | ACCELERATE | {f"{ZERO}.stage"}  # filled with 2, which the schema should not offer
     return {"zerofit": FILLED, "trainer": theirs, "accelerate": theirs}.get(reader, frozenset())
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of the installed DeepSpeed.
-
-    It has descriptions, defaults, allowed values, and "auto" where that is filled.
-    """
+    """Return the JSON Schema (draft 2020-12) of the installed DeepSpeed, with descriptions, defaults and "auto"."""
     known = catalog()
     root = copy.deepcopy(known.schema)
     _allow_auto(root, "")

@@ -1,4 +1,4 @@
-"""A JSON held against the values that flags, arguments and programs have for its keys; every "auto" that they fill."""
+"""A JSON compared with the values of flags, arguments and programs for its keys, and with "auto" filled in."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zerofit.check.neox import handed_on
 from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, Asked, CheckSubject, TargetHardware
 
-FILLING = ("trainer", "accelerate", "zerofit")  # programs that put their own value in the place of "auto"
-# what is in force where a key is missing that a program asks for, and the key that has to be there for it to be read
+FILLING = ("trainer", "accelerate", "zerofit")  # programs that replace "auto" by their own value
+# DeepSpeed's default if a key is missing that a program sets, and the key without which it is not read
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (1.0, ""),
     "optimizer.params.lr": (1e-3, "optimizer.type"),
@@ -31,16 +31,16 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """A JSON in documented names as DeepSpeed gets it, and what that took."""
+    """A JSON with documented names as DeepSpeed gets it, and how it was filled."""
 
-    given: Aliases  # what of the file is DeepSpeed's
-    aliases: Aliases  # of what is given
+    given: Aliases  # DeepSpeed's keys of the file
+    aliases: Aliases  # of `given`
     subject: CheckSubject
-    filled: Mapping[str, Asked] = field(default_factory=dict)  # key -> who filled its "auto"
+    filled: Mapping[str, Asked] = field(default_factory=dict)  # key -> the value that replaced its "auto"
     findings: tuple[Finding, ...] = ()
 
     def in_file(self, finding: Finding) -> Finding:
-        """Return a finding in the names that the file writes; of an "auto", with who has filled it."""
+        """Return a finding with the file's names; for an "auto", with the source of its value."""
         written = self.given.finding_in_file(self.aliases.finding_in_file(finding))
         by = self.filled.get(finding.path)
         if by is None or finding.beside or '"auto"' in finding.message:
@@ -50,7 +50,7 @@ class Settled:
 
 
 def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Settled:
-    """Put in what programs fill, one after the other, and compare each of their values with what stands there."""
+    """Compare each value of a flag, argument or program with the JSON's, and fill it in for "auto"."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     aliases = resolve(given.config, catalog)
     settled = deepcopy(dict(aliases.config))
@@ -74,7 +74,7 @@ def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware)
 
 
 def _same(value: Any, asked: Any) -> bool:
-    """Return whether a value of the JSON is the one that is asked for; words of another type differ from none."""
+    """Return whether a JSON value equals the requested one. A string never differs from a number."""
     if isinstance(asked, tuple):
         return str(value).lower() in asked
     if isinstance(value, str) or isinstance(asked, str):
@@ -88,17 +88,17 @@ def _shown(value: Any) -> str:
 
 def _differs(asked: Asked, value: Any, setting: TargetHardware) -> Finding:
     stops = setting.reader in ("trainer", "zerofit")
-    goes_on = "the file's value is in force, whatever the program's own argument says"
-    refuses = "the run stops: the Trainer and zerofit refuse values that differ from their own"
+    goes_on = "the file's value is used and the program's argument is ignored"
+    refuses = "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
     return Finding(
         code="flag-differs",
         severity=asked.severity,
         path=asked.path,
-        message=f"{asked.path} is {_shown(value)} in the file; asked for: {asked.by}",
+        message=f"{asked.path} is {_shown(value)} in the file, but {asked.by}",
         why=asked.overruled or (refuses if stops else goes_on),
-        fix="take one of the two out"
+        fix="remove one of the two"
         if asked.overruled
-        else 'make them the same, or write "auto" where the program fills it in',
+        else 'make them equal, or write "auto" if the program fills it in',
         beside=asked.place,
     )
 
@@ -109,31 +109,31 @@ def _refused(asked: Asked, value: Any) -> Finding:
         code="accelerate-beside-json",
         severity=asked.severity,
         path=asked.path,
-        message=f"{asked.by} stands beside a DeepSpeed JSON{has}",
+        message=f"{asked.by} together with a DeepSpeed JSON{has}",
         why=asked.refused,
-        fix="take it out of Accelerate's file; the JSON says it" if asked.path else "write DEEPSPEED",
+        fix="remove it from Accelerate's file; set it in the JSON" if asked.path else "set it to DEEPSPEED",
         beside=asked.place,
     )
 
 
 def _left_out(settled: Mapping[str, Any], asked: Asked) -> Iterator[Finding]:
-    """Yield what an argument asks for where the JSON has no key that takes it to DeepSpeed."""
+    """Yield a finding about an argument that does not reach DeepSpeed, since the JSON has no key for it."""
     default, needed = LEFT_OUT.get(asked.path, (None, ""))
     if default is None or _same(default, asked.value) or (needed and get(settled, needed) is None):
         return
     yield Finding(
         code="flag-unread",
         path=asked.path,
-        message=f"{asked.by} is asked for, but there is no {asked.path}",
-        why=f"DeepSpeed takes {default}: nothing hands the argument on",
-        fix=f'write "{asked.path.rpartition(".")[2]}": "auto"',
+        message=f"{asked.by} is given, but the JSON has no {asked.path}",
+        why=f"DeepSpeed uses {default}: nothing passes the argument on",
+        fix=f'add "{asked.path.rpartition(".")[2]}": "auto"',
         beside=asked.place,
     )
 
 
 def _of_parts(settled: Mapping[str, Any], setting: TargetHardware) -> Iterator[Asked]:
-    """Yield the whole batch that flags ask for by its parts."""
-    asked = {one.path: one.value for one in setting.asked}
+    """Yield the total batch size that follows from the flags for micro batch and accumulation."""
+    asked = {value.path: value.value for value in setting.asked}
     if TOTAL in asked or not (asked.get(MICRO) and asked.get(STEPS) and setting.ranks):
         return
     degrees = (setting.pipeline, get(settled, "sequence_parallel_size"), get(settled, "tensor_parallel.autotp_size"))

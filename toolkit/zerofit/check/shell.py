@@ -1,4 +1,4 @@
-"""Commands of a shell script, as far as they can be known without running it."""
+"""Commands of a shell script, read without running it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-UNKNOWN = "\0"  # stands in a word for what only running the script would tell
-RUN = r"\$\(\(.*?\)\)|\$\([^)]*\)|`[^`]*`"  # commands and sums inside a word
+UNKNOWN = "\0"  # marks the part of a word that only running the script would tell
+RUN = r"\$\(\(.*?\)\)|\$\([^)]*\)|`[^`]*`"  # command substitution and arithmetic inside a word
 TOKEN = re.compile(
     rf"""(?P<joined>\\\r?\n)
     |(?P<end>\r?\n|;|&&|\|\|?|&)
@@ -26,20 +26,20 @@ REFERENCE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
-BEFORE = ("export", "local", "declare", "readonly")  # words that an assignment follows
+BEFORE = ("export", "local", "declare", "readonly")  # words before an assignment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """One word of a command, and the line that it stands in."""
+    """One word of a command, and its line."""
 
     text: str
     line: int
 
 
 def commands(text: str) -> Iterator[list[Word]]:
-    """Yield the words of each command, with the variables put in that the script itself sets."""
-    known: dict[str, list[Word]] = {}  # one word, or those of an array
+    """Yield the words of each command, with the script's own variables expanded."""
+    known: dict[str, list[Word]] = {}  # one word, or the words of an array
     words: list[Word] = []
     array: str | None = None
     line = 1
@@ -68,7 +68,7 @@ def commands(text: str) -> Iterator[list[Word]]:
 
 
 def _expanded(token: str, line: int, known: Mapping[str, list[Word]]) -> list[Word]:
-    """Return the words that a token stands for: those of a variable without quotes, or of an array, are several."""
+    """Expand a token: an array, or a variable without quotes, may become several words."""
     alone = REFERENCE.fullmatch(token.strip('"') if "[@]" in token else token)
     name = (alone["name"] or alone["short"] or "") if alone else ""
     if name in known:

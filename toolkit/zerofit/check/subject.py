@@ -1,4 +1,4 @@
-"""The subject of a rule: the configuration, read without ever failing, and where it is to run."""
+"""The subject of a rule: a configuration, with getters that never raise, and its target."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A value that a flag, an argument or a program asks for at a key of the JSON."""
+    """A value that a flag, an argument or a program sets for a key of the JSON."""
 
     path: str
-    value: Any  # a tuple: the words that mean it, in lower case
+    value: Any  # or a tuple of equivalent words, in lower case
     said: str  # "--micro-batch 4"
     place: str = ""  # "run.sh:12"
-    compared: bool = True  # with the JSON's own value; else it only takes the place of "auto"
+    compared: bool = True  # with the JSON's value; else it only replaces "auto"
     severity: Literal["error", "warning"] = "error"
-    refused: str = ""  # why the key may not stand in both files, whatever its values
-    overruled: str = ""  # who goes by the JSON's value, where that is not the reader's usual way
+    refused: str = ""  # why the key must not be in both files, whatever its values
+    overruled: str = ""  # why the JSON's value is used, if the reader does not usually do that
 
     @property
     def by(self) -> str:
-        """What was said, and where."""
+        """The flag or argument, and its place."""
         return f"{self.said} ({self.place})" if self.place else self.said
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetHardware:
-    """The hardware and the program that the JSON is for; None where nobody has said."""
+    """The hardware and the program that the JSON is for; None if unknown."""
 
     ranks: int | None = None
-    pipeline: int | None = None  # stages: DeepSpeed's JSON does not say
-    schedule: PipelineSchedule = "1f1b"  # of their micro batches: nor this
+    pipeline: int | None = None  # stages, which a DeepSpeed JSON does not contain
+    schedule: PipelineSchedule = "1f1b"  # of micro batches, likewise
     accelerator: str | None = None  # "cuda" or "cpu"
-    precisions: tuple[str, ...] = PRECISIONS  # that the device has
+    precisions: tuple[str, ...] = PRECISIONS  # that the device supports
     facts: ModelFacts | None = None
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
-    asked: tuple[Asked, ...] = ()  # what flags, and files beside the JSON, have for its keys
-    guessed: bool = False  # from the file, by nobody's word
-    one_thread: str | None = None  # what starts the ranks with one thread each, and where that is said
+    asked: tuple[Asked, ...] = ()  # from flags and companion files
+    guessed: bool = False  # whether the reader was guessed from the file
+    one_thread: str | None = None  # the launcher that gives each rank one thread, and its place
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSubject:
-    """A configuration with its setting. Values of a wrong type read as missing: the key check has named them."""
+    """A configuration with its target. Values of a wrong type count as missing: the key check reports them."""
 
     config: Mapping[str, Any]
     catalog: Catalog
     setting: TargetHardware = field(default_factory=TargetHardware)
-    filled: frozenset[str] = frozenset()  # keys whose "auto" the setting's program has filled
+    filled: frozenset[str] = frozenset()  # keys whose "auto" was filled in
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted path, or None."""
         return get(self.config, path)
 
     def has(self, path: str) -> bool:
-        """Return whether the key stands there, whatever its value."""
+        """Return whether the key exists, whatever its value."""
         missing = object()
         return get(self.config, path, missing) is not missing
 
     def on(self, path: str) -> bool:
-        """Return whether the value is true, by DeepSpeed's default where the key is missing."""
+        """Return whether the value, or DeepSpeed's default for a missing key, is true."""
         value = self.get(path)
         return value is True or (value is None and self.catalog.default(path) is True)
 
     def off(self, path: str) -> bool:
-        """Return whether the value is false, and the key is there."""
+        """Return whether the key exists and is false."""
         return self.get(path) is False
 
     def number(self, path: str) -> float | int | None:
@@ -83,7 +83,7 @@ class CheckSubject:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def word(self, path: str) -> str | None:
-        """Return a string, or None; "auto" is none."""
+        """Return a string, or None; None for "auto"."""
         value = self.get(path)
         return value if isinstance(value, str) and value != "auto" else None
 
@@ -93,7 +93,7 @@ class CheckSubject:
         return value if isinstance(value, Mapping) else {}
 
     def changed(self, path: str) -> bool:
-        """Return whether the key stands there with another value than DeepSpeed's default."""
+        """Return whether the key exists with another value than DeepSpeed's default."""
         value = self.get(path)
         return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
 
@@ -104,12 +104,12 @@ class CheckSubject:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks; 0 where it is not known."""
+        """Number of ranks; 0 if unknown."""
         return self.setting.ranks or 0
 
     @property
     def stage(self) -> int:
-        """ZeRO stage; 0 where none is given."""
+        """ZeRO stage; 0 if none is given."""
         value = self.number(f"{ZERO}.stage")
         return int(value) if value in (0, 1, 2, 3) else 0
 
@@ -126,11 +126,11 @@ class CheckSubject:
 
     @property
     def zenflow(self) -> bool:
-        """Whether ZenFlow is asked for."""
+        """Whether ZenFlow is configured."""
         return isinstance(self.get(f"{ZERO}.zenflow"), Mapping)
 
     def degree(self, path: str) -> int:
-        """Return a parallel degree; 1 where none is given."""
+        """Return a parallel degree; 1 if none is given."""
         value = self.number(path)
         return int(value) if value and value > 1 else 1
 

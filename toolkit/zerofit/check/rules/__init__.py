@@ -1,1 +1,1 @@
-"""The rules about values and their combinations, one file a subject; `RULES` in `table.py` lists them all."""
+"""The rules about values and their combinations, one file per subject; `RULES` in `check.py` lists them all."""

@@ -11,7 +11,7 @@ ACT, DATA = "activation_checkpointing", "data_efficiency"
 CURRICULUM = f"{DATA}.data_sampling.curriculum_learning"
 DYNAMIC = f"{DATA}.data_sampling.dynamic_batching"
 
-# keys that DeepSpeed takes and nothing in it reads (found by looking for readers of each)
+# keys that DeepSpeed accepts and no code of it reads (found by searching for readers)
 NEVER_READ = {
     "disable_allgather": "runtime/config.py:257",
     "vocabulary_size": "runtime/config.py:717 (a warning)",
@@ -34,24 +34,24 @@ FEATURES = (
         code="comms-logger-off",
         path="comms_logger.enabled",
         when=lambda c: c.off("comms_logger.enabled"),
-        message="comms_logger.enabled is false, which does not switch it off",
-        why="DeepSpeed looks only whether the section is there: the logger runs, and synchronises every collective",
+        message="comms_logger.enabled is false, which does not switch the logger off",
+        why="DeepSpeed only checks whether the section exists: the logger runs and synchronises every collective",
         fix="remove the section",
         source="comm/config.py:22",
     ),
     Rule(
         code="autotuning-on",
-        severity="warning",  # which the file may be made for
+        severity="warning",  # the file may be meant for autotuning
         path="autotuning.enabled",
         when=lambda c: c.on("autotuning.enabled"),
-        message="autotuning is on, which is for `deepspeed --autotuning`",
-        why="DeepSpeed ends an ordinary run in its sixth step by exit(), with status 0",
+        message="autotuning is on, which is only for `deepspeed --autotuning`",
+        why="DeepSpeed ends an ordinary run in its sixth step with exit status 0",
         fix="remove the section from the JSON of a real run",
         source="runtime/engine.py:3657",
     ),
     Rule(
         code="activations-contiguous",
-        severity="warning",  # Megatron hands both over in code
+        severity="warning",  # Megatron passes both in code
         path=f"{ACT}.contiguous_memory_optimization",
         when=lambda c: (
             c.setting.reader != "lightning"
@@ -61,7 +61,7 @@ FEATURES = (
         message="contiguous_memory_optimization without partition_activations and number_checkpoints",
         why='DeepSpeed stops in deepspeed.checkpointing.configure: "Contiguous Checkpointing is only available with '
         'partitioned activations"',
-        fix="give both, here or to deepspeed.checkpointing.configure in the code, or remove it",
+        fix="set both (here or in deepspeed.checkpointing.configure), or remove it",
         source="runtime/activation_checkpointing/checkpointing.py:1229",
     ),
     *(
@@ -70,17 +70,17 @@ FEATURES = (
             severity="warning",
             path=f"{ACT}.{key}",
             when=lambda c, key=key, does=does: c.on(f"{ACT}.{key}") and c.setting.reader not in does,
-            message=f"activation_checkpointing.{key} does nothing by itself",
-            why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go "
-            "through deepspeed.checkpointing.checkpoint",
+            message=f"activation_checkpointing.{key} has no effect by itself",
+            why="DeepSpeed reads it only if your code calls deepspeed.checkpointing.configure and checkpoints layers "
+            "with deepspeed.checkpointing.checkpoint",
             fix=fix,
             source="runtime/activation_checkpointing/checkpointing.py:1121",
         )
-        for code, key, fix, does in (  # programs that call it, or do by themselves what the key says
+        for code, key, fix, does in (  # programs that call it, or implement the key themselves
             (
                 "activations-host",
                 "cpu_checkpointing",
-                "call it in your code; zerofit train does what it says without",
+                "call it in your code, or use zerofit train, which needs no call",
                 ("lightning", "zerofit"),
             ),
             ("activations-partition", "partition_activations", "remove it, or call it in your code", ("lightning",)),
@@ -90,16 +90,16 @@ FEATURES = (
         code="checkpoint-writer",
         path="checkpoint.writer",
         when=lambda c: c.section("checkpoint.writer"),
-        message="checkpoint.writer",
-        why="DeepSpeed's fast writer saves files that torch 2.6 and later does not load again, and without the "
-        "deepspeed launcher it fails with KeyError 'CROSS_SIZE'",
+        message="checkpoint.writer is set",
+        why="DeepSpeed's fast writer saves files that torch 2.6 and later cannot load; without the deepspeed launcher "
+        "it fails with KeyError 'CROSS_SIZE'",
         source="runtime/model_checkpointing/utils.py:76",
     ),
     Rule(
         code="datastates-on",
         path="datastates_ckpt",
         when=lambda c: c.has("datastates_ckpt") and c.get("datastates_ckpt") is not False and _absent("datastates"),
-        message='datastates_ckpt is on: any value but false switches it on, also {"enabled": false}',
+        message='datastates_ckpt is on: any value except false switches it on, even {"enabled": false}',
         why="DeepSpeed stops: the package DataStates is not installed",
         source="datastates/config.py:20",
     ),
@@ -109,7 +109,7 @@ FEATURES = (
         path="aio",
         when=lambda c: c.section("aio") and "nvme" not in (c.offload("optimizer"), c.offload("param")),
         message="aio without NVMe offload",
-        why="DeepSpeed reads it for offload to NVMe only",
+        why="DeepSpeed reads it only for offload to NVMe",
         source="runtime/swap_tensor/aio_config.py:20",
     ),
     Rule(
@@ -127,7 +127,7 @@ FEATURES = (
             path=f"{DATA}.enabled",
             when=lambda c, inner=inner: c.off(f"{DATA}.enabled") and c.on(f"{inner}.enabled"),
             message=f"data_efficiency.enabled is false, which does not switch off its {inner.rpartition('.')[2]}",
-            why="DeepSpeed looks at the inner switch only",
+            why="DeepSpeed only checks the inner switch",
             fix=f"set {inner.rpartition('.')[2]}.enabled to false",
             source="runtime/engine.py:1402-1421",
         )
@@ -139,7 +139,7 @@ FEATURES = (
         when=lambda c: c.on(f"{CURRICULUM}.enabled") and not c.has(f"{CURRICULUM}.curriculum_metrics"),
         message="curriculum_learning without curriculum_metrics",
         why='DeepSpeed stops: "Curriculum learning is enabled, curriculum_metrics must be specified"',
-        fix="give the metrics, or disable it",
+        fix="set curriculum_metrics, or disable it",
         source="runtime/data_pipeline/config.py:88",
     ),
     Rule(
@@ -148,17 +148,17 @@ FEATURES = (
         when=lambda c: c.on(f"{DYNAMIC}.enabled") and not c.has(f"{DYNAMIC}.max_tokens"),
         message="dynamic_batching without max_tokens",
         why='DeepSpeed stops: "Dynamic batching is enabled, so max_tokens must be specified"',
-        fix="give max_tokens, or disable it",
+        fix="set max_tokens, or disable it",
         source="runtime/data_pipeline/config.py:108",
     ),
     *(
         Rule(
             code="monitor-package",
-            severity="warning",  # the machine that trains may have it
+            severity="warning",  # the training machine may have it
             path=f"{section}.enabled",
             when=lambda c, section=section, package=package: c.on(f"{section}.enabled") and _absent(package),
             message=f"{section} needs the package {package}, which is not installed",
-            why="DeepSpeed fails on rank 0 only, and the other ranks hang or time out",
+            why="DeepSpeed fails only on rank 0, and the other ranks hang or time out",
             fix=f"pip install {package}, or disable it",
             source="monitor/utils.py:9, monitor/monitor.py:40",
         )
@@ -170,8 +170,8 @@ FEATURES = (
         path="flops_profiler.profile_step",
         when=lambda c: c.on("flops_profiler.enabled") and (c.number("flops_profiler.profile_step") or 1) < 0,
         message="flops_profiler.profile_step is {value}",
-        why="DeepSpeed counts steps from 0: this one never comes, and nothing is profiled",
-        fix="take 1, or a step after the warm-up",
+        why="DeepSpeed counts steps from 0, so that nothing is profiled",
+        fix="use 1, or a step after the warm-up",
         source="runtime/engine.py:3583",
     ),
     *(
@@ -181,7 +181,7 @@ FEATURES = (
             path=path,
             when=lambda c, path=path: c.changed(path),
             message=f"{path} has no effect",
-            why=f"DeepSpeed takes it, and nothing reads it ({source})",
+            why=f"DeepSpeed accepts it, and nothing reads it ({source})",
             source=source,
         )
         for path, source in NEVER_READ.items()

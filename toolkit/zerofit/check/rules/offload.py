@@ -14,7 +14,7 @@ OPTIMIZER, PARAM, ZENFLOW = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 UPDATE = f"{ZENFLOW}.update_interval"
 STRATEGY = f"{ZENFLOW}.select_strategy"
 
-# what offload reads for the device nvme only
+# keys that are read only for the device nvme
 NVME_KEYS = {
     "optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write"),
     "param": ("nvme_path", "buffer_count"),
@@ -31,8 +31,8 @@ OFFLOAD = (
         path=PARAM,
         when=lambda c: c.offload("param") and c.stage < 3,
         message=lambda c: f"offload_param at ZeRO stage {c.stage}",
-        why="DeepSpeed ignores it: only stage 3 partitions parameters, so that all of them stay on the device",
-        fix="take stage 3, or remove the block",
+        why="DeepSpeed ignores it and keeps all parameters on the device: only stage 3 partitions them",
+        fix="use stage 3, or remove the block",
         source="runtime/engine.py:2749-2788",
     ),
     Rule(
@@ -40,26 +40,25 @@ OFFLOAD = (
         path=OPTIMIZER,
         when=lambda c: c.offload("optimizer") and c.stage == 0,
         message="offload_optimizer without ZeRO",
-        why="DeepSpeed offloads nothing at stage 0; the device only makes it choose its CPU Adam",
-        fix="take stage 1 or higher, or remove the block",
+        why="DeepSpeed offloads nothing at stage 0; it only switches to its CPU Adam",
+        fix="use stage 1 or higher, or remove the block",
         source="runtime/engine.py:2384",
     ),
     Rule(
         code="offload-own-optimizer",
-        severity="warning",  # the code may bring the right one
+        severity="warning",  # the code may pass the right one
         path=OPTIMIZER,
         when=lambda c: (
             c.setting.reader in ("deepspeed", "lightning")
             and c.offload("optimizer")
             and c.stage > 0
             and not c.has("optimizer")
-            and not c.has("zero_force_ds_cpu_optimizer")  # a file that has it was written with this in mind
+            and not c.has("zero_force_ds_cpu_optimizer")  # its author is aware of this
         ),
-        message="the optimizer is offloaded, and the JSON names none",
-        why='DeepSpeed stops if the code brings one of torch: "You are using ZeRO-Offload with a client provided '
+        message="the optimizer is offloaded, but the JSON has no optimizer",
+        why='DeepSpeed stops if the code passes a torch optimizer: "You are using ZeRO-Offload with a client provided '
         'optimizer"',
-        fix="name the optimizer in the JSON, or bring DeepSpeedCPUAdam and write zero_force_ds_cpu_optimizer: true, or "
-        "set that to false",
+        fix="name the optimizer in the JSON, pass DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer to false",
         source="runtime/engine.py:2345",
     ),
     Rule(
@@ -67,9 +66,9 @@ OFFLOAD = (
         severity="warning",
         path=f"{OPTIMIZER}.device",
         when=lambda c: c.offload("optimizer") and c.setting.one_thread,
-        message=lambda c: f"the optimizer is offloaded, and {c.setting.one_thread} gives each rank one thread",
-        why="DeepSpeed's CPU Adam has no more: one core steps 0.8 thousand million parameters a second, 16 cores 4.8",
-        fix="set OMP_NUM_THREADS to the host's cores / its ranks",
+        message=lambda c: f"the optimizer is offloaded, but {c.setting.one_thread} gives each rank one thread",
+        why="DeepSpeed's CPU Adam is slow: one core updates 0.8 billion parameters a second, 16 cores 4.8 billion",
+        fix="set OMP_NUM_THREADS to the host's cores divided by its ranks",
         source="torch distributed/run.py:980",
     ),
     *(
@@ -81,9 +80,8 @@ OFFLOAD = (
                 c.stage >= least and c.offload(what) == "cpu" and c.off(f"{section}.pin_memory") and not c.on_cpu
             ),
             message=lambda _, what=what: f"offload_{what} in memory that is not page-locked",
-            why="each copy goes through a buffer of the driver's, and nothing runs beside it: 7 GB/s on an H100, 54 "
-            "page-locked",
-            fix="set pin_memory to true, unless `ulimit -l` forbids it",
+            why="each copy goes through a driver buffer and nothing overlaps it: 7 GB/s on an H100 instead of 54 GB/s",
+            fix="set pin_memory to true, unless `ulimit -l` is too low",
             source="runtime/zero/offload_config.py:45",
         )
         for what, section, least in (("optimizer", OPTIMIZER, 1), ("param", PARAM, 3))
@@ -93,8 +91,8 @@ OFFLOAD = (
         path=f"{OPTIMIZER}.device",
         when=lambda c: c.offload("optimizer") == "nvme" and c.stage in (1, 2),
         message=lambda c: f"offload_optimizer to NVMe at ZeRO stage {c.stage}",
-        why="DeepSpeed keeps the states in host memory and never touches the path, even one that does not exist",
-        fix="take stage 3, or device cpu",
+        why="DeepSpeed keeps the states in host memory and never uses the path, even if it does not exist",
+        fix="use stage 3, or device cpu",
         source="runtime/zero/stage_1_and_2.py:220",
     ),
     Rule(
@@ -103,7 +101,7 @@ OFFLOAD = (
         when=lambda c: (ratio := c.number(f"{OPTIMIZER}.ratio")) is not None and 0 <= ratio < 1 and c.stage != 3,
         message="offload_optimizer.ratio {value} below stage 3",
         why='DeepSpeed stops: "Partial offloading only supported for ZeRO Stage 3."',
-        fix="remove it, or take stage 3",
+        fix="remove it, or use stage 3",
         source="runtime/zero/config.py:399",
     ),
     Rule(
@@ -123,7 +121,7 @@ OFFLOAD = (
         when=lambda c: c.on(f"{OPTIMIZER}.super_offload") and c.stage < 3,
         message=lambda c: f"super_offload at ZeRO stage {c.stage}",
         why="DeepSpeed ignores it below stage 3",
-        fix="take stage 3, or remove it",
+        fix="use stage 3, or remove it",
         source="runtime/engine.py:2749",
     ),
     Rule(
@@ -140,41 +138,41 @@ OFFLOAD = (
         when=lambda c: c.zenflow and c.stage < 3,
         message=lambda c: f"zenflow at ZeRO stage {c.stage}",
         why=lambda c: (
-            "DeepSpeed mixes up the order of the matrices' elements when the engine starts (a toy's loss stays at 0.9 "
+            "DeepSpeed mixes up the elements of matrices when the engine starts (a toy model's loss stays at 0.9 "
             "instead of 0.0004)"
             if c.stage and c.offload("optimizer")
             else 'DeepSpeed stops: "Zenflow must be used with cpu offload"'
             if c.stage
             else "DeepSpeed fails at the first step"
         ),
-        fix="take stage 3 with the optimizer offloaded to the CPU",
+        fix="use stage 3 and offload the optimizer to the CPU",
         source="runtime/zenflow/engine.py:25, runtime/zero/stage_1_and_2.py:894",
     ),
     Rule(
         code="zenflow-interval-auto",
         path=UPDATE,
         when=lambda c: c.zenflow and c.stage == 3 and c.number(UPDATE) is None,
-        message="zenflow without a whole number as update_interval",
-        why="DeepSpeed takes it as the gradient accumulation steps, 0 for auto, and divides the loss by it",
-        fix="give the number of steps between updates on the CPU",
+        message="zenflow.update_interval is not a whole number",
+        why="DeepSpeed uses it as gradient accumulation steps (0 for auto) and divides the loss by it",
+        fix="set the number of steps between updates on the CPU",
         source="runtime/zenflow/engine.py:69",
     ),
     Rule(
         code="zenflow-select-auto",
         path=f"{ZENFLOW}.select_interval",
         when=lambda c: c.zenflow and c.get(STRATEGY) in (None, "auto") and _interval(c) is not None,
-        message="zenflow.select_interval {value} with the strategy auto",
+        message="zenflow.select_interval {value} with select_strategy auto",
         why="DeepSpeed raises its own warning as an exception",
-        fix="remove select_interval, or take select_strategy step or epoch",
+        fix="remove select_interval, or set select_strategy to step or epoch",
         source="runtime/zenflow/engine.py:39",
     ),
     Rule(
         code="zenflow-select-interval",
         path=STRATEGY,
         when=lambda c: c.zenflow and c.word(STRATEGY) in ("step", "epoch") and _interval(c) is None,
-        message="zenflow.select_strategy {value} without a whole number as select_interval",
+        message="zenflow.select_strategy {value}, but select_interval is not a whole number",
         why='DeepSpeed stops: "If don\'t use auto select strategy, select_interval must be a number."',
-        fix="give the interval",
+        fix="set select_interval",
         source="runtime/zenflow/engine.py:45",
     ),
     Rule(
@@ -183,7 +181,7 @@ OFFLOAD = (
         when=lambda c: c.zenflow and _interval(c) is not None and (c.number(UPDATE) or 0) > (_interval(c) or 0),
         message=lambda c: f"zenflow.update_interval {{value}} is above select_interval {_interval(c)}",
         why='DeepSpeed stops: "Select interval must be greater or equal to update interval"',
-        fix="make update_interval the smaller one",
+        fix="make update_interval smaller than select_interval",
         source="runtime/zenflow/engine.py:63",
     ),
     Rule(
@@ -214,7 +212,7 @@ OFFLOAD = (
 
 
 def nvme(c: CheckSubject) -> Iterator[Finding]:
-    """Check paths of NVMe offload: given, a folder, and on an NVMe disk."""
+    """Check that the paths of NVMe offload are given, are folders, and are on an NVMe disk."""
     for what, part in (("optimizer", OPTIMIZER), ("param", PARAM)):
         if c.offload(what) != "nvme" or c.stage != 3:
             continue
@@ -225,7 +223,7 @@ def nvme(c: CheckSubject) -> Iterator[Finding]:
             yield Finding(
                 code="nvme-path-missing",
                 path=f"{part}.nvme_path",
-                message=f"offload_{what} to NVMe without nvme_path",
+                message=f"offload_{what} to NVMe has no nvme_path",
                 why="DeepSpeed stops once the ranks run: it has no folder to write to",
                 fix="name a folder on the NVMe disk, or offload to the CPU",
             )
@@ -235,16 +233,16 @@ def nvme(c: CheckSubject) -> Iterator[Finding]:
                 severity="warning",
                 path=f"{part}.nvme_path",
                 message=f"nvme_path {path} is not a folder on this machine",
-                why="DeepSpeed makes it where it may, on whatever disk that is, and fails where it may not",
-                fix="make the folder on the NVMe disk, or offload to the CPU",
+                why="DeepSpeed creates it, on whatever disk that is, or fails if it may not",
+                fix="create the folder on the NVMe disk, or offload to the CPU",
             )
         elif not is_nvme(Path(path)):
             yield Finding(
                 code="nvme-disk",
                 severity="warning",
                 path=f"{part}.nvme_path",
-                message=f"nvme_path {path} lies on {_device(Path(path)) or 'an unknown device'}, which is no NVMe disk",
-                why="DeepSpeed does not look; every step then waits for that disk",
+                message=f"nvme_path {path} is on {_device(Path(path)) or 'an unknown device'}, not on an NVMe disk",
+                why="DeepSpeed does not check; every step then waits for that disk",
                 fix="name a folder on an NVMe disk, or offload to the CPU",
             )
 
@@ -257,7 +255,7 @@ def _device(path: Path) -> str | None:
 
 
 def is_nvme(path: Path) -> bool:
-    """Return whether a folder's file system is on an NVMe device, as far as the mount table tells."""
+    """Return whether a folder's file system is on an NVMe device, according to the mount table."""
     device = _device(path)
     if device is None:
         return False

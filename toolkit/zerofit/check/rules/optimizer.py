@@ -1,4 +1,4 @@
-"""Optimizers: names and parameters that DeepSpeed takes; how gradients are summed, scaled, measured and clipped."""
+"""Optimizers: their names and parameters; summing, scaling and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zerofit.spec.optimizers import EIGHT_BIT, run_name
 PARAMS = "optimizer.params"
 GRAD_NORM = f"{ZERO}.compute_grad_norm"
 MAX_NORM = "optimizer.params.max_grad_norm"
-# optimizers that are gone since 0.19.7, and the one whose uncompressed steps they made
+# optimizers that 0.19.7 removed, and their uncompressed counterparts
 GONE = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb"}
-SAME = {"adam_w": "AdamW", "fusedadam": "AdamW", "fusedlamb": "lamb"}  # classes' names of the same optimizers
-# what other libraries call them
+SAME = {"adam_w": "AdamW", "fusedadam": "AdamW", "fusedlamb": "lamb"}  # class names of the same optimizers
+# names in other libraries
 SYNONYMS = {
     "learning_rate": "lr",
     "beta1": "betas",
@@ -67,8 +67,8 @@ GRADIENTS = (
             c.word("gradient_allreduce_op") in ("sum", "SUM") and (c.stage == 3 or c.zenflow or c.deepcompile)
         ),
         message="gradient_allreduce_op sum with ZeRO-3, ZenFlow or DeepCompile",
-        why="DeepSpeed stops: these can only average",
-        fix="take mean, and a learning rate that suits it",
+        why="DeepSpeed stops: they can only average",
+        fix="use mean, and adjust the learning rate",
         source="runtime/config.py:694-699",
     ),
     Rule(
@@ -90,8 +90,8 @@ GRADIENTS = (
         severity="warning",
         path="gradient_predivide_factor",
         when=lambda c: c.stage == 0 and c.on("prescale_gradients") and c.changed("gradient_predivide_factor"),
-        message="gradient_predivide_factor {value} beside prescale_gradients",
-        why="DeepSpeed divides by the number of ranks before the sum then, and ignores the factor",
+        message="gradient_predivide_factor {value} together with prescale_gradients",
+        why="DeepSpeed ignores the factor and divides by the number of ranks before the sum",
         fix="keep one of them",
         source="runtime/engine.py:3807-3816",
     ),
@@ -102,7 +102,7 @@ GRADIENTS = (
         message="compute_grad_norm false with bf16 at stage 1 and fp32 accumulation",
         why='DeepSpeed stops: "compute_grad_norm=false does not support ZeRO Stage 1 with BF16 parameters and FP32 '
         'gradient accumulation"',
-        fix="remove it, or take stage 2",
+        fix="remove it, or use stage 2",
         source="runtime/engine.py:2307",
     ),
     Rule(
@@ -117,7 +117,7 @@ GRADIENTS = (
         code="gradient-norm-clipping",
         path=GRAD_NORM,
         when=lambda c: c.off(GRAD_NORM) and c.stage in (1, 2) and _clips(c),
-        message="compute_grad_norm false with gradient clipping, which is 1.0 where gradient_clipping is not given",
+        message="compute_grad_norm false with gradient clipping (1.0 by default)",
         why='DeepSpeed stops: "zero_optimization.compute_grad_norm=false requires gradient_clipping=0"',
         fix="set gradient_clipping to 0, or leave compute_grad_norm true",
         source="runtime/zero/stage_1_and_2.py:212",
@@ -139,8 +139,8 @@ OPTIMIZER_RULES = (
         path="optimizer",
         when=lambda c: c.section("optimizer") and c.get("optimizer.type") is None,
         message="the optimizer block has no type",
-        why="DeepSpeed then builds none, without a word",
-        fix='name one, "AdamW" say',
+        why="DeepSpeed silently builds no optimizer",
+        fix='set the type, for example "AdamW"',
         source="runtime/config.py:289",
     ),
     Rule(
@@ -162,8 +162,8 @@ OPTIMIZER_RULES = (
             c.optimizer == "adam" and not c.has(f"{PARAMS}.adam_w_mode") and c.number(f"{PARAMS}.weight_decay")
         ),
         message="Adam with weight decay",
-        why='DeepSpeed takes "Adam" for AdamW: the decay is decoupled from the gradient',
-        fix='write AdamW if that is meant, else "adam_w_mode": false',
+        why='DeepSpeed treats "Adam" as AdamW: the decay is decoupled from the gradient',
+        fix='write "AdamW" if you want that, else add "adam_w_mode": false',
         source="runtime/engine.py:2490",
     ),
     Rule(
@@ -172,8 +172,8 @@ OPTIMIZER_RULES = (
         path=f"{PARAMS}.adam_w_mode",
         when=lambda c: c.optimizer == "adamw" and c.off(f"{PARAMS}.adam_w_mode"),
         message="AdamW with adam_w_mode false",
-        why="DeepSpeed ignores it: the name decides",
-        fix='write "Adam" for a decay that goes through the gradient',
+        why='DeepSpeed ignores it: only the type "Adam" reads it',
+        fix='write "Adam" for decay through the gradient',
         source="runtime/engine.py:2490",
     ),
     Rule(
@@ -191,7 +191,7 @@ OPTIMIZER_RULES = (
         when=lambda c: c.optimizer == "lamb" and (c.on_cpu or c.offload("optimizer")),
         message="Lamb on the CPU",
         why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
-        fix="take AdamW",
+        fix="use AdamW",
         source="ops/lamb/fused_lamb.py:56",
     ),
     Rule(
@@ -199,8 +199,8 @@ OPTIMIZER_RULES = (
         path="optimizer.type",
         when=lambda c: c.optimizer in ("muadam", "muadamw", "musgd") and importlib.util.find_spec("mup") is None,
         message="optimizer {value} needs the package mup, which is not installed",
-        why="DeepSpeed logs that and then fails with an UnboundLocalError",
-        fix="pip install mup, or take AdamW",
+        why="DeepSpeed logs this and then fails with an UnboundLocalError",
+        fix="pip install mup, or use AdamW",
         source="runtime/engine.py:2513",
     ),
     Rule(
@@ -209,9 +209,9 @@ OPTIMIZER_RULES = (
         path="optimizer.type",
         when=lambda c: c.optimizer == "Adafactor" and c.stage > 0,
         message=lambda c: f"Adafactor at ZeRO stage {c.stage}",
-        why="ZeRO gives it flat parts of all matrices together: it keeps a number a weight instead of one a row and "
-        "one a column, and the size of its steps depends on the number of ranks",
-        fix="take stage 0, or bitsandbytes' AdamW8bit, whose states can be divided",
+        why="ZeRO flattens the matrices, so that Adafactor stores one number per weight instead of one per row and "
+        "column, and its step size depends on the number of ranks",
+        fix="use stage 0, or bitsandbytes' AdamW8bit, whose states can be partitioned",
         source="runtime/zero/stage_1_and_2.py:560, stage3.py:1172; torch/optim/_adafactor.py",
     ),
     Rule(
@@ -220,7 +220,7 @@ OPTIMIZER_RULES = (
         path="optimizer.legacy_fusion",
         when=lambda c: c.has("optimizer.legacy_fusion") and not (c.fp16 and c.stage == 0),
         message="optimizer.legacy_fusion has no effect here",
-        why="DeepSpeed reads it in fp16 without ZeRO only",
+        why="DeepSpeed reads it only in fp16 without ZeRO",
         source="runtime/engine.py:2589",
     ),
     Rule(
@@ -228,15 +228,15 @@ OPTIMIZER_RULES = (
         path="optimizer.type",
         when=lambda c: c.optimizer == "lion" and c.on_cpu and c.offload("optimizer") is None,
         message="Lion without a GPU and without offload",
-        why="DeepSpeed's op for it is written for CUDA only; offloaded to the CPU it has another one",
-        fix="take AdamW, or offload the optimizer to the CPU",
+        why="DeepSpeed's fused Lion needs CUDA; with offload to the CPU it uses another op",
+        fix="use AdamW, or offload the optimizer to the CPU",
         source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
     ),
 )
 
 
 def optimizer(c: CheckSubject) -> Iterator[Finding]:
-    """Check the name, and the names and values of the parameters."""
+    """Check the optimizer's name, and the names and values of its parameters."""
     name = c.word("optimizer.type")
     if name is None:
         return
@@ -246,10 +246,10 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         yield Finding(
             code="optimizer-bitsandbytes",
             path="optimizer.type",
-            message=f"{name} is bitsandbytes' optimizer, which DeepSpeed does not make by name",
+            message=f"{name} is an optimizer of bitsandbytes, which DeepSpeed cannot build by name",
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer"; zerofit train '
-            "makes it, and so does a script that hands it to deepspeed.initialize",
-            fix="leave the block out in a script of your own, and hand deepspeed.initialize the optimizer",
+            "builds it",
+            fix="remove the block, and pass the optimizer to deepspeed.initialize in your script",
         )
         return
     if variants is None:
@@ -257,10 +257,10 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         yield Finding(
             code="optimizer-unknown",
             path="optimizer.type",
-            message=f"DeepSpeed knows no optimizer {name!r}; known: {', '.join(sorted(known))}",
-            why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (names of torch '
+            message=f"unknown optimizer {name!r}; known: {', '.join(sorted(known))}",
+            why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (torch\'s names '
             "are case-sensitive)",
-            fix=f"did you mean {better}?" if better else "take AdamW",
+            fix=f"did you mean {better}?" if better else "use AdamW",
             edits=(Assignment("optimizer.type", better),) if better and plainly(name, better, SAME) else (),
         )
         return
@@ -275,9 +275,14 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 owner=name,
                 taken=taken,
                 synonyms=SYNONYMS,
-                why="DeepSpeed drops it without a word" if c.optimizer == "muon" else "",
+                why="DeepSpeed silently drops it" if c.optimizer == "muon" else "",
             )
-    for key in ("lr", "weight_decay", "momentum", *(() if c.optimizer == "Adafactor" else ("eps",))):  # it has two
+    for key in (
+        "lr",
+        "weight_decay",
+        "momentum",
+        *(() if c.optimizer == "Adafactor" else ("eps",)),
+    ):  # has two
         yield from _number(c, key, params.get(key))
     betas = params.get("betas")
     numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)
@@ -286,13 +291,13 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             code="optimizer-value",
             path=f"{PARAMS}.betas",
             message=f"betas is {betas!r}; allowed: two numbers from 0 up to but not including 1",
-            why="DeepSpeed hands it on, and the optimizer fails or diverges",
-            fix="take [0.9, 0.999]",
+            why="DeepSpeed passes it on, and the optimizer fails or diverges",
+            fix="use [0.9, 0.999]",
         )
 
 
 def _variant(c: CheckSubject, variants: Any) -> str:
-    """Return which constructor gets the parameters (runtime/engine.py:2370-2411)."""
+    """Return the optimizer variant that gets the parameters (runtime/engine.py:2370-2411)."""
     if c.on(f"{PARAMS}.torch_adam") and "torch" in variants:
         return "torch"
     if c.offload("optimizer") and "cpu" in variants:
@@ -319,6 +324,6 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
             code="optimizer-value",
             path=path,
             message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'from'} 0",
-            why="DeepSpeed's own optimizers do not look, and train nothing or diverge; torch's stop",
+            why="DeepSpeed's own optimizers do not check it and train nothing or diverge; torch's stop",
             fix="correct it, or remove it for the default",
         )

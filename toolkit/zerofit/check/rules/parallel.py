@@ -9,7 +9,10 @@ from zerofit.spec.mesh import pipeline_parts
 
 TP = "tensor_parallel"
 EP = "expert_parallel"
-PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # of "pipeline": what tensor ranks send between stages
+PIPE_PARTITIONED = (
+    "pipe_partitioned",
+    "grad_partitioned",
+)  # keys of "pipeline"
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 
 
@@ -26,7 +29,7 @@ def _not_dividing(c: CheckSubject, degree: int) -> bool:
 
 
 def _heads(c: CheckSubject) -> tuple[int, int | None]:
-    """Return the model's attention heads, 0 where they are not known, and its key-value heads."""
+    """Return the model's attention heads (0 if unknown) and its key-value heads."""
     facts = c.setting.facts
     return (facts.attention_heads or 0, facts.kv_heads) if facts else (0, None)
 
@@ -36,7 +39,7 @@ def _experts(c: CheckSubject) -> int:
 
 
 def _parts(c: CheckSubject) -> int:
-    """Return into how many parts DualPipeV cuts the layers."""
+    """Return the number of parts that DualPipeV splits the layers into."""
     return pipeline_parts(c.pipeline, "dualpipev")
 
 
@@ -51,8 +54,8 @@ PARALLEL = (
         path=f"{TP}.autotp_size",
         when=lambda c: _not_dividing(c, c.tensor_parallel),
         message=lambda c: f"autotp_size {{value}} does not divide {c.ranks} ranks",
-        why="DeepSpeed does not look: it fails by an assertion without a text, or leaves ranks out",
-        fix="take a divisor of the number of ranks",
+        why="DeepSpeed does not check this: it fails with an empty assertion or leaves ranks out",
+        fix="use a divisor of the number of ranks",
         source="runtime/utils/groups.py:202",
     ),
     Rule(
@@ -64,7 +67,7 @@ PARALLEL = (
             "key-value heads"
         ),
         why="DeepSpeed makes uneven shards or leaves ranks without a head",
-        fix="take a divisor of both",
+        fix="use a divisor of both",
         source="runtime/engine.py:1046",
     ),
     Rule(
@@ -72,7 +75,7 @@ PARALLEL = (
         path=f"{TP}.tp.tp_size",
         when=lambda c: _nested(c) > 1 and not c.number(f"{TP}.autotp_size") and c.get(f"{TP}.autotp_size") != "auto",
         message="tensor_parallel.tp.tp_size {value} without autotp_size",
-        why="DeepSpeed splits nothing in training: autotp_size decides",
+        why="DeepSpeed splits nothing in training: it only reads autotp_size",
         fix="set tensor_parallel.autotp_size",
         source="runtime/engine.py:595",
     ),
@@ -80,18 +83,18 @@ PARALLEL = (
         code="tensor-parallel-sizes",
         path=f"{TP}.tp.tp_size",
         when=lambda c: _nested(c) > 1 and c.tensor_parallel > 1 and _nested(c) != c.tensor_parallel,
-        message=lambda c: f"tensor_parallel.tp.tp_size {{value}} beside autotp_size {c.tensor_parallel}",
+        message=lambda c: f"tensor_parallel.tp.tp_size {{value}} differs from autotp_size {c.tensor_parallel}",
         why='DeepSpeed stops: "tensor_parallel.tp.tp_size does not match tensor_parallel.autotp_size"',
-        fix="remove the inner one",
+        fix="remove tp_size",
         source="runtime/engine.py:1020",
     ),
     Rule(
         code="tensor-parallel-type",
         path=f"{TP}.dtype",
         when=lambda c: c.has(f"{TP}.dtype") and c.get(f"{TP}.dtype") != "auto",
-        message="tensor_parallel.dtype cannot be given in a JSON",
+        message="tensor_parallel.dtype cannot be set in a JSON",
         why='DeepSpeed stops: "Input should be an instance of dtype"; nothing reads the value',
-        fix="remove it: bf16 and fp16 say it",
+        fix="remove it: bf16 or fp16 sets the type",
         edits=(Removal(f"{TP}.dtype"),),
         source="runtime/tensor_parallel/config.py:40",
     ),
@@ -100,8 +103,8 @@ PARALLEL = (
         path=f"{TP}.preset_model",
         when=lambda c: c.word(f"{TP}.preset_model") is not None and c.word(f"{TP}.preset_model") not in PRESETS,
         message=f"tensor_parallel.preset_model is {{value}}; known: {', '.join(PRESETS)}",
-        why="DeepSpeed takes none then, without a word, and guesses which layers to split",
-        fix="name one of them, or remove it",
+        why="DeepSpeed silently uses no preset and guesses which layers to split",
+        fix="use one of them, or remove it",
         source="module_inject/autotp_config.py:558",
     ),
     Rule(
@@ -109,8 +112,8 @@ PARALLEL = (
         path="sequence_parallel_size",
         when=lambda c: _not_dividing(c, c.sequence_parallel),
         message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.ranks} ranks",
-        why="DeepSpeed divides all the same and goes on with a fraction of a data parallel rank",
-        fix="take a divisor of the number of ranks",
+        why="DeepSpeed does not check this and continues with a fraction of a data parallel rank",
+        fix="use a divisor of the number of ranks",
         source="runtime/config.py:461",
     ),
     Rule(
@@ -120,10 +123,10 @@ PARALLEL = (
         when=lambda c: (
             c.sequence_parallel > 1 and not c.has("data_parallel_size") and not _not_dividing(c, c.sequence_parallel)
         ),
-        message="sequence_parallel_size {value} by itself",
-        why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
-        "(zerofit does) or data_parallel_size is given too",
-        fix="give data_parallel_size too, or register Ulysses in code",
+        message="sequence_parallel_size {value} without data_parallel_size",
+        why="DeepSpeed only uses it to compute batch sizes: it builds no group unless data_parallel_size is set or "
+        "your code passes an mpu (zerofit does)",
+        fix="set data_parallel_size too, or register Ulysses in code",
         source="__init__.py:543",
     ),
     Rule(
@@ -133,7 +136,7 @@ PARALLEL = (
         when=lambda c: c.has("data_parallel_size") and not c.has("sequence_parallel_size"),
         message="data_parallel_size without sequence_parallel_size",
         why="DeepSpeed ignores it",
-        fix="remove it: the number of ranks decides",
+        fix="remove it: the number of ranks determines it",
         source="__init__.py:543",
     ),
     Rule(
@@ -153,12 +156,12 @@ PARALLEL = (
         code="dualpipev-accumulation",
         path=STEPS,
         when=lambda c: c.dualpipev and 0 < (c.number(STEPS) or 0) < _parts(c),
-        message=lambda c: f"{{value}} gradient accumulation steps for DualPipeV on {c.pipeline} pipeline stages",
+        message=lambda c: f"only {{value}} gradient accumulation steps for DualPipeV on {c.pipeline} pipeline stages",
         why=lambda c: (
-            "DeepSpeed stops once every rank has built its engine: "
+            "DeepSpeed stops after every rank has built its engine: "
             f'"DualPipeV needs gradient_accumulation_steps >= 2 * {c.pipeline}"'
         ),
-        fix=lambda c: f"take {_parts(c)} or more, and a smaller micro batch for the same batch",
+        fix=lambda c: f"use {_parts(c)} or more, with a smaller micro batch",
         source="runtime/pipe/dualpipev.py:102",
     ),
     Rule(
@@ -166,8 +169,8 @@ PARALLEL = (
         path=f"{ZERO}.stage",
         when=lambda c: c.dualpipev and c.setting.reader == "zerofit" and c.stage == 0,
         message="DualPipeV at ZeRO stage 0",
-        why="zerofit refuses it: DeepSpeed has been seen to train like one device does at stage 1 alone",
-        fix="take stage 1",
+        why="zerofit refuses it: DualPipeV was only tested to match one device at stage 1",
+        fix="use stage 1",
         source="runtime/pipe/dualpipev.py",
     ),
     *(
@@ -176,9 +179,9 @@ PARALLEL = (
             path=f"pipeline.{key}",
             when=lambda c, path=f"pipeline.{key}": c.dualpipev and c.tensor_parallel > 1 and c.get(path) is True,
             message=f"{key} with DualPipeV and tensor parallel ranks",
-            why="DeepSpeed stops once every rank has built its engine: "
+            why="DeepSpeed stops after every rank has built its engine: "
             '"DualPipeV does not support pipe_partitioned or grad_partitioned"',
-            fix="set it to false: stages hand on whole activations",
+            fix="set it to false: stages then pass on full activations",
             source="runtime/pipe/dualpipev.py:104",
         )
         for key in PIPE_PARTITIONED
@@ -208,9 +211,9 @@ PARALLEL = (
             f"data_parallel_size {{value}} x sequence_parallel_size {c.sequence_parallel} is not the number of ranks, "
             f"{c.ranks}"
         ),
-        why='DeepSpeed does not look: above it torch stops ("Mesh should not be bigger than default world size"), '
-        "below it ranks are left out of every group",
-        fix="take the number of ranks divided by sequence_parallel_size",
+        why='DeepSpeed does not check this: if it is more, torch stops ("Mesh should not be bigger than default world '
+        'size"); if it is less, ranks are left out of every group',
+        fix="set it to the number of ranks divided by sequence_parallel_size",
         source="__init__.py:545, comm/comm.py:817",
     ),
 )
@@ -220,7 +223,7 @@ EXPERTS = (
         path=EP,
         when=lambda c: len(c.section(EP)) > 0 and not c.has(f"{EP}.enabled"),
         message="expert_parallel without enabled",
-        why="DeepSpeed leaves it off, without a word",
+        why="DeepSpeed silently leaves it off",
         fix='add "enabled": true',
         source="module_inject/auto_ep_config.py:48",
     ),
@@ -246,16 +249,16 @@ EXPERTS = (
         ),
         message="expert_parallel at ZeRO stage 3 with sequence parallelism, hpZ or quantized gradients",
         why='DeepSpeed stops: "AutoEP with ZeRO Stage 3 does not support ... yet"',
-        fix="take stage 2",
+        fix="use stage 2",
         source="runtime/engine.py:2218",
     ),
     Rule(
         code="experts-tensor-parallel",
         path=f"{EP}.enabled",
         when=lambda c: c.on(f"{EP}.enabled") and c.tensor_parallel > 1 and _refused_beside_tensor_slices(c),
-        message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
+        message="expert_parallel, tensor_parallel and one of DeepCompile, pipeline, sequence parallelism or offload",
         why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
-        fix="leave one of them out",
+        fix="remove one of them",
         source="module_inject/auto_ep_folding.py:202",
     ),
     Rule(
@@ -264,9 +267,9 @@ EXPERTS = (
         path=f"{EP}.enabled",
         when=lambda c: c.on(f"{EP}.enabled") and c.stage == 0 and bool(c.number("gradient_clipping")),
         message="expert_parallel with gradient_clipping and without ZeRO",
-        why="DeepSpeed averages the gradients' norm over ranks that hold different experts: it is too small, and clips "
+        why="DeepSpeed averages the gradient norm over ranks with different experts: it is too small, so that it clips "
         "too late",
-        fix="take zero_optimization.stage 1, 2 or 3",
+        fix="use ZeRO stage 1, 2 or 3",
         source="runtime/utils.py:413-419",
     ),
     Rule(
@@ -277,9 +280,9 @@ EXPERTS = (
             c.on(f"{EP}.enabled") and c.tensor_parallel > 1 and c.stage < 3 and not _refused_beside_tensor_slices(c)
         ),
         message=lambda c: f"expert_parallel with tensor_parallel at ZeRO stage {c.stage}",
-        why="DeepSpeed leaves experts of all tensor ranks but the first out of the gradients' norm, and at stage 2 "
-        "corrects accumulated gradients once more for each micro batch",
-        fix="take zero_optimization.stage 3, or one of them",
+        why="DeepSpeed only counts the experts of the first tensor parallel rank in the gradient norm; at stage 2 it "
+        "corrects accumulated gradients again with each micro batch",
+        fix="use ZeRO stage 3, or remove one of them",
         source="runtime/zero/stage_1_and_2.py:2682,1434",
     ),
     Rule(
@@ -289,7 +292,7 @@ EXPERTS = (
         message=lambda c: f"autoep_size {{value}} does not divide {c.ranks // c.pipeline} ranks",
         why='DeepSpeed stops once the ranks run: "autoep_size * expert_tensor_parallel_size must divide the stage '
         'size"',
-        fix="take a divisor of the ranks of a pipeline stage, and of the experts",
+        fix="use a divisor of the ranks per pipeline stage and of the number of experts",
         source="module_inject/auto_ep_folding.py:112",
     ),
 )

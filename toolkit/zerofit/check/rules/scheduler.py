@@ -1,4 +1,4 @@
-"""Learning rate schedulers of the JSON."""
+"""Learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _own(c: CheckSubject) -> bool:
 
 
 def _wrapped(c: CheckSubject) -> bool:
-    """Return whether the engine hands schedulers an optimizer of its own, which is none of torch's."""
+    """Return whether the engine passes the scheduler a DeepSpeed optimizer, which is not a torch Optimizer."""
     return c.stage > 0 or c.fp16 or c.bf16
 
 
 def _below(c: CheckSubject, lower: str, upper: str) -> bool:
-    """Return whether both parameters are numbers and the first is the smaller one."""
+    """Return whether both parameters are numbers and the first is smaller."""
     first, second = c.number(f"{PARAMS}.{lower}"), c.number(f"{PARAMS}.{upper}")
     return first is not None and second is not None and first < second
 
@@ -44,8 +44,8 @@ SCHEDULER_RULES = (
         path="scheduler",
         when=lambda c: c.section("scheduler") and c.get("scheduler.type") is None,
         message="the scheduler block has no type",
-        why="DeepSpeed then builds none, without a word: the learning rate stays constant",
-        fix='name one, "WarmupDecayLR" say, or remove the block',
+        why="DeepSpeed silently builds no scheduler: the learning rate stays constant",
+        fix='set the type, for example "WarmupDecayLR", or remove the block',
         source="runtime/config.py:326",
     ),
     Rule(
@@ -66,25 +66,25 @@ SCHEDULER_RULES = (
         when=lambda c: c.word("scheduler.type") in c.catalog.schedulers and not _own(c) and _wrapped(c),
         message="torch's scheduler {value} with ZeRO, fp16 or bf16",
         why='DeepSpeed stops once the ranks run: "DeepSpeedZeroOptimizer is not an Optimizer"',
-        fix="take one of DeepSpeed's own (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle), or build it in code",
+        fix="use one of DeepSpeed's (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle), or build it in code",
         source="runtime/engine.py:1893",
     ),
     Rule(
         code="scheduler-plateau",
         path="scheduler.type",
         when=lambda c: c.word("scheduler.type") == "ReduceLROnPlateau" and not _wrapped(c),
-        message="ReduceLROnPlateau in the JSON",
-        why="DeepSpeed passes it the batch size as the metric: a constant, so that the learning rate falls for ever",
-        fix="take one of DeepSpeed's own",
+        message="ReduceLROnPlateau cannot be used from the JSON",
+        why="DeepSpeed passes it the constant batch size as its metric, so that the learning rate keeps falling",
+        fix="use one of DeepSpeed's",
         source="runtime/engine.py:3543",
     ),
     Rule(
         code="scheduler-warmup",
         path=WARMUP,
         when=lambda c: _own(c) and c.has(WARMUP) and c.get(WARMUP) != "auto" and not _count(c.get(WARMUP)),
-        message="warmup_num_steps is {value}; allowed: a whole number from 1 on, without a decimal point",
+        message="warmup_num_steps is {value}; allowed: a whole number from 1, without a decimal point",
         why='DeepSpeed stops once the ranks run: "warmup_num_steps must be a positive integer"',
-        fix="take 1 for no warm-up",
+        fix="use 1 for no warm-up",
         edits=lambda c: (
             (Assignment(WARMUP, int(number)),) if (number := c.number(WARMUP) or 0) >= 1 and number % 1 == 0 else ()
         ),
@@ -98,8 +98,8 @@ SCHEDULER_RULES = (
             c.word(f"{PARAMS}.warmup_type") is not None and c.word(f"{PARAMS}.warmup_type") not in ("log", "linear")
         ),
         message='warmup_type is {value}; allowed: "log" or "linear"',
-        why="DeepSpeed warns and takes log",
-        fix="take linear",
+        why="DeepSpeed warns and uses log",
+        fix="use linear",
         source="runtime/lr_schedules.py:746",
     ),
     Rule(
@@ -107,8 +107,8 @@ SCHEDULER_RULES = (
         path=TOTAL,
         when=lambda c: _own(c) and _below(c, "total_num_steps", "warmup_num_steps"),
         message=lambda c: f"total_num_steps {{value}} is below warmup_num_steps {c.number(WARMUP)}",
-        why="DeepSpeed warns and goes on: the learning rate never reaches its peak",
-        fix="give the optimizer steps of the whole run",
+        why="DeepSpeed only warns: the learning rate never reaches its peak",
+        fix="set it to the optimizer steps of the entire run",
         source="runtime/lr_schedules.py:826",
     ),
     Rule(
@@ -119,8 +119,8 @@ SCHEDULER_RULES = (
             and c.number("optimizer.params.lr") not in (None, 1e-3)
             and c.number(f"{PARAMS}.warmup_max_lr") is None
         ),
-        message=lambda c: f"WarmupDecayLR without warmup_max_lr beside lr {c.number('optimizer.params.lr')}",
-        why="DeepSpeed takes 0.001 as the peak, not the optimizer's learning rate",
+        message=lambda c: f"WarmupDecayLR without warmup_max_lr, but with lr {c.number('optimizer.params.lr')}",
+        why="DeepSpeed uses 0.001 as the peak, not the optimizer's learning rate",
         fix="set warmup_max_lr",
         source="runtime/lr_schedules.py:818",
     ),
@@ -133,7 +133,7 @@ SCHEDULER_RULES = (
             and c.get(f"{PARAMS}.cycle_momentum") is None
             and c.optimizer in ("adam", "adamw", "lion")
         ),
-        message="OneCycle cycles the momentum too where cycle_momentum is not given",
+        message="OneCycle without cycle_momentum also cycles the momentum",
         why="DeepSpeed overwrites the optimizer's betas with (0.8 to 0.9, 0.99)",
         fix="set cycle_momentum to false to keep your betas",
         source="runtime/lr_schedules.py:565",
@@ -144,9 +144,9 @@ SCHEDULER_RULES = (
         path="scheduler",
         when=lambda c: c.has("scheduler.type") and not c.has("optimizer"),
         message="a scheduler without an optimizer",
-        why="DeepSpeed builds it only if code brings an optimizer; Accelerate refuses a scheduler of the JSON beside "
-        "an optimizer of the code",
-        fix="move both into the JSON, or both into the code",
+        why="DeepSpeed builds it only if your code passes an optimizer; Accelerate refuses a scheduler in the JSON "
+        "with an optimizer in the code",
+        fix="put both into the JSON or both into the code",
         source="runtime/engine.py:681",
     ),
     Rule(
@@ -159,7 +159,7 @@ SCHEDULER_RULES = (
         ),
         message="cycle_first_step_size is {value}; allowed: a number above 0",
         why='DeepSpeed stops once the ranks run: "cycle_first_step_size must be positive"',
-        fix="take half of the run's steps, or remove it for 2000",
+        fix="use half of the run's steps, or remove it (the default is 2000)",
         source="runtime/lr_schedules.py:526",
     ),
     Rule(
@@ -168,9 +168,9 @@ SCHEDULER_RULES = (
         when=lambda c: (
             c.word("scheduler.type") == "OneCycle" and (c.number(f"{PARAMS}.cycle_second_step_size") or 0) < 0
         ),
-        message="cycle_second_step_size is {value}; allowed: a number from 0 on",
+        message="cycle_second_step_size is {value}; allowed: a number from 0",
         why='DeepSpeed stops once the ranks run: "cycle_second_step_size must be non-negative"',
-        fix="remove it: it is the first one's size then",
+        fix="remove it (the default is cycle_first_step_size)",
         source="runtime/lr_schedules.py:528",
     ),
     Rule(
@@ -181,9 +181,9 @@ SCHEDULER_RULES = (
             and c.has(f"{PARAMS}.lr_range_test_step_size")
             and not _count(c.get(f"{PARAMS}.lr_range_test_step_size"))
         ),
-        message="lr_range_test_step_size is {value}; allowed: a whole number from 1 on, without a decimal point",
+        message="lr_range_test_step_size is {value}; allowed: a whole number from 1, without a decimal point",
         why='DeepSpeed stops once the ranks run: "lr_range_test_step_size must be a positive integer"',
-        fix="remove it for 2000",
+        fix="remove it (the default is 2000)",
         source="runtime/lr_schedules.py:370",
     ),
     *(
@@ -194,13 +194,13 @@ SCHEDULER_RULES = (
             message=lambda c, lower=lower, upper=upper: (
                 f"{upper} {{value}} is below {lower} {c.number(f'{PARAMS}.{lower}')}"
             ),
-            why=f"DeepSpeed does not look: the {what}",
-            fix="exchange the two",
+            why=f"DeepSpeed does not check this: the {what}",
+            fix="swap the two values",
             source=source,
         )
         for lower, upper, what, source in (
             ("warmup_min_lr", "warmup_max_lr", "learning rate falls during the warm-up", "runtime/lr_schedules.py:725"),
-            ("cycle_min_lr", "cycle_max_lr", "cycle starts high and falls", "runtime/lr_schedules.py:483"),
+            ("cycle_min_lr", "cycle_max_lr", "learning rate starts high and falls", "runtime/lr_schedules.py:483"),
         )
     ),
 )
@@ -211,7 +211,7 @@ def _count(value: object) -> bool:
 
 
 def scheduler(c: CheckSubject) -> Iterator[Finding]:
-    """Check the name, and the names of the parameters."""
+    """Check the scheduler's name and the names of its parameters."""
     name = c.word("scheduler.type")
     if name is None:
         return
@@ -222,14 +222,14 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
         yield Finding(
             code="scheduler-unknown",
             path="scheduler.type",
-            message=f"DeepSpeed knows no scheduler {name!r}; its own: {', '.join(sorted(own))}",
+            message=f"unknown scheduler {name!r}; known: {', '.join(sorted(own))}",
             why=f'DeepSpeed stops once the ranks run: "DeepSpeed does not recognize LR scheduler {name}"',
-            fix=f"did you mean {better}?" if better else "take WarmupLR",
+            fix=f"did you mean {better}?" if better else "use WarmupLR",
             edits=(Assignment("scheduler.type", better),) if better and plainly(name, better) else (),
         )
         return
     if not known[name]["own"] and _wrapped(c):
-        return  # it cannot run at all
+        return  # see the rule scheduler-torch
     taken = [*known[name]["required"], *known[name]["optional"]]
     for key in c.section(PARAMS):
         if key not in taken:
@@ -243,12 +243,12 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
                 path=PARAMS,
                 message=f"{name} needs {key}",
                 why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
-                fix='give it ("auto" where zerofit or Hugging Face fill it)',
+                fix='set it (or "auto" if zerofit or Hugging Face fills it in)',
             )
 
 
 def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
-    """Check numbers of DeepSpeed's own schedulers: strings, or below what they can be."""
+    """Check the numbers of DeepSpeed's schedulers: not strings, not too low."""
     if not _own(c):
         return
     for key, value in c.section(PARAMS).items():
@@ -259,7 +259,7 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
                 code="number-as-string",
                 path=path,
                 message=f"{key} is the string {value!r}",
-                why="DeepSpeed hands it on as it is, and the scheduler fails to reckon with it",
+                why="DeepSpeed passes it on unchanged, and the scheduler fails to compute with it",
                 fix="write it without quotes",
                 edits=(Assignment(path, meant),) if meant is not None else (),
             )
@@ -268,7 +268,7 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
             yield Finding(
                 code="scheduler-value",
                 path=path,
-                message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1} on",
-                why="DeepSpeed does not look, and trains with learning rates below 0 or without any",
-                fix='correct it, or write "auto" where zerofit or Hugging Face fill it',
+                message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1}",
+                why="DeepSpeed does not check this and trains with a negative learning rate or none",
+                fix='correct it, or write "auto" if zerofit or Hugging Face fills it in',
             )

@@ -1,4 +1,4 @@
-"""Batch sizes against each other and the ranks, sizes of buffers against the model."""
+"""Rules that compare batch sizes with the ranks, and buffer sizes with the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _whole(c: CheckSubject, path: str) -> int | None:
 
 
 def batch(c: CheckSubject) -> Iterator[Finding]:
-    """Check the three sizes against each other and against the ranks, degrees of model parallelism taken off."""
+    """Check that the three batch sizes agree with each other and with the number of data parallel ranks."""
     if all(c.get(path) is None for path in (TOTAL, MICRO)):
         if c.setting.reader not in ("lightning", "zerofit", "neox"):
             yield Finding(
@@ -22,7 +22,7 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
                 path=next((path for path in (TOTAL, MICRO, STEPS) if c.has(path)), ""),
                 message=f"neither {TOTAL} nor {MICRO} is given",
                 why='DeepSpeed stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-                fix='give one of them, "auto" for the Trainer or Accelerate (which fill it in only where it stands)',
+                fix='set one of them ("auto" for the Trainer or Accelerate, which only fill it in if it is there)',
             )
         return
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
@@ -32,20 +32,20 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
             code="batch-tensor-parallel",
             path=TOTAL,
             message=f"{TOTAL} {total} with tensor_parallel.autotp_size {degree}",
-            why=f"DeepSpeed counts all ranks as data parallel here, so that a step has {total}/{degree} samples of its "
-            "batch, or it refuses the right number",
-            fix=f"remove it and give {MICRO} and {STEPS}",
+            why=f"DeepSpeed counts all ranks as data parallel: a step has {total}/{degree} samples, or it refuses the "
+            "right number",
+            fix=f"remove it, and set {MICRO} and {STEPS}",
         )
     elif total and c.ranks:
         yield from _against_ranks(c, total, micro, steps, c.ranks)
     elif total and total % ((micro or 1) * (steps or 1)):
         yield _identity(c, total, micro or 1, steps or 1, None)
-    elif total and micro and c.setting.reader != "zerofit":  # which settles the number of ranks itself
+    elif total and micro and c.setting.reader != "zerofit":  # zerofit chooses the number of ranks itself
         yield _ranks(total, micro, steps)
 
 
 def ranks_of_batch(c: CheckSubject) -> str:
-    """Return the numbers of data parallel ranks that a batch alone can be divided among, "" where ranks are known."""
+    """Return the numbers of data parallel ranks that divide the batch; "" if the number of ranks is known."""
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
     divided = total and not micro and not c.ranks and c.tensor_parallel <= 1 and total % (steps or 1) == 0
     return _allowed(total, 1, steps, fixed=False) if total and divided and c.setting.reader != "zerofit" else ""
@@ -64,8 +64,8 @@ def _ranks(total: int, micro: int, steps: int | None) -> Finding:
         path=TOTAL,
         message=f"{TOTAL} {total} and micro batch {micro}{f' x {steps} steps' if steps else ''} fix the number of data "
         f"parallel ranks: {allowed}",
-        why='on another number DeepSpeed stops: "Check batch related parameters"',
-        fix="say --ranks N to check against it, or leave one of the sizes out",
+        why='with another number DeepSpeed stops: "Check batch related parameters"',
+        fix="check it with --ranks N, or remove one of the sizes",
     )
 
 
@@ -83,7 +83,7 @@ def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | 
 
 
 def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
-    """Return the finding; zero stands for a size that is not given, None for ranks that are not known."""
+    """Return the finding. A size of 0 is not given; `dp` None is unknown."""
     each = (micro or 1) * (steps or 1) * (dp or 1)
     near = max(each, round(total / each) * each) if not (micro and steps and dp) else each
     parts = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]
@@ -95,15 +95,15 @@ def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | Non
         path=TOTAL,
         message=f"{TOTAL} {total} {wrong}",
         why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
-        fix=f"take {TOTAL} {near}, or leave one of the three out",
+        fix=f"use {TOTAL} {near}, or remove one of the three",
     )
 
 
-FAR_ABOVE = 2  # times the parameters: more can never be filled
+FAR_ABOVE = 2  # times the parameters: such a bucket is never filled
 
 
 def sizes(c: CheckSubject) -> Iterator[Finding]:
-    """Check buckets, persistence and swap buffers against the model, where it is known."""
+    """Compare bucket, persistence and swap buffer sizes with the model, if it is known."""
     facts = c.setting.facts
     if facts is None or c.stage == 0:
         return
@@ -118,8 +118,8 @@ def sizes(c: CheckSubject) -> Iterator[Finding]:
             severity="warning",
             path=f"{ZERO}.reduce_bucket_size",
             message=f"{given} for a model of {facts.parameters:,} parameters",
-            why=f"DeepSpeed allocates it whole, whatever the model: {size * 2 / 1e6:,.0f} MB a buffer in 16 bits",
-            fix='write "auto" if zerofit or Hugging Face fill it, else the number of parameters',
+            why=f"DeepSpeed allocates it in full for any model: {size * 2 / 1e6:,.0f} MB per 16-bit buffer",
+            fix='write "auto" if zerofit or Hugging Face fills it in, else the number of parameters',
         )
     threshold = c.number(f"{ZERO}.stage3_param_persistence_threshold")
     if c.stage == 3 and threshold is not None and threshold >= facts.largest_parameter:
@@ -129,8 +129,8 @@ def sizes(c: CheckSubject) -> Iterator[Finding]:
             path=f"{ZERO}.stage3_param_persistence_threshold",
             message=f"stage3_param_persistence_threshold {threshold:,.0f} is not below the largest parameter "
             f"({facts.largest_parameter:,} elements)",
-            why="DeepSpeed then partitions nothing: every rank holds all parameters, as at stage 2",
-            fix="take ten times the model's width",
+            why="DeepSpeed partitions nothing: every rank has all parameters, as at stage 2",
+            fix="use ten times the model's width",
         )
     buffer = c.number(f"{ZERO}.offload_param.buffer_size")
     if c.offload("param") == "nvme" and buffer is not None and buffer < facts.largest_parameter:
@@ -139,6 +139,6 @@ def sizes(c: CheckSubject) -> Iterator[Finding]:
             path=f"{ZERO}.offload_param.buffer_size",
             message=f"offload_param.buffer_size {buffer:,.0f} is below the largest parameter "
             f"({facts.largest_parameter:,} elements)",
-            why='DeepSpeed stops when it swaps that one: "More elements ... than buffer size ..."',
-            fix="take the largest parameter's size",
+            why='DeepSpeed stops when it swaps that parameter: "More elements ... than buffer size ..."',
+            fix="use the size of the largest parameter",
         )

@@ -1,4 +1,4 @@
-"""ZeRO: what each stage reads, and ZeRO++."""
+"""ZeRO stages and the keys that each reads, and ZeRO++."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zerofit.check.finding import Finding, Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
 ALLGATHER = f"{ZERO}.allgather_bucket_size"
-# optimizers that ZeRO takes without being told to (runtime/zero/utils.py:45); all others are "untested"
+# optimizers that ZeRO accepts by default (runtime/zero/utils.py:45); all others are "untested"
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 
-# sizes and switches that only some stages read (parameters of the constructors that engine.py:2638-2795 calls)
+# keys that only some stages read (parameters of the constructors that engine.py:2638-2795 calls)
 ONLY_3 = (
     "sub_group_size",
     "stage3_max_live_parameters",
@@ -28,7 +28,7 @@ ONLY_3 = (
     "enable_sanity_checks",
 )
 ONLY_1_2 = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint")
-# features whose point is lost where they are ignored
+# features of stage 3, and what happens at other stages
 FEATURES_3 = {
     "zero_quantized_weights": "weights are gathered unquantized",
     "zero_quantized_nontrainable_weights": "weights are kept unquantized",
@@ -42,7 +42,7 @@ def _hpz(c: CheckSubject) -> int:
 
 
 def _old_size(c: CheckSubject) -> dict[str, int]:
-    """Return the one size that stood beside `"zero_optimization": true`."""
+    """Return the old top-level size that goes with `"zero_optimization": true`."""
     size = c.number("allgather_size")
     return {"allgather_bucket_size": int(size)} if size and c.get(ZERO) is True else {}
 
@@ -54,8 +54,8 @@ ZERO_RULES = (
         when=lambda c: c.get(ZERO) is True,
         message="zero_optimization is {value} instead of an object",
         severity="warning",
-        why="DeepSpeed still takes this form of 2020: true means stage 1, with all sizes at their defaults",
-        fix='write {"stage": 1}, or the stage that you want',
+        why="DeepSpeed still accepts this form of 2020: true means stage 1 with default sizes",
+        fix='write {"stage": 1}, or another stage',
         edits=lambda c: (
             Assignment(ZERO, {"stage": int(c.get(ZERO) is True), **_old_size(c)}),
             Removal("allgather_size"),
@@ -67,8 +67,8 @@ ZERO_RULES = (
         path=ZERO,
         when=lambda c: c.section(ZERO) and not c.has(f"{ZERO}.stage"),
         message="zero_optimization has no stage",
-        why="DeepSpeed takes stage 0: the whole section has no effect",
-        fix="give the stage: 1 optimizer states, 2 and gradients, 3 and parameters",
+        why="DeepSpeed uses stage 0: the section has no effect",
+        fix="set the stage: 1 partitions optimizer states, 2 also gradients, 3 also parameters",
         source="runtime/zero/config.py:95",
     ),
     *(
@@ -86,7 +86,7 @@ ZERO_RULES = (
         code="legacy-stage1",
         path=f"{ZERO}.legacy_stage1",
         when=lambda c: c.on(f"{ZERO}.legacy_stage1") and c.stage > 0,
-        message="legacy_stage1 asks for an implementation that is gone",
+        message="legacy_stage1 selects an implementation that was removed",
         why='DeepSpeed stops: "The deprecated version of ZeRO Stage 1 is not supported"',
         source="runtime/engine.py:2650",
     ),
@@ -97,7 +97,7 @@ ZERO_RULES = (
         when=lambda c: c.on(f"{ZERO}.elastic_checkpoint") and c.stage == 3,
         message="elastic_checkpoint at ZeRO stage 3",
         why="DeepSpeed warns and ignores it",
-        fix="remove it; universal checkpoints change the number of ranks",
+        fix="remove it; use universal checkpoints to change the number of ranks",
         source="runtime/zero/config.py:404, stage3.py:3460",
     ),
     Rule(
@@ -106,7 +106,7 @@ ZERO_RULES = (
         when=lambda c: c.stage in (1, 2) and (c.number(ALLGATHER) or 0) % 2 == 1,
         message="allgather_bucket_size {value} is odd",
         why='DeepSpeed stops: "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2"',
-        fix="take an even number",
+        fix="use an even number",
         source="runtime/zero/stage_1_and_2.py:389",
     ),
     Rule(
@@ -131,8 +131,8 @@ ZERO_RULES = (
         path=f"{ZERO}.zero_hpz_partition_size",
         when=lambda c: c.ranks and _hpz(c) > 1 and c.ranks % min(_hpz(c), c.ranks) != 0,
         message=lambda c: f"zero_hpz_partition_size {{value}} does not divide {c.ranks} ranks",
-        why="DeepSpeed stops by an assertion once the ranks run",
-        fix="take the GPUs of one node",
+        why="DeepSpeed stops with an assertion once the ranks run",
+        fix="use the number of GPUs per node",
         source="runtime/utils/groups.py:944",
     ),
     Rule(
@@ -167,7 +167,7 @@ ZERO_RULES = (
         code="muon-reduce-scatter",
         path=f"{ZERO}.reduce_scatter",
         when=lambda c: c.optimizer == "muon" and c.stage == 3 and c.on(f"{ZERO}.reduce_scatter"),
-        message="Muon at ZeRO stage 3 with reduce_scatter, which is on where it is not given",
+        message="Muon at ZeRO stage 3 with reduce_scatter (on by default)",
         why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false",
         source="runtime/zero/stage3.py:361",
@@ -178,8 +178,8 @@ ZERO_RULES = (
         path=f"{ZERO}.stage3_max_live_parameters",
         when=lambda c: c.stage == 3 and c.number(f"{ZERO}.stage3_max_live_parameters") == 0,
         message="stage3_max_live_parameters is 0",
-        why="DeepSpeed prefetches nothing then: each module waits for its own parameters",
-        fix="remove it for 1e9, or take as many parameters as fit gathered beside the rest",
+        why="DeepSpeed prefetches nothing: each module waits for its parameters",
+        fix="remove it (the default is 1e9), or use the number of gathered parameters that fit",
         source="runtime/zero/partitioned_param_coordinator.py:453",
     ),
     Rule(
@@ -187,9 +187,9 @@ ZERO_RULES = (
         path=f"{ZERO}.stage",
         when=lambda c: c.pipeline > 1 and c.stage >= 2,
         message=lambda c: f"ZeRO stage {c.stage} with a pipeline",
-        why='DeepSpeed stops once every rank has built its engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline '
+        why='DeepSpeed stops after every rank has built its engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline '
         'parallelism"',
-        fix="take stage 1",
+        fix="use stage 1",
         source="runtime/pipe/engine.py:73",
     ),
     Rule(
@@ -213,7 +213,7 @@ ZERO_RULES = (
 
 
 def other_stages(c: CheckSubject) -> Iterator[Finding]:
-    """Find keys that the configured stage does not read. At stage 0 the section is read by nobody."""
+    """Yield findings about keys that the configured stage does not read; stage 0 reads none."""
     zero = c.section(ZERO)
     if not zero or not c.has(f"{ZERO}.stage") or c.get(f"{ZERO}.stage") == "auto":
         return
@@ -224,7 +224,7 @@ def other_stages(c: CheckSubject) -> Iterator[Finding]:
                 path=f"{ZERO}.{key}",
                 message=f"{key} at ZeRO stage {c.stage}",
                 why=f"DeepSpeed ignores it below stage 3: {lost}",
-                fix="take stage 3, or remove it",
+                fix="use stage 3, or remove it",
             )
     ignored = (*ONLY_3, *(ONLY_1_2 if c.stage == 0 else ())) if c.stage < 3 else ONLY_1_2
     for key in ignored:
@@ -234,6 +234,6 @@ def other_stages(c: CheckSubject) -> Iterator[Finding]:
                 severity="warning",
                 path=f"{ZERO}.{key}",
                 message=f"{key} at ZeRO stage {c.stage}",
-                why=f"DeepSpeed reads it at {'stage 3' if key in ONLY_3 else 'stages 1 and 2'} only",
+                why=f"DeepSpeed reads it only at {'stage 3' if key in ONLY_3 else 'stages 1 and 2'}",
                 fix="remove it",
             )
