@@ -336,7 +336,7 @@ def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
     run = zf.Run(**{**LLAMA, "precision": "bf16"})
     there = host(32 * GIB, gpus=1)
     assert held_on({"n1": there}, run, slots=1)
-    for name, said in (("used_bytes", ""), ("reserved_bytes", r" \(79.9 GiB are reserved by other runs\)")):
+    for name, said in (("used_bytes", ""), ("reserved_bytes", r" \(79.9 GiB reserved by other runs\)")):
         (gpu,) = there["gpus"]
         taken = {**there, "gpus": [{**gpu, name: 80 * GIB - 2**26}]}
         with pytest.raises(zf.DoesNotFit, match=rf"64.0 MiB are free on n1{said}\. torch reserves"):

@@ -57,7 +57,7 @@ def test_a_renderer_that_raises_is_told_once_and_ends_nothing(caplog):
     report.note("one")
     report.note("two")
     assert len(caplog.records) == 1
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
 
 
 def test_the_map_of_a_pipeline_has_eighty_columns():

@@ -96,7 +96,7 @@ def test_kinds_of_names(name, kind):
     ("text", "why"),
     [
         ("no JSON", "expecting value"),
-        ("[]", "an object is expected, not a list"),
+        ("[]", "expected an object, got a list"),
         ('{"traceEvents": []}', "no steps"),
         ('{"other": 1}', "no list `traceEvents`"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 1}]}', "complete event 1 has no name, times"),

@@ -45,9 +45,9 @@ def test_json_that_is_readable():
     [
         ("steps: !!int abc\n", "'abc' is not an int"),
         ("a: 1\nmodel: 2026-99-99\n", "'2026-99-99' is not a timestamp: month must be in 1..12 (line 2, column 8)"),
-        ("a: 1\nb: 2\na: 3\n", "'a' is given twice, first in line 1 (line 3, column 1)"),
-        ("{a: 1, a: 2}", "'a' is given twice, first in line 1 (line 1, column 8)"),
-        ("x:\n  a: 1\n  a: 2\n", "'a' is given twice, first in line 2 (line 3, column 3)"),
+        ("a: 1\nb: 2\na: 3\n", "duplicate key 'a', first in line 1 (line 3, column 1)"),
+        ("{a: 1, a: 2}", "duplicate key 'a', first in line 1 (line 1, column 8)"),
+        ("x:\n  a: 1\n  a: 2\n", "duplicate key 'a', first in line 2 (line 3, column 3)"),
         ("[" * 5000, "nested more than 100 deep"),
         ("&a [*a]", "nested more than 100 deep"),
         (LAUGHS, "more than 1,000,000 values"),
@@ -77,12 +77,12 @@ def test_files_are_of_the_kind_that_is_expected(tmp_path: Path):
     file = tmp_path / "a.json"
     file.write_text("[1]")
     assert read_json(file, list) == [1]
-    with pytest.raises(Unreadable, match="an object is expected, not a list"):
+    with pytest.raises(Unreadable, match="expected an object, got a list"):
         read_json(file)
-    with pytest.raises(Unreadable, match="a mapping is expected, not a list"):
+    with pytest.raises(Unreadable, match="expected a mapping, got a list"):
         read_yaml(file)
     file.write_text("null")
-    with pytest.raises(Unreadable, match="an object is expected, not nothing"):
+    with pytest.raises(Unreadable, match="expected an object, got nothing"):
         read_json(file)
 
 

@@ -50,8 +50,7 @@ def test_up_to_the_margin_a_run_is_within_its_forecast():
 def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind, most):
     text = outgrown(on_cpu(768 * MIB, shared * MIB), ON_CPU)
     assert text == (
-        "a rank has taken 12.1 GiB of memory, 768 MiB more than its forecast (margin: 512 MiB); "
-        f"what grew most: {kind}, {most} more"
+        f"a rank uses 12.1 GiB of memory, 768 MiB more than forecast (margin: 512 MiB); grown most: {kind}, by {most}"
     )
 
 
@@ -65,10 +64,8 @@ def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind
 )
 def test_on_a_gpu_it_says_whether_tensors_fragmentation_or_what_is_outside_of_torch_grew(changed, kind):
     text = outgrown(replace(GPU, **changed), FORECAST)
-    assert text and text.startswith(
-        "a rank has taken 12.0 GiB of memory of the device, 1.00 GiB more than its forecast"
-    )
-    assert text.endswith(f"what grew most: {kind}, 1.00 GiB more")
+    assert text and text.startswith("a rank uses 12.0 GiB of memory of the device, 1.00 GiB more than forecast")
+    assert text.endswith(f"grown most: {kind}, by 1.00 GiB")
 
 
 def test_a_smaller_context_makes_room_for_more_tensors():

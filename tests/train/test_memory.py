@@ -85,8 +85,8 @@ def test_records_have_the_peak_of_the_rank_that_takes_most(pools, tmp_path):
 def test_a_run_that_leaves_its_forecast_says_so_once(pools, tmp_path):
     trained = trained_with(pools, tmp_path / "run", Even, SHORT)
     (warning,) = events_of(trained, "warning")
-    assert warning["text"].startswith("step 1: a rank has taken ")
-    assert "more than its forecast (margin: 2.00 MiB); what grew most: memory of the process alone" in warning["text"]
+    assert warning["text"].startswith("step 1: a rank uses ")
+    assert "more than forecast (margin: 2.00 MiB); grown most: memory of the process" in warning["text"]
     measured = trained.result["against_forecast"]["memory_bytes"]
     assert measured["forecast"] == SHORT.reserved_bytes + CPU_LIBRARY_BYTES < measured["measured"]
 
@@ -109,7 +109,7 @@ def test_what_comes_after_the_steps_counts_too():
     watch.look(more, "at the end of the run")
     watch.look(more, "again")
     (text,) = said
-    assert text.startswith("at the end of the run: a rank has taken 474 MiB of memory, 26.0 MiB more")
+    assert text.startswith("at the end of the run: a rank uses 474 MiB of memory, 26.0 MiB more")
 
 
 LOOK = """

@@ -1,1 +1,1 @@
-"""The user's request: the run, its strict loading, and errors that name the knob to turn."""
+"""The user's request (run, cluster), its strict loading, and errors."""

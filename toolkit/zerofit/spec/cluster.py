@@ -1,4 +1,4 @@
-"""The hardware that a run is for: how many of which device, in which nodes."""
+"""The hardware of a run: devices and nodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zerofit.spec.units import MOST_RANKS, parse_bytes, shown_bytes
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal nodes with `gpus` devices each, one rank a device.
+    """`nodes` equal nodes with `gpus` devices each; one rank per device.
 
-    Sizes are bytes, or text with a unit ("80GiB", "2TB"). Raises UserError with everything that is wrong.
+    Sizes are bytes, or text with a unit ("80GiB", "2TB"). Raises UserError with all problems.
 
     >>> cluster = Cluster("h100-80gb", gpus=4, nodes=2, nvme="8TB")
     >>> cluster.ranks
@@ -28,15 +28,15 @@ class Cluster:
     zerofit.spec.errors.UserError: no GPU kind 'h100' (did you mean h100-80gb or h100-pcie-80gb?)
     """
 
-    # of the catalogue, a cloud's instance type, a YAML file, "cpu" (this machine's), or a device of one's own
+    # a name in the catalogue, a cloud's instance type, a YAML file, "cpu" (this machine's), or a Device
     kind: str | Device
-    gpus: int  # devices of one node; not given: as many as the kind's usual node has, or all ranks that suit this CPU
+    gpus: int  # devices per node; default: those of the kind's usual node, or the ranks that suit this CPU
     nodes: int
-    host_memory: int | None  # bytes of one node; None: the devices' share of their usual node, or this machine's
-    device_memory: int | None  # bytes of one device, in place of the catalogue's
-    nvme: int | None  # bytes of one node's disks that offloading may fill
-    network: int | None  # bytes a second to other nodes, for each device, in place of the usual node's
-    origin: str  # where the figures come from, if they were read from a machine
+    host_memory: int | None  # bytes per node; None: the devices' share of their usual node, or this machine's
+    device_memory: int | None  # bytes per device, instead of the catalogue's
+    nvme: int | None  # bytes per node's disks that offloading may use
+    network: int | None  # bytes per second and device to other nodes, instead of the usual node's
+    origin: str  # the machine that the figures were read from, if any
     notes: tuple[str, ...] = field(init=False, compare=False, repr=False)  # what was assumed
 
     def __init__(
@@ -54,8 +54,8 @@ class Cluster:
         problems = Problems()
         for name, count in (("gpus", gpus), ("nodes", nodes)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                message = f"{name}: got {count!r}, and whole numbers from 1 are allowed"
-                problems.add("bad-value", message, "take 1 or more", f"--{name}")
+                message = f"{name} is {count!r}; allowed: a whole number from 1"
+                problems.add("bad-value", message, "use 1 or more", f"--{name}")
         sizes = {"host_memory": host_memory, "device_memory": device_memory, "nvme": nvme, "network": network}
         parsed = dict.fromkeys(sizes)
         for name, size in sizes.items():
@@ -68,11 +68,11 @@ class Cluster:
             device = problems.attempt(lambda: find_device(name))
         problems.raise_if_any()
         if device and device.kind not in DEVICES:
-            kind = device  # a file is read once
+            kind = device  # so that a file is read only once
         usual = device.node.gpus if device else cpu_ranks(usable_cores())
         if (gpus or usual) * (nodes or 1) > MOST_RANKS:
-            message = f"{nodes or 1} nodes of {gpus or usual} devices, and {MOST_RANKS:,} devices in all are the most"
-            raise UserError(Problem(kind="bad-value", message=message, hint="take fewer", where="--gpus, --nodes"))
+            message = f"{nodes or 1} nodes x {gpus or usual} devices; allowed: at most {MOST_RANKS:,} devices"
+            raise UserError(Problem(kind="bad-value", message=message, hint="use fewer", where="--gpus, --nodes"))
         values = {"kind": kind, "gpus": gpus or usual, "nodes": nodes or 1, **parsed, "origin": origin}
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -80,7 +80,7 @@ class Cluster:
 
     @classmethod
     def here(cls) -> Cluster:
-        """Return this machine: its GPUs (torch is not imported for NVIDIA's), or its CPU where there are none.
+        """Return this machine's GPUs, or its CPU if it has none. Does not import torch for NVIDIA's GPUs.
 
         Raises UserError for a GPU that is not in the catalogue.
 
@@ -93,35 +93,35 @@ class Cluster:
         name, total_bytes = names[0]
         device = by_name(name, total_bytes)
         if device is None:
-            hint = "name the nearest with --gpu KIND and its size with --device-memory"
-            raise UserError(Problem(kind="unknown-gpu", message=f"{name!r} is not in the catalogue", hint=hint))
+            hint = "give the nearest kind with --gpu KIND and the memory with --device-memory"
+            raise UserError(Problem(kind="unknown-gpu", message=f"GPU {name!r} is not in the catalogue", hint=hint))
         origin = f"this machine: {len(names)} x {name}"
         return cls(device.kind, gpus=len(names), host_memory=memory_bytes(), origin=origin)
 
     @property
     def label(self) -> str:
-        """The device's kind, with the instance type where that was named: "h100-80gb (p5.48xlarge)"."""
+        """The device's kind, with the instance type if one was given: "h100-80gb (p5.48xlarge)"."""
         asked = self.kind if isinstance(self.kind, str) else self.device.kind
         return self.device.kind if asked == self.device.kind else f"{self.device.kind} ({asked})"
 
     @property
     def ranks(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.gpus * self.nodes
 
     @property
     def on_cpu(self) -> bool:
-        """Whether devices are host processes."""
+        """Whether the ranks run on the CPU."""
         return self.device.kind == "cpu"
 
     @property
     def accelerator(self) -> Literal["cpu", "cuda"]:
-        """What torch calls the devices."""
+        """torch's name of the device type."""
         return "cpu" if self.on_cpu else "cuda"
 
     @cached_property
     def device(self) -> Device:
-        """One device, with this cluster's own memory and network where those are given."""
+        """One device, with this cluster's memory and network if they are given."""
         on_cpu = self.kind == "cpu"
         device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:
@@ -130,7 +130,7 @@ class Cluster:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Memory of one node."""
+        """Host memory of one node, in bytes."""
         if self.host_memory:
             return self.host_memory
         if self.kind == "cpu":
@@ -140,7 +140,7 @@ class Cluster:
 
     @property
     def nvme_bytes(self) -> int:
-        """What offloading may fill of one node's disks; 0: nothing."""
+        """Bytes of one node's disks that offloading may use."""
         return self.nvme or 0
 
     def _notes(self, gpus_given: bool) -> tuple[str, ...]:
@@ -149,12 +149,12 @@ class Cluster:
             return (self.origin or f"this machine's CPU: {usable_cores()} cores, {memory}, {self.gpus} ranks",)
         notes, node = [self.origin] if self.origin else [], self.device.node
         if not gpus_given:
-            notes.append(f"--gpus: {self.gpus} a node, as in {node.name}")
+            notes.append(f"--gpus: {self.gpus} per node, as in {node.name}")
         if not self.host_memory:
-            notes.append(f"--host-memory: {shown_bytes(self.host_bytes)} a node, its share of {node.name}")
+            notes.append(f"--host-memory: {shown_bytes(self.host_bytes)} per node, its share of {node.name}")
         if not self.network and self.nodes > 1:
             each = node.network / 1e9
-            notes.append(f"--network: {each:.3g} GB/s a device between nodes, as {node.name} ({node.source})")
+            notes.append(f"--network: {each:.3g} GB/s per device between nodes, as in {node.name} ({node.source})")
         return tuple(notes)
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs of data centres, with public sources."""
+"""NVIDIA's data centre GPUs, with public sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zerofit.spec import nodes
 from zerofit.spec.device import C2C, PCIE3, PCIE4, PCIE5, Device, gib
 from zerofit.spec.nodes import GB
 
-# Where torch's messages give different totals for a kind (drivers differ by a few hundred MiB), the smallest seen.
+# memory_bytes is the smallest total in torch's messages: drivers differ by a few hundred MiB.
 DATACENTER_GPUS = (
     Device(
         kind="gb200",
@@ -33,7 +33,7 @@ DATACENTER_GPUS = (
         pcie=C2C,
         node=nodes.GH200_SUPERCHIP,
         source="NVIDIA GH200 Grace Hopper Superchip data sheet (2023), 96 GB of HBM3; NVLink as in quad GH200 nodes",
-        memory_source="torch says 94.50 GiB; nvidia-smi 97871 MiB",
+        memory_source="torch reports 94.50 GiB; nvidia-smi 97871 MiB",
         host_link="NVLink-C2C",
     ),
     Device(
@@ -74,7 +74,7 @@ DATACENTER_GPUS = (
         pcie=PCIE5,
         node=nodes.DGX_H100,
         source="NVIDIA H20 specifications as server makers publish them (2024)",
-        memory_source="assumed: 96 GB, less what an H100's driver keeps in proportion",
+        memory_source="assumed: 96 GB, less the share that an H100's driver keeps",
     ),
     Device(
         kind="h800-80gb",
@@ -139,7 +139,7 @@ DATACENTER_GPUS = (
         pcie=PCIE5,
         node=nodes.DGX_H100,
         source="NVIDIA H200 data sheet (2024)",
-        memory_source="torch out-of-memory messages say 139.72 to 139.81 GiB; nvidia-smi 143771 MiB",
+        memory_source="torch's out-of-memory messages report 139.72 to 139.81 GiB; nvidia-smi 143771 MiB",
     ),
     Device(
         kind="h100-80gb",
@@ -178,7 +178,7 @@ DATACENTER_GPUS = (
         pcie=PCIE4,
         node=nodes.DGX_A100,
         source="NVIDIA A100 data sheet (2021), SXM4 80 GB",
-        memory_source="torch says 79.15 to 79.35 GiB (levihsu/OOTDiffusion#235: 79.25); nvidia-smi 81920 MiB "
+        memory_source="torch reports 79.15 to 79.35 GiB (levihsu/OOTDiffusion#235: 79.25); nvidia-smi 81920 MiB "
         "(modal-labs/modal-client#2797)",
     ),
     Device(
@@ -192,7 +192,7 @@ DATACENTER_GPUS = (
         pcie=PCIE4,
         node=nodes.DGX_A100,
         source="NVIDIA A100 data sheet (2021), SXM4 40 GB",
-        memory_source="torch says 39.39 to 39.59 GiB (TianheWu/CoSeR#10: 39.50); nvidia-smi 40960 MiB "
+        memory_source="torch reports 39.39 to 39.59 GiB (TianheWu/CoSeR#10: 39.50); nvidia-smi 40960 MiB "
         "(modal-labs/modal-client#2797)",
     ),
     Device(
@@ -219,7 +219,7 @@ DATACENTER_GPUS = (
         pcie=PCIE4,
         node=nodes.G5,
         source="NVIDIA A10G data sheet for AWS G5 (2021): 70 TFLOP/s of tensor cores",
-        memory_source="torch says 21.98 to 22.20 GiB by driver (h2oai/h2ogpt#48: 22.20)",
+        memory_source="torch reports 21.98 to 22.20 GiB by driver (h2oai/h2ogpt#48: 22.20)",
     ),
     Device(
         kind="l40s",
@@ -258,7 +258,7 @@ DATACENTER_GPUS = (
         pcie=PCIE4,
         node=nodes.G6,
         source="NVIDIA L4 data sheet (2023)",
-        memory_source="torch says 22.03 to 22.17 GiB; nvidia-smi 23034 MiB (modal-labs/modal-client#2797)",
+        memory_source="torch reports 22.03 to 22.17 GiB; nvidia-smi 23034 MiB (modal-labs/modal-client#2797)",
     ),
     Device(
         kind="v100-32gb",
@@ -271,7 +271,7 @@ DATACENTER_GPUS = (
         pcie=PCIE3,
         node=nodes.P3DN,
         source="NVIDIA V100 data sheet (2020), SXM2",
-        memory_source="torch says 31.73 to 31.75 GiB (hiyouga/LlamaFactory#182: 31.75)",
+        memory_source="torch reports 31.73 to 31.75 GiB (hiyouga/LlamaFactory#182: 31.75)",
     ),
     Device(
         kind="v100-16gb",
@@ -284,7 +284,7 @@ DATACENTER_GPUS = (
         pcie=PCIE3,
         node=nodes.DGX1,
         source="NVIDIA V100 data sheet (2020), SXM2",
-        memory_source="torch says 15.75 to 15.78 GiB (Morizeyao/GPT2-Chinese#215: 15.75)",
+        memory_source="torch reports 15.75 to 15.78 GiB (Morizeyao/GPT2-Chinese#215: 15.75)",
     ),
     Device(
         kind="t4",
@@ -297,6 +297,6 @@ DATACENTER_GPUS = (
         pcie=PCIE3,
         node=nodes.G4DN,
         source="NVIDIA T4 data sheet (2019)",
-        memory_source="torch says 14.56 to 14.76 GiB by driver (hpcaitech/Open-Sora#697: 14.75)",
+        memory_source="torch reports 14.56 to 14.76 GiB by driver (hpcaitech/Open-Sora#697: 14.75)",
     ),
 )

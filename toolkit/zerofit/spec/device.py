@@ -1,4 +1,4 @@
-"""A kind of device: what one can do at most, with its sources."""
+"""A kind of device: its peak rates, with sources."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from zerofit.spec.nodes import GB, GIB, Node
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device as one rank sees it. Bandwidths are bytes a second, those of links in one direction."""
+    """One device, used by one rank. Bandwidths are bytes per second; those of links count one direction."""
 
-    kind: str  # what `--gpu` takes
+    kind: str  # the name for `--gpu`
     name: str  # words of the name that torch reports
-    memory_bytes: int  # what the driver hands out in all ("total capacity" in torch's messages), not the maker's figure
-    tflops: dict[str, float]  # peak by precision, dense, without TF32 (off by default)
-    bandwidth: float  # of its own memory
+    memory_bytes: int  # "total capacity" in torch's messages, not the vendor's figure
+    tflops: dict[str, float]  # dense peak by precision, without TF32 (off by default)
+    bandwidth: float  # of the device's memory
     link: float  # to the other devices of its node
     link_name: str
-    pcie: float  # to host memory, over PCIe or what takes its place
-    node: Node  # what it usually stands in
-    source: str  # of FLOP/s, bandwidth and link; data sheets are the makers'
+    pcie: float  # to host memory, over PCIe or NVLink-C2C
+    node: Node  # its usual node
+    source: str  # of FLOP/s, bandwidth and link
     memory_source: str
-    host_link: str = "PCIe"  # the name of the link to host memory
+    host_link: str = "PCIe"  # name of the link to host memory
 
     def peak(self, precision: str) -> float | None:
-        """Return peak FLOP/s at "bf16", "fp16" or "fp32"; None where it has no such arithmetic."""
+        """Return the peak FLOP/s at "bf16", "fp16" or "fp32", or None if the device does not support it."""
         tflops = self.tflops.get(precision)
         return None if tflops is None else tflops * 1e12
 
 
 PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16, one direction, after encoding (PCI-SIG)
 
-# NVLink-C2C has 450 GB/s in one direction for each Grace CPU: a GH200's one GPU has it alone, two of a GB200 share it
+# NVLink-C2C has 450 GB/s per direction and Grace CPU: a GH200 has one GPU per CPU, a GB200 two
 C2C = 450.0 * GB
 
 

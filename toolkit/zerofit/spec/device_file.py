@@ -1,4 +1,4 @@
-"""A kind of GPU of one's own, described in a YAML file that `--gpu` takes."""
+"""A user's own kind of GPU, described in a YAML file for `--gpu`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.units import parse_bytes
 
 SUFFIXES = (".yaml", ".yml")
-# keys of the file; the first six have to be there
+# keys of the file; the first six are required
 KEYS = {
-    "memory": "of one device, as its driver hands it out: 80GiB",
+    "memory": "of one device, as its driver reports it: 80GiB",
     "tflops": "dense peaks: {bf16: 989, fp16: 989, fp32: 67}",
-    "bandwidth": "of its own memory, a second: 3.35TB",
-    "link": "to the other devices of its node, a second and direction: 450GB",
-    "pcie": "to host memory, a second and direction: 63GB; NVLink-C2C 450GB",
-    "network": "to other nodes, a second and device: 50GB",
-    "gpus": "devices of a node [8]",
-    "host_memory": "of a node [1TiB]",
-    "host_bandwidth": "of a node's host memory, a second: 512GB [614.4GB]",
-    "price": "US dollars of one device an hour",
-    "price_date": "when that was the price: 2026-11-01",
+    "bandwidth": "of the device's memory, per second: 3.35TB",
+    "link": "to the other devices of its node, per second and direction: 450GB",
+    "pcie": "to host memory, per second and direction: 63GB; NVLink-C2C 450GB",
+    "network": "to other nodes, per second and device: 50GB",
+    "gpus": "devices per node [8]",
+    "host_memory": "per node [1TiB]",
+    "host_bandwidth": "of a node's host memory, per second: 512GB [614.4GB]",
+    "price": "US dollars per device and hour",
+    "price_date": "date of the price: 2026-11-01",
 }
 REQUIRED = tuple(KEYS)[:6]
 SIZES = ("memory", "bandwidth", "link", "pcie", "network", "host_memory", "host_bandwidth")
-MOST_GPUS = 1024  # of a node
-LARGEST = 1e18  # what a figure of the file can be
+MOST_GPUS = 1024  # per node
+LARGEST = 1e18  # largest figure that the file may have
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def read_device(path: Path, where: str = "--gpu") -> Device:
-    """Return the device that a file describes, of the kind `own:NAME`. Raises UserError with all that is wrong."""
+    """Return the device that a file describes, of kind `own:NAME`. Raises UserError with all problems."""
     found, problems = _read(path, where), Problems()
     for key in found.keys() - KEYS.keys():
         hint = nearest(str(key), KEYS)
@@ -49,7 +49,7 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
     tflops = _tflops(path, found["tflops"], problems, where) if found.get("tflops") is not None else {}
     gpus, price = found.get("gpus", 8), found.get("price")
     if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MOST_GPUS:
-        problems.add("bad-value", f"{path}: gpus: got {gpus!r}", f"take 1 to {MOST_GPUS}", where)
+        problems.add("bad-value", f"{path}: gpus: got {gpus!r}", f"use 1 to {MOST_GPUS}", where)
     if price is not None and not _positive(price):
         problems.add("bad-value", f"{path}: price: got {price!r}", f"price: {KEYS['price']}", where)
     problems.raise_if_any()
@@ -57,7 +57,7 @@ def read_device(path: Path, where: str = "--gpu") -> Device:
 
 
 def _read(path: Path, where: str) -> dict[Any, Any]:
-    from zerofit.spec.foreign_yaml import read_own_values  # no other kind of device needs PyYAML
+    from zerofit.spec.foreign_yaml import read_own_values  # only this kind of device needs PyYAML
 
     return read_own_values(path, hint="write it as lines of `key: value`; keys: " + ", ".join(KEYS), where=where)
 
@@ -73,7 +73,7 @@ def _size(path: Path, key: str, value: Any, where: str) -> int:
 def _tflops(path: Path, value: Any, problems: Problems, where: str) -> dict[str, float]:
     peaks = value if isinstance(value, Mapping) else {}
     if "fp32" not in peaks or peaks.keys() - set(PRECISIONS) or not all(map(_positive, peaks.values())):
-        hint = f"tflops: {KEYS['tflops']}; fp32 has to be there, bf16 and fp16 where the device has them"
+        hint = f"tflops: {KEYS['tflops']}; fp32 is required, bf16 and fp16 if the device supports them"
         problems.add("bad-value", f"{path}: tflops: got {value!r}", hint, where)
         return {}
     return {str(name): float(peak) for name, peak in peaks.items()}
@@ -87,7 +87,7 @@ def _device(path: Path, sizes: Mapping[str, float], tflops: dict[str, float], fo
     price, gpus, base = found.get("price"), found.get("gpus", 8), nodes.H100_PCIE_SERVER
     if price is not None:
         price = nodes.ListPrice(usd=price * gpus, date=str(found.get("price_date", "undated")), source=str(path))
-    assumed = "disks" if "host_bandwidth" in sizes else "host memory's speed and disks"
+    assumed = "disks" if "host_bandwidth" in sizes else "host memory bandwidth and disks"
     node = replace(
         base,
         name=f"the node of {path.name}",
@@ -106,7 +106,7 @@ def _device(path: Path, sizes: Mapping[str, float], tflops: dict[str, float], fo
         bandwidth=sizes["bandwidth"],
         link=sizes["link"],
         pcie=sizes["pcie"],
-        link_name="PCIe" if sizes["link"] <= sizes["pcie"] else "links of its own",
+        link_name="PCIe" if sizes["link"] <= sizes["pcie"] else "its own links",
         node=node,
         source=str(path),
         memory_source=str(path),

@@ -1,4 +1,4 @@
-"""Devices: what one can do at most, the catalogue of GPUs with public sources, and this machine's CPU as one."""
+"""The catalogue of GPUs, with public sources, and this machine's CPU as a device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 DEVICES: dict[str, Device] = {device.kind: device for device in (*DATACENTER_GPUS, *OTHER_GPUS)}
 KINDS = (*DEVICES, "cpu")
 
-# A CPU core, until `zerofit calibrate` has measured this machine: 8 lanes x 2 FMA x 2 FLOP x 2.5 GHz (AVX2)
+# TFLOP/s of a CPU core before `zerofit calibrate`: 8 lanes x 2 FMA x 2 FLOP x 2.5 GHz (AVX2)
 CORE_TFLOPS = 0.08
 CORE_BANDWIDTH = 8 * GB  # assumed: a core's share of a server's memory channels
 LOOPBACK = 1.5 * GB  # assumed: gloo through the loopback device
 
 
 def find_device(kind: str, where: str = "--gpu") -> Device:
-    """Return the device of a kind, of a cloud's instance type, or of a YAML file (`device_file`).
+    """Return the device for a kind, a cloud's instance type, or a YAML file (`device_file`).
 
-    Raises UserError with the nearest names; `cpu` is made by `cpu_device` instead.
+    Raises UserError with the nearest names. For "cpu" use `cpu_device`.
     """
     if kind in DEVICES:
         return DEVICES[kind]
@@ -44,7 +44,7 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
 
 
 def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
-    """Return one of `ranks` processes that share a host's cores and memory, as a device."""
+    """Return as a device one of `ranks` processes that share a host's cores and memory."""
     share = max(1, cores // ranks)
     return Device(
         kind="cpu",
@@ -56,31 +56,31 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
         link_name="loopback",
         pcie=CORE_BANDWIDTH * share,
         node=replace(nodes.THIS, gpus=ranks, host_bytes=memory_bytes),
-        source="assumed for an AVX2 core of 2.5 GHz; `zerofit calibrate` measures",
-        memory_source="the host's memory less what ranks share, in equal shares",
+        source="assumed for an AVX2 core at 2.5 GHz; `zerofit calibrate` measures it",
+        memory_source="equal shares of the host's memory, less libraries",
     )
 
 
 def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
-    """Return the device that torch reports under this name; of a family with several sizes the first.
+    """Return the device that torch reports under this name.
 
-    `total_bytes`: what its driver says it has; then the largest size that is no more than that.
+    If there are several sizes, return the largest within `total_bytes` (the driver's figure), else the first.
     """
-    # "A10" would be found in no "A10G", but "H100" is in "H100 PCIe": longer names are tried first
+    # "H100" is also in "H100 PCIe": try longer names first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
         if re.search(rf"\b{re.escape(device.name)}\b", device_name):
-            # the driver keeps a part of what it shows; more than the catalogue's figure is never promised
+            # the driver's figure is never below the catalogue's
             sizes = [d for d in DEVICES.values() if d.name == device.name and d.memory_bytes <= (total_bytes or 0)]
             return max(sizes, key=lambda d: d.memory_bytes, default=device)
     return None
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return peak FLOP/s of a device at a precision, None where not known (a CPU, a device not in the table)."""
+    """Return the peak FLOP/s of a device at a precision, or None for a CPU or an unknown device."""
     device = by_name(device_name)
     return device.peak(precision) if device else None
 
 
 def supports(kind: str, precision: str) -> bool:
-    """Return whether a kind of GPU has arithmetic of a precision ("bf16", "fp16", "fp32")."""
+    """Return whether a kind of GPU supports a precision ("bf16", "fp16", "fp32")."""
     return precision in DEVICES[kind].tflops

@@ -1,4 +1,4 @@
-"""Errors that a person can act on: what was got, what is allowed, which knob to turn."""
+"""Errors for users: what is wrong, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-DOES_NOT_FIT = "does-not-fit"  # kind of what a memory forecast refuses
-LONGEST_REASON = 1000  # characters: an error that lists every tensor of a model has thousands
+DOES_NOT_FIT = "does-not-fit"  # kind of a problem from a memory forecast
+LONGEST_REASON = 1000  # characters; some libraries' errors list every tensor of a model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, in the form that `--json` prints.
+    """One problem, as `--json` prints it.
 
-    >>> Problem(kind="ranks", message="3 ranks on 2 GPUs", hint="take --ranks 2").as_dict()["kind"]
+    >>> Problem(kind="ranks", message="3 ranks on 2 GPUs", hint="use --ranks 2").as_dict()["kind"]
     'ranks'
     """
 
     kind: str  # stable slug: "unknown-key", "batch-size", "bad-image", ...
-    message: str  # what was got and what is allowed
-    hint: str = ""  # the knob to turn
+    message: str  # what is wrong and what is allowed
+    hint: str = ""  # what to do
     where: str = ""  # "run.yaml:3:1", "--micro-batch", "ds.json: zero_optimization.stage"
 
     def as_dict(self) -> dict[str, str]:
@@ -31,7 +31,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """Bad input (exit code 2). Holds every problem found, so that one attempt shows them all.
+    """Bad input (exit code 2), with all problems that were found.
 
     >>> import zerofit as zf
     >>> try:
@@ -50,7 +50,7 @@ class UserError(Exception):
 
 
 class ModelError(ValueError):
-    """A model that cannot be built as requested: a stable slug, what was got and is allowed, and the knob to turn."""
+    """A model that cannot be built as requested: a stable slug, what is wrong, and what to do."""
 
     exit_code = 2
 
@@ -60,7 +60,7 @@ class ModelError(ValueError):
 
 
 class RunFailed(Exception):
-    """A run that started and could not go on: out of memory, NaN, a rank died (exit code 3).
+    """A run that started and failed: out of memory, NaN, a rank died (exit code 3).
 
     >>> str(RunFailed(Problem(kind="out-of-memory", message="rank 0: out of memory", hint="lower --micro-batch")))
     'rank 0: out of memory'
@@ -74,7 +74,7 @@ class RunFailed(Exception):
 
 
 class Stopped(Exception):
-    """A run that was asked to stop and has saved a checkpoint to go on from (exit code 75).
+    """A run that stopped on request after it saved a checkpoint (exit code 75).
 
     >>> Stopped(Problem(kind="stopped", message="stopped on request after step 7 of 9")).problem.kind
     'stopped'
@@ -88,10 +88,10 @@ class Stopped(Exception):
 
 
 class DoesNotFit(Exception):
-    """Raised when a run or a model does not fit the memory that it may take (exit code 1).
+    """A run or a model does not fit the memory that it may use (exit code 1).
 
-    >>> str(DoesNotFit(Problem(kind="does-not-fit", message="cpu needs 2 GiB, and may take 1 GiB")))
-    'cpu needs 2 GiB, and may take 1 GiB'
+    >>> str(DoesNotFit(Problem(kind="does-not-fit", message="cpu needs 2 GiB and may use 1 GiB")))
+    'cpu needs 2 GiB and may use 1 GiB'
     """
 
     exit_code = 1
@@ -103,21 +103,21 @@ class DoesNotFit(Exception):
 
 
 class Problems:
-    """Collects what is wrong and raises once."""
+    """Collects problems, to raise them together."""
 
     def __init__(self) -> None:
         self._found: list[Problem] = []
 
     def add(self, kind: str, message: str, hint: str = "", where: str = "") -> None:
-        """Note one problem and go on looking."""
+        """Add one problem."""
         self._found.append(Problem(kind=kind, message=message, hint=hint, where=where))
 
     def extend(self, problems: Iterable[Problem]) -> None:
-        """Note what another check has found."""
+        """Add the problems of another check."""
         self._found.extend(problems)
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """Return what the work gives; None where it raised a UserError, whose problems are noted."""
+        """Return the result of `work`; None if it raised a UserError, whose problems are added."""
         try:
             return work()
         except UserError as error:
@@ -131,26 +131,26 @@ class Problems:
         return iter(self._found)
 
     def raise_if_any(self) -> None:
-        """Raise a UserError with everything noted so far, if there is anything."""
+        """Raise a UserError with all problems so far, if there are any."""
         if self._found:
             raise UserError(*self._found)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the whole message of a library's error in one line, or its class where it has none.
+    """Return the message of a library's error in one line, or its class if it has no message.
 
     >>> reason_of(ValueError("Validation error for field 'a':\\n  TypeError: expected int, got str"))
     "Validation error for field 'a': TypeError: expected int, got str"
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = "; ".join(lines).replace(":; ", ": ")
-    if not text or isinstance(error, KeyError):  # whose message is the key alone
+    if not text or isinstance(error, KeyError):  # its message is only the key
         text = f"{type(error).__name__} {text}".rstrip()
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint that offers up to three close names, or lists all when there are few of them."""
+    """Return a hint with up to three close names, or all names if there are few."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.55)
     if close:

@@ -17,23 +17,23 @@ from zerofit.spec.foreign import Unreadable, parse_json
 
 
 def stays_inside(name: str) -> bool:
-    """Return whether a path or name that a file gives stays within the folder it is relative to."""
+    """Return whether a relative path from a file stays within its base folder."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 @contextmanager
 def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` when the block ends, and is removed when the block fails.
+    """Open a temporary file that replaces `path` when the block ends, or is removed if the block fails.
 
-    The file has the permissions `mode`, else those of the file that it replaces, else what the umask leaves. On return
-    file and folder are flushed to the disk. Raises OSError that names `path`.
+    Permissions are `mode`, else those of the replaced file, else the umask's. File and folder are flushed to disk.
+    Raises OSError that names `path`.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe, whose place no file takes
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe must not be replaced
         with path.open("wb") as file:
             yield file
         return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # processes of other hosts write here too
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # other hosts may write here too
     try:
         if mode is None and path.exists():
             mode = stat.S_IMODE(path.stat().st_mode)
@@ -74,7 +74,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, where its file system knows how to."""
+    """Flush a folder's entries to the disk, if its file system supports that."""
     try:
         sync_file(folder)
     except OSError as error:
@@ -83,21 +83,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def cache_root() -> Path:
-    """Return the folder of what can be computed again: $ZEROFIT_CACHE, else ~/.cache/zerofit."""
+    """Return the cache folder: $ZEROFIT_CACHE, else ~/.cache/zerofit."""
     chosen = os.environ.get("ZEROFIT_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zerofit"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, without lines that are none, such as the half that a kill leaves.
-
-    Raises OSError.
-    """
+    """Return the objects of a JSON lines file; skip other lines, such as one cut by a kill. Raises OSError."""
     return [value for line in path.read_bytes().split(b"\n") if (value := parse_line(line)) is not None]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a JSON line; None for anything else."""
+    """Return the object of a JSON line, or None for anything else."""
     try:
         value = parse_json(line)
     except Unreadable:
@@ -106,13 +103,13 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def number_in(record: Mapping[str, Any], key: str) -> float | None:
-    """Return a number of a record; None where it has none there."""
+    """Return a number of a record, or None if it has none."""
     value = record.get(key)
     return value if isinstance(value, int | float) else None
 
 
 def open_jsonl(path: Path) -> TextIO:
-    """Open a JSON lines file to add lines, each written at once; a line that a kill has cut is ended first."""
+    """Open a JSON lines file to append, flushed after each line; first end a line that was cut by a kill."""
     file = path.open("a+b")
     if file.tell():
         file.seek(-1, os.SEEK_END)
@@ -122,10 +119,10 @@ def open_jsonl(path: Path) -> TextIO:
 
 
 class JsonlTail:
-    """Reader of a growing JSON lines file that yields each object that is added, once.
+    """Reader of a growing JSON lines file that yields each added object once.
 
-    A line that does not parse (a network file system can show NULs where another host writes, a disk can fill up
-    within a character) is skipped; `on_bad_line` hears of the first one. A line without an end is read later.
+    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first one: network file systems can
+    show NULs while another host writes, and a full disk can cut a character. A line without an end is read later.
     """
 
     def __init__(self, path: Path, *, on_bad_line: Callable[[str], None] = lambda text: None) -> None:
@@ -133,13 +130,13 @@ class JsonlTail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects that were added since the last call, or since this tail was made."""
+        """Yield the objects added since the last call, or since the tail was created."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 lines = file.read().splitlines(keepends=True)
         except OSError:
-            return  # not there yet, or its file system is away for a moment
+            return  # not created yet, or the file system is temporarily unavailable
         for line in lines:
             if not line.endswith(b"\n"):
                 return
@@ -149,24 +146,22 @@ class JsonlTail:
                 yield value
             elif line.strip() and not self._told:
                 self._told, start = True, self._offset - len(line)
-                self._on_bad_line(
-                    f"{self._path} holds a line that is not a JSON object (at byte {start}); it is skipped"
-                )
+                self._on_bad_line(f"{self._path} has a line that is not a JSON object (at byte {start}); it is skipped")
 
 
 def plain_data(value: Any) -> Any:
-    """Convert dataclasses (by their `to_dict` if they have one), tuples and paths in `value` to what JSON knows."""
+    """Convert dataclasses (by `to_dict` if they have it), tuples and paths in `value` to JSON types."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if is_dataclass(value):
         return field_data(value)
     if isinstance(value, dict):
-        return {key: plain_data(one) for key, one in value.items()}
+        return {key: plain_data(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(one) for one in value]
+        return [plain_data(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def field_data(value: Any, *left_out: str) -> dict[str, Any]:
-    """Convert a dataclass to plain data field by field, without the fields `left_out`."""
+    """Convert a dataclass to a dictionary of plain data, without the fields `left_out`."""
     return {f.name: plain_data(getattr(value, f.name)) for f in fields(value) if f.name not in left_out}

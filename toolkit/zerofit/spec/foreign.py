@@ -1,8 +1,7 @@
-"""The one reader of JSON: whatever somebody's file contains, it ends in a value or in `Unreadable`.
+"""The one reader of users' JSON files: it returns a value or raises `Unreadable` with the fault and its place.
 
-The standard library's parser ends in a dozen ways: RecursionError for deep nesting, ValueError for an integer of 4,301
-digits, a string with half a surrogate pair that fails once it is printed. Here they are one error that names the fault
-and its place. `spec.foreign_yaml` does the same for YAML.
+The standard library's parser can fail in other ways too: RecursionError for deep nesting, ValueError for an integer of
+4,301 digits, or later, when a string with half a surrogate pair is printed. `spec.foreign_yaml` reads YAML.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zerofit.spec.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter  # whoever gives one has imported it
+    from pydantic import TypeAdapter  # callers have imported it
 
-MAX_DEPTH = 100  # levels of nesting: real files have at most a dozen, and code that walks a value recurses
-MAX_DIGITS = 40  # digits of an integer: no size or seed has more, and products of these fit a float
+MAX_DEPTH = 100  # levels of nesting: real files have at most a dozen, and recursive code reads the value
+MAX_DIGITS = 40  # digits of an integer: no size or seed has more, and products fit a float
 TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 TOO_LONG = f"an integer has more than {MAX_DIGITS} digits"
 MAX_BYTES = 256 << 20  # the index of a checkpoint with a million tensors has 100 MB
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 class Unreadable(ValueError):
-    """Text that is not what it should be; `line` and `column` count from 1, and are 0 where no place is known."""
+    """Text that cannot be read; `line` and `column` count from 1, or are 0 if unknown."""
 
     def __init__(self, reason: str, line: int = 0, column: int = 0):
         super().__init__(reason + (f" (line {line}, column {column})" if line else ""))
@@ -43,7 +42,7 @@ class Unreadable(ValueError):
 
 @contextmanager
 def refused(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> Iterator[None]:
-    """Turn what reading a file raises (OSError, Unreadable) into a UserError that names the file, its line and why."""
+    """Turn OSError and Unreadable into a UserError with the file, the line and the reason."""
     try:
         yield
     except Unreadable as error:
@@ -56,7 +55,7 @@ def refused(path: Path, *, kind: str = "unreadable", hint: str = "", where: str 
 
 
 def shaped(value: Any, form: TypeAdapter[T], *, strict: bool | None = None) -> T:
-    """Return a parsed value in its form. Raises Unreadable that names the first key at fault."""
+    """Validate a parsed value. Raises Unreadable that names the first wrong key."""
     from pydantic import ValidationError
 
     try:
@@ -68,15 +67,15 @@ def shaped(value: Any, form: TypeAdapter[T], *, strict: bool | None = None) -> T
 
 
 def read_json(path: Path, kind: type[T] = dict, *, most: int = MAX_BYTES) -> T:
-    """Return the JSON value of a file of `most` bytes, which is of `kind` (dict, list or object for any).
+    """Return the JSON value of a file of at most `most` bytes; `kind` is dict, list or object (any).
 
-    Raises OSError, and Unreadable whose reason does not name the file.
+    Raises OSError, or Unreadable, whose reason does not name the file.
     """
     return of_kind(parse_json(bounded(path, most)), kind)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of JSON text in UTF-8, with or without a byte order mark. Raises Unreadable."""
+    """Parse JSON text in UTF-8, with or without a byte order mark. Raises Unreadable."""
     text = decoded(text)
     try:
         value = json.loads(text)
@@ -84,9 +83,9 @@ def parse_json(text: str | bytes) -> Any:
         raise Unreadable(f"{error.msg[0].lower()}{error.msg[1:]}", error.lineno, error.colno) from None
     except RecursionError:
         raise Unreadable(TOO_DEEP) from None
-    except ValueError:  # json.loads raises nothing else: an integer past Python's own limit of digits
+    except ValueError:  # an integer beyond Python's limit of digits
         raise Unreadable(TOO_LONG) from None
-    # Each check costs nothing unless the text has what could fail it: millions of data rows pass here.
+    # Millions of data rows pass here: each check is skipped unless the text may fail it.
     if text.count("[") + text.count("{") > MAX_DEPTH and _too_deep(value):
         raise Unreadable(TOO_DEEP)
     if LONG_NUMBER.search(text) and _has_long_number(value):
@@ -103,24 +102,24 @@ def of_kind(value: Any, kind: type[T], names: dict[type, str] = KINDS) -> T:
     """Return the value if it is of `kind`, else raise Unreadable."""
     if not isinstance(value, kind):
         got = names.get(type(value), type(value).__name__ if value is not None else "nothing")
-        raise Unreadable(f"{names.get(kind, kind.__name__)} is expected, not {got}")
+        raise Unreadable(f"expected {names.get(kind, kind.__name__)}, got {got}")
     return value
 
 
 def bounded(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises OSError, and Unreadable for more than `most` bytes."""
+    """Return a file's content. Raises OSError, or Unreadable if it has more than `most` bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
-    except ValueError:  # open's own of a NUL byte
-        raise OSError(errno.EINVAL, "its name has a NUL byte", str(path)) from None
+    except ValueError:  # raised by open for a NUL byte
+        raise OSError(errno.EINVAL, "the name has a NUL byte", str(path)) from None
     if len(content) > most:
         raise Unreadable(f"the file is larger than {most >> 20} MiB")
     return content
 
 
 def decoded(text: str | bytes) -> str:
-    """Return text in UTF-8 without its byte order mark. Raises Unreadable."""
+    """Decode UTF-8 text and drop its byte order mark. Raises Unreadable."""
     if isinstance(text, str):
         return text
     try:
@@ -145,4 +144,4 @@ def _too_deep(value: Any) -> bool:
 
 
 def _has_long_number(value: Any) -> bool:
-    return any(isinstance(one, int) and abs(one) >= 10**MAX_DIGITS for one, _ in _nested(value))
+    return any(isinstance(inner, int) and abs(inner) >= 10**MAX_DIGITS for inner, _ in _nested(value))

@@ -1,6 +1,6 @@
-"""The one reader of YAML: like `spec.foreign`'s of JSON, it ends in a value or in `Unreadable`, whatever the text.
+"""The one reader of users' YAML files: like `spec.foreign`, it returns a value or raises `Unreadable`.
 
-It is a module of its own because PyYAML takes a tenth of a second to import, which most commands need not wait for.
+It is a separate module because importing PyYAML takes 0.1 s, and most commands do not need it.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from zerofit.spec.foreign import (
 )
 
 MAX_YAML_BYTES = 8 << 20  # PyYAML reads about 0.1 MB a second
-MAX_NODES = 1_000_000  # values of a YAML document, counted as often as aliases repeat them
+MAX_NODES = 1_000_000  # values of a YAML document, with those that aliases repeat
 _YAML_KINDS = KINDS | {dict: "a mapping"}
 
 T = TypeVar("T")
 
 
 def read_yaml(path: Path, kind: type[T] = dict) -> tuple[T, dict[Hashable, int]]:
-    """Return the value of a YAML file, which is of `kind`, and the line of each key at its top level.
+    """Return the value of a YAML file, which must be of `kind`, and the line of each top-level key.
 
-    Raises OSError, and Unreadable whose reason does not name the file. A key that is given twice is an error.
+    Raises OSError, or Unreadable, whose reason does not name the file. Duplicate keys are an error.
     """
     value, lines = parse_yaml(bounded(path, MAX_YAML_BYTES))
     return of_kind(value, kind, _YAML_KINDS), lines
 
 
 def read_own_yaml(path: Path) -> tuple[dict[Hashable, Any], dict[Hashable, int], list[Unreadable]]:
-    """Return the mapping of a YAML or JSON file of zerofit's own, the lines of its keys, and all faults of its values.
+    """Return the mapping of a YAML or JSON file of zerofit, the lines of its keys, and all faults of its values.
 
-    Numbers are those of YAML 1.2 and JSON: 1e-4 is one, 1:30 and 2026-11-27 are text. Faults are keys that are given
-    twice, and 010, which is 8 to some readers and 10 to others. Raises OSError, and Unreadable as `read_yaml` does.
+    Numbers follow YAML 1.2 and JSON: 1e-4 is a number, 1:30 and 2026-11-27 are text. Faults are duplicate keys and
+    ambiguous numbers (010 is 8 for some readers and 10 for others). Raises OSError, or Unreadable like `read_yaml`.
     """
     text, faults = decoded(bounded(path, MAX_YAML_BYTES)), dict[tuple[int, int], Unreadable]()
     if path.suffix != ".json":
         value, lines = YamlTree(text, _OwnLoader, faults).contents()
         return of_kind(value, dict, _YAML_KINDS), lines, list(faults.values())
     value, lines = of_kind(parse_json(text), dict), {}
-    with suppress(Unreadable):  # YAML has no tabs between values and halves "\ud83d\ude00": it gives the lines alone
+    with suppress(Unreadable):  # only for the lines: YAML forbids tabs and surrogate pairs, which JSON allows
         lines = YamlTree(text.replace("\t", " "), _OwnLoader, faults).contents()[1]
     return value, lines, list(faults.values())
 
 
 def read_own_values(path: Path, *, kind: str = "unreadable", hint: str = "", where: str = "") -> dict[Any, Any]:
-    """Return the mapping of a file as `read_own_yaml` reads it. Raises UserError with all faults and their lines."""
+    """Return the mapping of a file like `read_own_yaml`. Raises UserError with all faults and their lines."""
     with refused(path, kind=kind, hint=hint, where=where):
         found, _, faults = read_own_yaml(path)
     if faults:
-        raise UserError(*(Problem(kind=kind, message=f"{path}: {one}", hint=hint, where=where) for one in faults))
+        raise UserError(*(Problem(kind=kind, message=f"{path}: {fault}", hint=hint, where=where) for fault in faults))
     return found
 
 
 class _OwnLoader(yaml.SafeLoader):
-    """PyYAML's reader of YAML 1.1, with the numbers of YAML 1.2 (and 1_000), and without dates."""
+    """PyYAML's YAML 1.1 loader, but with the numbers of YAML 1.2 (and 1_000), and without dates."""
 
 
 _NUMBERS = {
@@ -78,7 +78,7 @@ _NUMBERS = {
     "float": r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
     r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN",
 }
-_OTHER_RADIX = re.compile(r"[-+]?0[ob]?[0-9][0-9_]*")  # 010, 0o10 and 0b10, of which readers make different numbers
+_OTHER_RADIX = re.compile(r"[-+]?0[ob]?[0-9][0-9_]*")  # 010, 0o10 and 0b10 are different numbers for different readers
 _OwnLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in (*_NUMBERS, "timestamp")]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -90,7 +90,7 @@ for _name, _pattern in _NUMBERS.items():
 
 
 def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
-    """Return the value of one YAML document as PyYAML's safe loader reads it, and the line of each top-level key.
+    """Parse one YAML document with PyYAML's safe loader; also return the line of each top-level key.
 
     Raises Unreadable.
     """
@@ -98,9 +98,9 @@ def parse_yaml(text: str | bytes) -> tuple[Any, dict[Hashable, int]]:
 
 
 class YamlTree:
-    """The nodes of one YAML document with their marks; `root` is None where the text is empty. Raises Unreadable.
+    """The nodes of one YAML document with their marks; `root` is None for an empty text. Raises Unreadable.
 
-    `faults`, where it is given, gets what else would be raised of single values, by line and column.
+    If `faults` is given, faults of single values are added to it by line and column instead of raised.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class YamlTree:
         faults: dict[tuple[int, int], Unreadable] | None = None,
     ):
         with _refusals():
-            # C's parser would be faster, but dies of deep nesting (a stack overflow of libyaml's composer)
+            # libyaml would be faster, but deep nesting overflows its stack
             self._loader = loader(decoded(text))
             self.root: yaml.Node | None = self._loader.get_single_node()
         if self.root is not None:
@@ -119,13 +119,13 @@ class YamlTree:
         construct = self._loader.construct_object
 
         def noting(node: yaml.Node, deep: bool = False) -> Any:
-            self._at = node  # the place of `!!int abc` or `2026-99-99`
+            self._at = node  # for the place of an error in `!!int abc` or `2026-99-99`
             return construct(node, deep)
 
         self._loader.construct_object = noting
 
     def value(self, node: yaml.Node) -> Any:
-        """Return the value of a node; a scalar that its own tag cannot read is Unreadable at its place."""
+        """Return the value of a node. Raises Unreadable at the place of a scalar that does not match its tag."""
         try:
             with _refusals():
                 return self._loader.construct_document(node)
@@ -140,7 +140,7 @@ class YamlTree:
             raise Unreadable(f"{shown} is not {article} {kind}: {error}", mark.line + 1, mark.column + 1) from None
 
     def contents(self) -> tuple[Any, dict[Hashable, int]]:
-        """Return the value of the document, and the line of each key at its top level."""
+        """Return the value of the document, and the line of each top-level key."""
         if self.root is None:
             return None, {}
         value = self.value(self.root)
@@ -149,7 +149,7 @@ class YamlTree:
         return value, {}
 
     def members(self, mapping: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return keys and values of a mapping, those that it merges (`<<`) included."""
+        """Return keys and values of a mapping, including merged ones (`<<`)."""
         with _refusals():
             self._loader.flatten_mapping(mapping)
         return mapping.value
@@ -157,7 +157,7 @@ class YamlTree:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn what PyYAML raises into Unreadable."""
+    """Turn PyYAML's errors into Unreadable."""
     try:
         yield
     except yaml.MarkedYAMLError as error:
@@ -172,9 +172,9 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] | None) -> None:
-    """Refuse nesting, aliases that multiply or contain themselves, keys that are given twice, and long numbers.
+    """Refuse deep nesting, aliases that multiply or contain themselves, duplicate keys, and long numbers.
 
-    With `faults`, keys that are given twice and ambiguous numbers are noted there, by their place.
+    With `faults`, duplicate keys and ambiguous numbers are added to it by their place instead.
     """
     counted = 0
     stack = [(document, 1)]
@@ -186,14 +186,14 @@ def _check_nodes(document: yaml.Node, faults: dict[tuple[int, int], Unreadable] 
         if depth > MAX_DEPTH:
             raise Unreadable(TOO_DEEP, *place)
         if counted > MAX_NODES:
-            raise Unreadable(f"the document has more than {MAX_NODES:,} values, aliases counted", *place)
+            raise Unreadable(f"the document has more than {MAX_NODES:,} values, including aliases", *place)
         if isinstance(node, yaml.ScalarNode):
             if LONG_NUMBER.search(node.value) and node.tag == "tag:yaml.org,2002:int":
                 raise Unreadable(TOO_LONG, *place)
             plain = node.style is None or node.tag.endswith(":int")
             if faults is not None and plain and _OTHER_RADIX.fullmatch(node.value):
-                reason = f"{node.value} is read as different numbers by different readers of YAML"
-                faults[place] = Unreadable(f"{reason}: write decimal digits without leading zeros, or quote it", *place)
+                reason = f"{node.value} is ambiguous: YAML readers disagree on its value"
+                faults[place] = Unreadable(f"{reason}; write decimal digits without leading zeros, or quote it", *place)
             continue
         if isinstance(node, yaml.MappingNode):
             repeated = {(fault.line, fault.column): fault for fault in _repeated(node)}
@@ -217,5 +217,5 @@ def _repeated(mapping: yaml.MappingNode) -> Iterator[Unreadable]:
         line, column = key.start_mark.line + 1, key.start_mark.column + 1
         if (key.tag, key.value) in seen:
             first = seen[key.tag, key.value]
-            yield Unreadable(f"{key.value!r} is given twice, first in line {first}", line, column)
+            yield Unreadable(f"duplicate key {key.value!r}, first in line {first}", line, column)
         seen.setdefault((key.tag, key.value), line)

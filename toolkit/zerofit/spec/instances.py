@@ -1,4 +1,4 @@
-"""Instance types of the large clouds: which device, in a node with which network, at which list price."""
+"""Instance types of the large clouds: device, node, network and list price."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ P4D = Node(
     network=50 * GB / 8,  # 400 Gb/s
     nvme_read=16 * GB,  # 8 x 1 TB
     nvme_write=8 * GB,
-    source="AWS EC2 P4 page: 400 Gb/s of EFA, 8 TB of NVMe that read 16 GB/s; writing assumed",
+    source="AWS EC2 P4 page: 400 Gb/s of EFA, 8 TB of NVMe that reads 16 GB/s; write speed assumed",
     price=ListPrice(usd=21.957642, date="2026-11-09", source=_AWS),
 )
 P5 = Node(
@@ -66,14 +66,14 @@ A3_HIGH = Node(
     gpus=8,
     host_bytes=1872 * GIB,
     host_bandwidth=614.4 * GB,  # 2 x Sapphire Rapids
-    network=4 * 25 * GB / 8,  # 4 x 200 Gb/s beside the host's own
+    network=4 * 25 * GB / 8,  # 4 x 200 Gb/s in addition to the host's NIC
     nvme_read=12 * GB,  # 16 x 375 GB
     nvme_write=6 * GB,
     source="cloud.google.com/compute/docs/gpus/gpu-network-bandwidth, accelerator-optimized machines; disks assumed",
     price=ListPrice(
         usd=8 * 10.9791,
         date="2026-09-26",
-        source="github.com/tgarg01/silybench-data, gpu_prices.csv: Google, us-central1, eight times one GPU",
+        source="github.com/tgarg01/silybench-data, gpu_prices.csv: Google, us-central1, 8 x the price of one GPU",
     ),
 )
 A3_MEGA = replace(A3_HIGH, name="a3-megagpu-8g", network=8 * 25 * GB / 8, price=None)  # 8 x 200 Gb/s
@@ -90,7 +90,7 @@ A3_ULTRA = replace(
 )
 
 _DEVICES = {device.kind: device for device in DATACENTER_GPUS}
-# by the name under which it is rented, in lower case
+# by the instance type in lower case
 INSTANCES: dict[str, Device] = {
     name: replace(_DEVICES[kind], node=node)
     for name, kind, node in (

@@ -1,4 +1,4 @@
-"""This machine, as found without importing torch, and what `zerofit calibrate` has measured on it."""
+"""This machine's hardware, found without torch, and the results of `zerofit calibrate`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora
 
 
 def usable_cores() -> int:
-    """Return the physical cores that this process may use."""
+    """Return the number of physical cores that this process may use."""
     return min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
 
 
 def cpu_ranks(cores: int) -> int:
-    """Return how many ranks make sense on the CPU: two, or one a NUMA node where there are more."""
+    """Return a sensible number of ranks on the CPU: two, or one per NUMA node if there are more."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     return max(1, min(cores, max(2, nodes)))
 
 
 def host_memory() -> tuple[int, int]:
-    """Return bytes of host memory, all and free, as far as the control groups that this process is in allow."""
+    """Return total and free host memory in bytes, within the limits of this process's control groups."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
     for group in memory_groups():
@@ -42,18 +42,18 @@ def host_memory() -> tuple[int, int]:
         if limit is None:  # version 1
             limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
         if limit is not None and used is not None and limit < host.total:
-            cache = _statistic(group / "memory.stat", "inactive_file")  # given back by the kernel before it kills
+            cache = _statistic(group / "memory.stat", "inactive_file")  # the kernel frees these pages before it kills
             total, free = min(total, limit), min(free, limit - used + cache)
     return total, max(0, free)
 
 
 def memory_bytes() -> int:
-    """Return the memory of the host, or of the control group that this process is in."""
+    """Return the total memory in bytes of the host or of this process's control group."""
     return host_memory()[0]
 
 
 def memory_groups() -> list[Path]:
-    """Return the folders of the memory control group and of those around it, the outermost first."""
+    """Return the folders of this process's memory control group and its parents, the outermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -69,7 +69,7 @@ def memory_groups() -> list[Path]:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has ended for want of memory, as far as this process's groups count them."""
+    """Return how many processes the kernel has killed for lack of memory, as counted by this process's groups."""
     files = [group / name for group in memory_groups() for name in ("memory.events", "memory.oom_control")]
     return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))
 
@@ -77,7 +77,7 @@ def oom_kills() -> int:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no such group, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None
 
 
@@ -90,7 +90,7 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def nvidia_gpus() -> list[tuple[str, int]]:
-    """Return name and bytes of each GPU, as nvidia-smi lists them."""
+    """Return name and memory in bytes of each GPU, from nvidia-smi."""
     return [(name, int(mib) * 2**20) for name, mib in _ask_nvidia("name", "memory.total") if mib.isdigit()]
 
 
@@ -104,7 +104,7 @@ class GpuMemory:
 
 
 def gpu_memory(count: int) -> list[GpuMemory]:
-    """Return the memory of the first `count` visible GPUs; none where there is no nvidia-smi."""
+    """Return the memory of the first `count` visible GPUs, or an empty list without nvidia-smi."""
     answer = _ask_nvidia("index", "uuid", "memory.total", "memory.free")
     rows = [row for row in answer if row[2].isdigit() and row[3].isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,7 +116,7 @@ def gpu_memory(count: int) -> list[GpuMemory]:
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:
-    """Return nvidia-smi's answer: a list of these fields for each GPU; none where there is no such program."""
+    """Return these fields of each GPU from nvidia-smi, or an empty list if it is not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -127,17 +127,17 @@ def _ask_nvidia(*fields: str) -> list[list[str]]:
 
 
 def amd_gpus() -> list[tuple[str, int]]:
-    """Return name and bytes of each GPU as torch sees them, where the kernel has AMD's compute driver."""
+    """Return name and memory in bytes of each AMD GPU, from torch; empty without AMD's kernel driver."""
     if not Path("/dev/kfd").exists():
         return []
-    import torch  # no program that is always there lists them
+    import torch  # no command-line program for this is always installed
 
     found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    return [(one.name, one.total_memory) for one in found]
+    return [(gpu.name, gpu.total_memory) for gpu in found]
 
 
 def libaio() -> dict[str, bool]:
-    """Return whether the C++ compiler is there and finds libaio's header and library, which NVMe offload needs."""
+    """Return whether the C++ compiler finds libaio's header and library, which NVMe offload needs."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if not compiler or shutil.which(compiler[0]) is None:
         return {"compiler": False}
@@ -157,60 +157,60 @@ NAMES = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accele
 
 
 def versions() -> dict[str, str]:
-    """Return installed versions by distribution."""
+    """Return the installed versions by distribution."""
     return {name: importlib.metadata.version(name) for name in NAMES}
 
 
 def is_older(distribution: str, version: tuple[int, int]) -> bool:
-    """Return whether what is installed comes before a version, by its first two numbers; imports nothing."""
+    """Return whether a distribution is older than (major, minor), without importing it."""
     major, minor = importlib.metadata.version(distribution).split(".")[:2]
     return (int(major), int(minor)) < version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Rates that one rank reached, in bytes or FLOP a second; None where there was nothing to measure with."""
+    """Measured rates of one rank, in bytes or FLOP per second; None if they could not be measured."""
 
-    kind: str  # of `--gpu`
+    kind: str  # the value of `--gpu`
     device_name: str  # as torch reports it
     devices: int
     date: str  # ISO 8601
     versions: dict[str, str] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)  # by precision
     memory_bandwidth: float | None = None  # of the device
-    adam_bandwidth: float | None = None  # of the device under an Adam step
-    sgd_bandwidth: float | None = None  # the same under SGD with momentum
-    launch_s: float | None = None  # from one small op of a model to the next
-    hook_s: float | None = None  # of the host: ZeRO-3 fetches and releases a parameter
-    gradient_s: float | None = None  # of the host: a parameter's gradient is reduced and stepped with
+    adam_bandwidth: float | None = None  # of the device in an Adam step
+    sgd_bandwidth: float | None = None  # of the device in a step of SGD with momentum
+    launch_s: float | None = None  # host time per small op of a model
+    hook_s: float | None = None  # host time for ZeRO-3 to fetch and release a parameter
+    gradient_s: float | None = None  # host time to reduce and apply a parameter's gradient
     link: float | None = None  # bus bandwidth of a ring all-reduce between local ranks
     link_latency_s: float | None = None  # of a small all-reduce
-    call_s: float | None = None  # of a small all-gather, one of many that are issued together
-    host_copy: float | None = None  # from pinned host memory to the device; on a CPU from memory to memory
-    host_bandwidth: float | None = None  # of host memory under an Adam step, all cores together
+    call_s: float | None = None  # of each of many small all-gathers that are issued together
+    host_copy: float | None = None  # from pinned host memory to the device; on a CPU within memory
+    host_bandwidth: float | None = None  # of host memory in an Adam step on all cores
     disk_read: float | None = None
     disk_write: float | None = None
-    kernels: tuple[MeasuredKernel, ...] = ()  # by shape: what plan counts with in place of the rates above
-    collectives: tuple[MeasuredCollective, ...] = ()  # by bytes, of the local ranks
-    origin: str = ""  # "": measured here; else the trace that gave `longer`, `slower` and its kernels
-    longer: dict[str, float] = field(default_factory=dict)  # by a trace's kind: times as long as by all of the above
-    slower: float = 1.0  # times as long as all of this says: what a step took beside what its trace has by kind
+    kernels: tuple[MeasuredKernel, ...] = ()  # by shape: plan uses these instead of the rates above
+    collectives: tuple[MeasuredCollective, ...] = ()  # by bytes, between local ranks
+    origin: str = ""  # "": measured here; else the trace that `longer`, `slower` and the kernels come from
+    longer: dict[str, float] = field(default_factory=dict)  # by a trace's kind: its time / the forecast from the above
+    slower: float = 1.0  # factor on the step time, for the part that the trace does not split by kind
 
     @classmethod
     def from_dict(cls, value: Any) -> Calibration:
-        """Return the calibration that `asdict` gave. Raises Unreadable for another thing."""
-        from pydantic import TypeAdapter  # takes a tenth of a second, for those who have a calibration
+        """Return the calibration from its `asdict`. Raises Unreadable for other data."""
+        from pydantic import TypeAdapter  # slow to import (0.1 s), and only needed with a calibration
 
         return shaped(value, TypeAdapter(cls))
 
 
 def calibration_file() -> Path:
-    """Return the file that the calibration is kept in."""
+    """Return the path of the calibration file."""
     return cache_root() / "calibration.json"
 
 
 def write_calibration(calibration: Calibration) -> Path:
-    """Keep it, in place of an older one."""
+    """Save the calibration; return the path."""
     path = calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(calibration))
@@ -218,7 +218,7 @@ def write_calibration(calibration: Calibration) -> Path:
 
 
 def read_calibration(kind: str) -> Calibration | None:
-    """Return what was measured for this kind of device here; None if nothing, or in a file of another version."""
+    """Return the calibration for this kind of device, or None if there is none that can be read."""
     try:
         found = Calibration.from_dict(read_json(calibration_file()))
     except (OSError, Unreadable):

@@ -1,4 +1,4 @@
-"""What a run has taken, beside its forecast: memory and step time."""
+"""Measured memory and step time of a run, compared with the forecast."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from zerofit.spec.run_folder import MemoryForecast
 from zerofit.spec.units import shown_bytes
 
 TENSORS, CACHED = "tensors", "blocks that torch's allocator keeps for reuse (fragmentation)"
-OUTSIDE = "memory outside of torch (context, communicators; other processes that came to the device)"
-OWN, SHARED = "memory of the process alone (tensors, Python, what libraries take)", "shared or pinned memory"
+OUTSIDE = "memory outside torch (context, communicators, new processes on the device)"
+OWN, SHARED = "memory of the process (tensors, Python, libraries)", "shared or pinned memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory:
-    """Bytes taken so far, at the most: of a device, by the rank with most there, and of the host, likewise."""
+    """Peak bytes so far: on the device and on the host, each of the rank that uses most."""
 
-    memory_bytes: int  # of the device, by tensors; on CPUs `host_bytes`
-    reserved_bytes: int | None  # of the device, by torch's allocator; None on CPUs
-    outside_bytes: int | None  # of the device, outside of torch since the forecast; None on CPUs and without one
+    memory_bytes: int  # tensors on the device; on CPUs `host_bytes`
+    reserved_bytes: int | None  # reserved on the device by torch's allocator; None on CPUs
+    outside_bytes: int | None  # on the device outside torch since the forecast; None on CPUs or without a forecast
     host_bytes: int  # resident in the process, without the pages of data files
-    shared_bytes: int  # of the host, now: pinned, or shared with the processes of a data loader
+    shared_bytes: int  # host memory now pinned or shared with data loader processes
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> MeasuredMemory:
-        """Return what a record of metrics.jsonl says."""
+        """Return the figures of a record of metrics.jsonl."""
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
     @property
     def on_cpu(self) -> bool:
-        """Whether device and host are one."""
+        """Whether the device is the host."""
         return self.reserved_bytes is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastFigure:
-    """A figure of a run beside its forecast: bytes, or seconds."""
+    """A measured figure of a run and its forecast, in bytes or seconds."""
 
     measured: float
-    forecast: float | None  # None: not known
+    forecast: float | None  # None: unknown
 
     @property
     def difference(self) -> float | None:
-        """What was measured above the forecast, as a share of it."""
+        """Relative difference: measured / forecast - 1."""
         return self.measured / self.forecast - 1 if self.forecast else None
 
     def to_dict(self) -> dict[str, float | None]:
@@ -54,10 +54,10 @@ class ForecastFigure:
 
 
 def memory_figures(taken: MeasuredMemory, forecast: MemoryForecast | None) -> dict[str, ForecastFigure]:
-    """Return the figures of a run's memory that have a forecast, by their name in metrics.jsonl."""
+    """Return the memory figures of a run with their forecasts, by the name in metrics.jsonl."""
     measured = {"memory_bytes": taken.memory_bytes}
     known = {}
-    if forecast:  # on CPUs the pages of libraries, which ranks share, are resident in each
+    if forecast:  # on CPUs each rank's resident memory includes the shared pages of libraries
         known["memory_bytes"] = forecast.reserved_bytes + forecast.beside_bytes + CPU_LIBRARY_BYTES
     if taken.reserved_bytes is not None:
         measured |= {"reserved_bytes": taken.reserved_bytes, "host_bytes": taken.host_bytes}
@@ -70,10 +70,7 @@ def memory_figures(taken: MeasuredMemory, forecast: MemoryForecast | None) -> di
 
 
 def outgrown(taken: MeasuredMemory, forecast: MemoryForecast) -> str | None:
-    """Return by how much a rank has left its forecast, and the kind that grew most; None within the margin.
-
-    Kinds are as fine as a running process can tell them, and add up to the whole.
-    """
+    """Return a message if a rank exceeds its forecast plus margin, with what grew most; else None."""
     pairs = memory_figures(taken, forecast)
     above = {name: int(pair.measured - (pair.forecast or 0)) for name, pair in pairs.items()}
     shared = taken.shared_bytes - forecast.pinned_bytes
@@ -95,6 +92,6 @@ def _left(place: str, size: int, margin: int, kinds: Mapping[str, int]) -> str |
         return None
     kind, most = max(kinds.items(), key=lambda pair: pair[1])
     return (
-        f"a rank has taken {shown_bytes(size)} of {place}, {shown_bytes(above)} more than its forecast (margin: "
-        f"{shown_bytes(margin)}); what grew most: {kind}, {shown_bytes(most)} more"
+        f"a rank uses {shown_bytes(size)} of {place}, {shown_bytes(above)} more than forecast (margin: "
+        f"{shown_bytes(margin)}); grown most: {kind}, by {shown_bytes(most)}"
     )

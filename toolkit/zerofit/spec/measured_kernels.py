@@ -1,25 +1,25 @@
-"""Kernels and collectives whose seconds were measured, on this machine or in a trace."""
+"""Measured times of kernels and collectives, from this machine or a trace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# of one element's step on the device, in float32: the gradient scaled (8) and its norm taken (4); by Adam it is read
-# (4), master and two moments are read (12) and written (12); SGD adds the decay (12), scales the momentum (8), adds to
-# it (12) and steps (12), each an op of its own
+# bytes moved per element in a float32 optimizer step on the device. Both scale the gradient (8) and take its norm (4).
+# Adam reads it (4), and reads and writes master and two moments (12 + 12). SGD adds the decay (12), scales the
+# momentum (8), adds to it (12) and updates (12), each in a separate op.
 UNSTEPPED_BYTES = 12
 ADAM_BYTES, SGD_BYTES = UNSTEPPED_BYTES + 28, UNSTEPPED_BYTES + 44
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredKernel:
-    """The seconds of one kernel, of a kind and shape as a profile's `Kernel` has them."""
+    """The measured time of one kernel, with kind and shape as in a profile's `Kernel`."""
 
     kind: str
     dtype: str  # as torch names it: "bfloat16"
     seconds: float
     shape: tuple[int, ...] = ()
-    flops: float = 0.0  # of attention without what a causal mask spares
+    flops: float = 0.0  # for causal attention without the masked half
     moved_bytes: float = 0.0
     groups: int = 1
     causal: bool = False
@@ -27,7 +27,7 @@ class MeasuredKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:
-    """The seconds of one collective between ranks of a node; the bytes are of the whole tensor."""
+    """The measured time of one collective between ranks of a node; `size_bytes` is that of the full tensor."""
 
     op: str  # "all_reduce", "all_gather", "reduce_scatter"
     ranks: int

@@ -1,7 +1,7 @@
-"""The limit of a rank's memory on a CPU: of its data segment, and of a control group where one may be made.
+"""The memory limit of a CPU rank: on its data segment, and on a control group if one may be created.
 
-A rank that asks for more than its data segment may have gets an error that it can report. The group holds what that
-limit does not see, and ends the rank where it takes more.
+Beyond the data segment's limit, allocations fail with an error that the rank can report. The control group also counts
+memory that this limit does not see; beyond it, the kernel kills the rank.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.local_machine import memory_groups
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
-# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, and the
-# stack of a thread for each core
+# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, plus
+# a thread's stack per core
 RESERVED_BYTES = (1 << 30) + (os.cpu_count() or 1) * (8 << 20)
 FIRST_TO_END = "1000"  # proc(5), oom_score_adj
 LIMIT, PROCESSES, EVENTS, HANDED_DOWN = "memory.max", "cgroup.procs", "memory.events", "cgroup.subtree_control"
 
 
 def end_first() -> None:
-    """Have the kernel end this process before any other where the host runs out of memory."""
+    """Make the kernel kill this process before others if the host runs out of memory."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
 
 
 def limit_memory(own_bytes: int, group: str | None = None) -> None:
-    """Limit this process to so many private bytes; `group` names a control group that it may make for itself."""
+    """Limit this process to `own_bytes` of private memory; `group` is the name of a control group to create."""
     if sys.platform != "linux":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -42,20 +42,20 @@ def limit_memory(own_bytes: int, group: str | None = None) -> None:
             (made / LIMIT).write_text(str(own_bytes + CPU_LIBRARY_BYTES))
             (made / PROCESSES).write_text(str(os.getpid()))
             return
-        except OSError:  # another place may allow it
+        except OSError:  # try the next place
             with suppress(OSError):
                 made.rmdir()
 
 
 def out_of_memory(message: str, where: Path) -> Problem:
-    """Return what to do about a rank that has run out of memory; `where`: its log."""
-    hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
+    """Return the problem of a rank that ran out of memory; `where` is its log."""
+    hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or use "
     hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
     return Problem(kind="out-of-memory", message=f"out of memory: {message}", hint=hint, where=str(where))
 
 
 def leave_group(group: str) -> bool:
-    """Remove the control group of a process that has ended; return whether the kernel ended it for its memory."""
+    """Remove the control group of an ended process; return whether the kernel killed it for its memory."""
     killed = False
     for place in _places():
         with suppress(OSError):
@@ -66,9 +66,9 @@ def leave_group(group: str) -> bool:
 
 
 def _places() -> list[Path]:
-    """Return control groups (version 2) whose children have memory limits: the one around this process's, and its own.
+    """Return this process's control group and its parent (version 2), as far as their children can have memory limits.
 
-    A group that holds processes gives no limits to children, unless it is the outermost.
+    A group with processes cannot limit its children, unless it is the outermost.
     """
     return [group for group in reversed(memory_groups()[-2:]) if "memory" in _words(group / HANDED_DOWN)]
 

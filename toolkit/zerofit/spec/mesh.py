@@ -1,11 +1,10 @@
-"""The mesh of ranks: which rank of a layout is where, and which ranks share an axis. Nothing else counts ranks.
+"""The mesh of ranks: the coordinates of each rank, and the groups of ranks along an axis. No other code maps ranks.
 
-Axes from the outermost to the innermost: pipeline stages, data, sequence, tensor. Tensor ranks, which exchange most,
-are neighbours, so that a node holds them. Experts are spread along data x sequence, whose ranks each have tokens of
-their own; and data x sequence is one axis between stages and tensor ranks, which is
-how DeepSpeed lays out a pipeline (`PipeModelDataParallelTopology`: pipe, data, model). With one of tensor and sequence
-parallelism alone this is also what DeepSpeed's own groups do (utils/groups.py `_init_tp_mesh_device`, sequence
-parallel state). The trainers check it when they start.
+Axes from the outermost to the innermost: pipeline stage, data, sequence, tensor. Tensor parallel ranks communicate
+most, so they are neighbours within a node. Experts are spread over the data x sequence ranks, which have different
+tokens. DeepSpeed's pipeline has the same order (`PipeModelDataParallelTopology`: pipe, data, model), and so have its
+own groups with tensor or sequence parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state).
+The trainers check this when they start.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def coords_of(rank: int, layout: Layout) -> RankCoords:
 
 
 def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
-    """Return the groups of ranks that differ in these axes alone, each group in order; together they are all ranks."""
+    """Return the sorted groups of ranks that differ only along these axes; each rank is in one group."""
     others = [axis for axis in AXES if axis not in axes]
     inside = [_rank(layout, dict(zip(axes, at, strict=True))) for at in _places(layout, axes)]
     starts = [_rank(layout, dict(zip(others, at, strict=True))) for at in _places(layout, others)]
@@ -51,10 +50,9 @@ def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
 
 
 def expert_ranks(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the groups of ranks that hold a mixture's experts together, and those that hold the same experts.
+    """Return the groups of ranks that split the experts, and the groups that have the same experts.
 
-    Neighbours of the data x sequence axis hold them together, as in DeepSpeed (utils/groups.py,
-    `_create_expert_and_data_parallel`).
+    Neighbours along data x sequence split them, as in DeepSpeed (utils/groups.py, `_create_expert_and_data_parallel`).
     """
     data = ranks_along(layout, "dp", "sp")
     together = [ranks[first : first + layout.ep] for ranks in data for first in range(0, len(ranks), layout.ep)]
@@ -62,7 +60,7 @@ def expert_ranks(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def expert_rank(rank: int, layout: Layout) -> int:
-    """Return which share of the experts a rank holds."""
+    """Return the index of a rank's share of the experts."""
     return next(ranks.index(rank) for ranks in expert_ranks(layout)[0] if rank in ranks)
 
 
@@ -72,39 +70,39 @@ def first_of_stages(layout: Layout) -> list[int]:
 
 
 def pipeline_parts(stages: int, schedule: PipelineSchedule) -> int:
-    """Return into how many parts a pipeline cuts the layers; it takes as many micro batches to fill it."""
+    """Return the number of parts of a pipeline, which is also the number of micro batches that fill it."""
     return 2 * stages if schedule == "dualpipev" else stages
 
 
 def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple[int, ...]:
-    """Return which of the parts, in the order of the layers, a pipeline stage holds.
+    """Return the indices of a pipeline stage's parts.
 
-    In DualPipeV two: activations go out through the first half of the parts and back through the second, so that the
-    first stage has both ends (runtime/pipe/dualpipev.py).
+    In DualPipeV each stage has two: activations pass the stages forth and back, so that the first stage has both the
+    first and the last part (runtime/pipe/dualpipev.py).
     """
     return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
-    """Return a rank of each pipeline stage that takes as many samples as any: the first, but for unequal ranks."""
+    """Return a rank of each pipeline stage with the largest micro batch: the first rank, if all are equal."""
     if not batch.by_rank or layout.dp < layout.world_size:
         return first_of_stages(layout)
     return [batch.by_rank.index(max(batch.by_rank))]
 
 
 def describe_rank(rank: int, layout: Layout) -> str:
-    """Return where a rank is, along the axes that are divided: `stage 1, data 0, tensor 3`; "" where none is.
+    """Return a rank's coordinates along the axes of more than one rank: "stage 1, data 0, tensor 3".
 
-    `experts 2`: it holds the third share of them.
+    "experts 2" is the third share of the experts.
     """
     experts = [f"experts {expert_rank(rank, layout)}"] if layout.ep > 1 else []
     return ", ".join(filter(None, [_described(rank, layout, AXES), *experts]))
 
 
 def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
-    """Return a picture of the mesh: a row of titles, then one a stage, with the tensor ranks of each data rank.
+    """Return the mesh as a table: a row of titles, then a row per stage with the tensor ranks of each data rank.
 
-    Of more than `most` rows or columns the middle is left out.
+    With more than `most` rows or columns the middle ones are left out.
     """
     groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
     titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]
@@ -121,7 +119,7 @@ def _described(rank: int, layout: Layout, axes: tuple[str, ...]) -> str:
 
 
 def _shortened(items: list[T], most: int, gap: T) -> list[T]:
-    """Return a title and what comes after it; of more than `most` of these the first and the last."""
+    """Return a title and its items; of more than `most` items only the first ones and the last."""
     return items if len(items) <= most + 1 else [*items[:most], gap, items[-1]]
 
 

@@ -1,8 +1,8 @@
-"""Code that files name (package.module:callable): the one decision whether a name may be imported and called.
+"""Code that files name (package.module:callable): the one place that decides whether it may be imported and called.
 
-Trust belongs to the file that a name comes from, not to the command that reads it. The user's own word are a flag, an
-argument in Python, and a run file (run.yaml) that the user names. What zerofit itself has written (run folders,
-checkpoints, exported models, profiles) may come from somebody else: the names in it need --trust-model-code.
+Trust depends on the file that a name comes from. Names in flags, Python arguments and the user's run.yaml are trusted.
+Files that zerofit writes (run folders, checkpoints, exported models, profiles) may come from somebody else: names in
+them need --trust-model-code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from zerofit.spec.errors import Problem, UserError
 
 FLAG = "--trust-model-code"
-RUN_FILE = "run.json"  # as run folders have it
+RUN_FILE = "run.json"  # in run folders
 LAYER_PACKAGES = {"torch", "torchvision", "transformers", "diffusers", "peft", "bitsandbytes", "deepspeed", "zerofit"}
 
 
@@ -26,9 +26,9 @@ def names_callable(name: str) -> bool:
 
 
 def in_run_folder(file: Path) -> bool:
-    """Return whether a run file belongs to a run folder: it is called run.json, or lies in a folder of one.
+    """Return whether a run file belongs to a run folder: it is named run.json, or is inside a run folder.
 
-    The name alone counts, since whoever copies a folder together decides what else lies in it. Links are followed.
+    The name is enough, since an attacker could leave out the folder's other files. Links are followed.
     """
     places = (Path(os.path.abspath(file)), file.resolve())
     return any(
@@ -48,7 +48,7 @@ def refuse_foreign_code(
 ) -> None:
     """Raise UserError "untrusted-model" or "untrusted-callback" for each name of code in `file`, unless `trusted`.
 
-    Every name of a callback is one of code; a model's may also be that of a preset, a file or a folder.
+    Callbacks always name code; a model may also be a preset, a file or a folder.
     """
     if trusted:
         return
@@ -62,9 +62,9 @@ def refuse_foreign_code(
 
 
 def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
-    """Return a problem for each class that a DeepSpeed JSON names in a package that the model cannot have it from.
+    """Return a problem for each class in a DeepSpeed JSON that is not in a package with layers of the model.
 
-    DeepSpeed imports what stands in `lower_precision_safe_modules` (runtime/torch_autocast.py, init_autocast_params).
+    DeepSpeed imports the classes in `lower_precision_safe_modules` (runtime/torch_autocast.py, init_autocast_params).
     """
     autocast = config.get("torch_autocast")
     names = autocast.get("lower_precision_safe_modules") if isinstance(autocast, Mapping) else None
@@ -72,8 +72,8 @@ def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
     return [
         Problem(
             kind="unrelated-module",
-            message=f"{name} would be imported, and {model} has no layers from there",
-            hint=f"name classes of {', '.join(sorted(LAYER_PACKAGES | own))}",
+            message=f"{name} would be imported, but {model} has no layers from that package",
+            hint=f"use classes of {', '.join(sorted(LAYER_PACKAGES | own))}",
             where="torch_autocast.lower_precision_safe_modules",
         )
         for name in (names if isinstance(names, list) else ())
@@ -83,6 +83,6 @@ def unrelated_modules(config: Mapping[str, Any], model: str) -> list[Problem]:
 
 def _problem(file: Path, kind: str, name: str, arguments: str) -> Problem:
     module, _, attribute = name.partition(":")
-    message = f"{file} asks to import the module {module} and to call {attribute}({arguments}), which runs its code"
-    hint = f"{FLAG}, if you know who wrote that file and the module {module}; or name {name} yourself"
+    message = f"{file} names code to run: module {module}, call {attribute}({arguments})"
+    hint = f"add {FLAG} if you trust that file and the module {module}, or give {name} yourself"
     return Problem(kind=kind, message=message, hint=hint, where=str(file))

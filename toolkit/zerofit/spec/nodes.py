@@ -1,4 +1,4 @@
-"""Machines that GPUs usually stand in: host memory, network, PCIe and disks where a user says nothing about them."""
+"""Usual nodes of GPUs: host memory, network and disks if the user does not give them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class ListPrice:
-    """What a whole node costs an hour, on demand."""
+    """On-demand price of a node per hour."""
 
     usd: float
-    date: str  # when it was listed
+    date: str  # of the listing
     source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One host as its maker publishes it; bandwidths in bytes a second, of one direction."""
+    """One host, as published by its vendor; bandwidths in bytes per second and direction."""
 
     name: str
     gpus: int
-    host_bytes: int  # memory of the whole node
-    host_bandwidth: float  # of the whole node's memory: channels x transfers x 8 bytes
-    network: float  # to other nodes, for each GPU
+    host_bytes: int  # host memory
+    host_bandwidth: float  # of host memory: channels x transfers x 8 bytes
+    network: float  # to other nodes, per GPU
     nvme_read: float  # of all local disks together
     nvme_write: float
     source: str
@@ -87,7 +87,7 @@ GB200_TRAY = Node(
     gpus=4,
     host_bytes=960 * GIB,
     host_bandwidth=1024 * GB,  # 2 Grace: 512 GB/s of LPDDR5X each
-    network=50 * GB,  # 4 x 400 Gb/s; between the 18 trays of a rack NVLink is faster than counted here
+    network=50 * GB,  # 4 x 400 Gb/s; NVLink between the 18 trays of a rack is faster
     nvme_read=25 * GB,
     nvme_write=12 * GB,
     source="NVIDIA GB200 NVL72 data sheet (2024); disks assumed",
@@ -121,7 +121,7 @@ P3DN = Node(
     network=12.5 * GB / 8,  # 100 Gb/s
     nvme_read=3.2 * GB,
     nvme_write=1.4 * GB,
-    source="AWS EC2 P3 page (2018); disks assumed as AWS's i3 class",
+    source="AWS EC2 P3 page (2018); disks assumed as in AWS's i3 instances",
 )
 G4DN = Node(
     name="g4dn.metal (8 T4)",
@@ -196,10 +196,10 @@ MI300X_PLATFORM = Node(
 THIS = Node(
     name="this machine's kind",
     gpus=1,
-    host_bytes=0,  # asked of the machine
+    host_bytes=0,  # read from the machine
     host_bandwidth=20 * GB,
     network=1.25 * GB,
     nvme_read=2.0 * GB,
     nvme_write=1.0 * GB,
-    source="assumed until `zerofit calibrate` has measured it: two memory channels, 10 Gb/s Ethernet, one disk",
+    source="assumed until `zerofit calibrate` measures it: two memory channels, 10 Gb/s Ethernet, one disk",
 )

@@ -1,4 +1,4 @@
-"""The optimizers of a run: what a DeepSpeed JSON calls them, and what their states take."""
+"""The optimizers of a run: their names in a DeepSpeed JSON, and the size of their states."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ OPTIMIZER_TYPES: dict[Optimizer, str] = {
     "paged-adamw8bit": "PagedAdamW8bit",
     "adafactor": "Adafactor",
 }
-# bitsandbytes' classes, which DeepSpeed does not make by name
+# bitsandbytes' classes, which DeepSpeed cannot build by name
 EIGHT_BIT: dict[Optimizer, str] = {name: OPTIMIZER_TYPES[name] for name in ("adamw8bit", "paged-adamw8bit")}
 EIGHT_BIT_OP = "optimizer_update_8bit_blockwise"  # below torch.ops.bitsandbytes
-# of bitsandbytes 0.50.2 (optim/optimizer.py, init_state, get_state_buffer)
-EIGHT_BIT_ELEMENTS = 4096  # smaller tensors keep states of 32 bits (min_8bit_size)
-BLOCK_ELEMENTS, BLOCK_BYTES = 256, 4  # each of both states has a float32 scale a block
-MAPS_BYTES = 2 * 256 * 4  # what each of the 256 codes stands for, of both states, once an optimizer
-PAGED_ELEMENTS = 100_000  # states of this size are in memory that the driver moves between host and device
+# from bitsandbytes 0.50.2 (optim/optimizer.py, init_state, get_state_buffer)
+EIGHT_BIT_ELEMENTS = 4096  # smaller tensors keep 32-bit states (min_8bit_size)
+BLOCK_ELEMENTS, BLOCK_BYTES = 256, 4  # each state has a float32 scale per block
+MAPS_BYTES = 2 * 256 * 4  # the float32 values of the 256 codes of both states, once per optimizer
+PAGED_ELEMENTS = 100_000  # from this size on, states are in memory that the driver pages between host and device
 
 
 def eight_bit_bytes(numel: int) -> int:
-    """Return the bytes of the two moments of a tensor, without the maps of codes."""
+    """Return the bytes of a tensor's two moments, without the codes' values."""
     if numel < EIGHT_BIT_ELEMENTS:
         return 2 * 4 * numel
     return 2 * (numel + BLOCK_BYTES * -(-numel // BLOCK_ELEMENTS))
 
 
 def usual_optimizer(cnn: bool, offload: str) -> Literal["sgd", "adamw"]:
-    """Return the optimizer of a run that names none: SGD for a CNN, else AdamW, which alone steps well on the host.
+    """Return the default optimizer: SGD for a CNN, else (and with states on the host) AdamW.
 
     `offload`: where its states are, "none" for the device.
     """
@@ -41,17 +41,17 @@ def usual_optimizer(cnn: bool, offload: str) -> Literal["sgd", "adamw"]:
 
 
 class Refusal(NamedTuple):
-    """Why an optimizer is not taken, and the knob to turn."""
+    """Why an optimizer is refused, and what to do."""
 
     message: str
     hint: str
 
 
 def refusals(optimizer: str | None, precision: str | None, offload: str, layout: Any) -> Iterator[Refusal]:
-    """Yield what keeps an optimizer from being trained with as one device does; nothing where it is taken.
+    """Yield why an optimizer would not train as on one device; nothing if it would.
 
-    `offload`: where its states are, "none" for the device. `layout`: a job's or a planned one, of which the ZeRO stage
-    and the degrees `tp`, `pp` and `ep` count.
+    `offload`: where its states are, "none" for the device. `layout`: of a job or a plan; its ZeRO stage and the
+    degrees `tp`, `pp` and `ep` are read.
     """
     if optimizer in EIGHT_BIT:
         yield from _of_eight_bit(f"--optimizer {optimizer}", offload, layout)
@@ -60,36 +60,36 @@ def refusals(optimizer: str | None, precision: str | None, offload: str, layout:
 
 
 def _of_eight_bit(asked: str, offload: str, layout: Any) -> Iterator[Refusal]:
-    """Check where bitsandbytes' AdamW steps: on the device, in groups that DeepSpeed does not make anew."""
+    """Refuse bitsandbytes' AdamW on the host and with expert parallelism."""
     if offload != "none":
         yield Refusal(
-            f"{asked} with offload_optimizer.device {offload}: on the host bitsandbytes unpacks all states into "
-            "float32 at each step, which takes more than they do",
-            "remove offload_optimizer, or take --optimizer adamw, whose step on the host is DeepSpeed's own",
+            f"{asked} with offload_optimizer.device {offload}: on the host bitsandbytes unpacks all states to float32 "
+            "in each step, which needs more memory than it saves",
+            "remove offload_optimizer, or use --optimizer adamw (DeepSpeed's CPU Adam)",
         )
     if layout.ep > 1:
-        message = f"{asked} with --expert-parallel {layout.ep}: DeepSpeed puts experts into groups of optimizers"
-        hint = "take --optimizer adamw, or leave --expert-parallel at 1"
-        yield Refusal(f"{message} that it makes itself alone (runtime/engine.py:2330)", hint)
+        message = f"{asked} with --expert-parallel {layout.ep}: DeepSpeed splits the parameter groups of experts only"
+        hint = "use --optimizer adamw, or --expert-parallel 1"
+        yield Refusal(f"{message} for optimizers that it builds itself (runtime/engine.py:2330)", hint)
 
 
 def _of_adafactor(precision: str | None, layout: Any) -> Iterator[Refusal]:
-    """Check that Adafactor sees whole matrices: its second moments are one number a row and one a column."""
-    why, hint = "", "take --optimizer adamw8bit, whose states can be divided"
+    """Refuse Adafactor with split matrices: its second moments are one number per row and per column."""
+    why, hint = "", "use --optimizer adamw8bit, whose states can be partitioned"
     if layout.zero_stage:
-        why = f"ZeRO stage {layout.zero_stage} gives optimizers flat parts of all matrices together"
-        hint = f"take --ds-config zero0, or {hint.removeprefix('take ')}"
+        why = f"ZeRO stage {layout.zero_stage} flattens the matrices"
+        hint = f"use --ds-config zero0, or {hint.removeprefix('use ')}"
     elif layout.pp > 1 and precision == "bf16":
-        why = "DeepSpeed's optimizer of pipelines in bf16 is given flat parts of all matrices together"
-        hint = f"take --precision fp32, or {hint.removeprefix('take ')}"
+        why = "DeepSpeed's bf16 optimizer of pipelines flattens the matrices"
+        hint = f"use --precision fp32, or {hint.removeprefix('use ')}"
     elif layout.tp > 1:
-        why = f"ranks of --tensor-parallel {layout.tp} hold slices, and the size of steps follows from whole matrices"
-        hint = "leave --tensor-parallel at 1"
+        why = f"--tensor-parallel {layout.tp} splits the matrices"
+        hint = "use --tensor-parallel 1"
     if why:
-        asked = "--optimizer adafactor keeps a number a row and a number a column of each matrix"
-        yield Refusal(f"{asked}, and {why}", hint)
+        asked = "--optimizer adafactor needs full matrices (its states are one number per row and column)"
+        yield Refusal(f"{asked}, but {why}", hint)
 
 
 def run_name(kind: str) -> str:
-    """Return the run's word for the type of a DeepSpeed JSON, compared without regard to case; else the type itself."""
+    """Return the run's name for an optimizer type of a DeepSpeed JSON (in any case), else the type itself."""
     return next((name for name, of in OPTIMIZER_TYPES.items() if of.lower() == kind.lower()), kind)

@@ -1,4 +1,4 @@
-"""GPUs of workstations, and AMD's, with public sources."""
+"""Workstation GPUs and AMD's GPUs, with public sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zerofit.spec import nodes
 from zerofit.spec.device import PCIE4, PCIE5, Device, gib
 from zerofit.spec.nodes import GB
 
-# Where torch's messages give different totals for a kind (drivers differ by a few hundred MiB), the smallest seen.
+# memory_bytes is the smallest total in torch's messages: drivers differ by a few hundred MiB.
 OTHER_GPUS = (
     Device(
         kind="rtx4090",
@@ -32,7 +32,7 @@ OTHER_GPUS = (
         pcie=PCIE4,
         node=nodes.WORKSTATION,
         source="NVIDIA Ampere GA102 GPU architecture white paper (2020)",
-        memory_source="torch says 23.57 to 23.70 GiB by driver; nvidia-smi 24576 MiB (noonghunna/club-3090#96)",
+        memory_source="torch reports 23.57 to 23.70 GiB by driver; nvidia-smi 24576 MiB (noonghunna/club-3090#96)",
     ),
     Device(
         kind="rtx5090",
@@ -45,7 +45,7 @@ OTHER_GPUS = (
         pcie=PCIE5,
         node=nodes.WORKSTATION,
         source="NVIDIA RTX Blackwell GPU architecture white paper (2025)",
-        memory_source="torch says 31.37 GiB (Wan-Video/Wan2.1#465)",
+        memory_source="torch reports 31.37 GiB (Wan-Video/Wan2.1#465)",
     ),
     Device(
         kind="rtx-pro-6000",
@@ -71,7 +71,7 @@ OTHER_GPUS = (
         pcie=PCIE4,
         node=nodes.WORKSTATION,
         source="NVIDIA RTX A6000 data sheet (2020)",
-        memory_source="assumed: 48 GB, less what an RTX 3090's driver keeps in proportion",
+        memory_source="assumed: 48 GB, less the share that an RTX 3090's driver keeps",
     ),
     Device(
         kind="mi355x",
@@ -97,7 +97,7 @@ OTHER_GPUS = (
         pcie=PCIE5,
         node=nodes.MI300X_PLATFORM,
         source="AMD Instinct MI325X data sheet (2024)",
-        memory_source="assumed: 256 GB, less what an MI300X's driver keeps in proportion",
+        memory_source="assumed: 256 GB, less the share that an MI300X's driver keeps",
     ),
     Device(
         kind="mi300x",
@@ -110,19 +110,19 @@ OTHER_GPUS = (
         pcie=PCIE5,
         node=nodes.MI300X_PLATFORM,
         source="AMD Instinct MI300X data sheet (2023)",
-        memory_source="torch out-of-memory messages say 191.69 or 191.98 GiB",
+        memory_source="torch's out-of-memory messages report 191.69 or 191.98 GiB",
     ),
     Device(
         kind="mi250x",
         name="MI250X",
-        memory_bytes=gib(63.98),  # torch and DeepSpeed see each half of the card as a device of its own
+        memory_bytes=gib(63.98),  # each half of the card is a device for torch and DeepSpeed
         tflops={"bf16": 191.5, "fp16": 191.5, "fp32": 23.95},
         bandwidth=1638 * GB,
-        link=50 * GB,  # the slowest link that a ring over the eight halves of four cards crosses
+        link=50 * GB,  # the slowest link in a ring over the eight halves of four cards
         link_name="Infinity Fabric 3",
         pcie=36 * GB,  # Infinity Fabric to the host on Frontier
         node=nodes.FRONTIER,
         source="AMD Instinct MI250X data sheet (2021), half a card (one GCD); links: OLCF Frontier user guide",
-        memory_source="64 GB a GCD in the data sheet, 63.98 GiB in rocm-smi",
+        memory_source="64 GB per GCD in the data sheet, 63.98 GiB in rocm-smi",
     ),
 )

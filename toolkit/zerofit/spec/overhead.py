@@ -1,4 +1,4 @@
-"""Memory of a process besides torch's allocations, and the share of a forecast kept free for what is unknown."""
+"""A process's memory outside torch's allocations, and the margins of a forecast."""
 
 from __future__ import annotations
 
@@ -6,64 +6,64 @@ from dataclasses import dataclass
 
 MIB = 2**20
 
-# One NCCL communicator's channels. NVIDIA/nccl#1685: 1.06 GB on each of 8 H100 before any all-to-all, 4.34 GB after
-# one; nccl#986 (its maintainer): linear in the channels, which NVLink has many of and PCIe has few of.
+# Channels of one NCCL communicator. NVIDIA/nccl#1685: 1.06 GB on each of 8 H100 before any all-to-all, 4.34 GB after
+# one; nccl#986 (a maintainer): linear in the number of channels, which is high for NVLink and low for PCIe.
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
-# A CPU rank's Python, torch and DeepSpeed beside its tensors: least and most. Measured: RssAnon and RssFile of
-# /proc/PID/status, sampled at their highest over runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores):
-# 455 MiB and more, 545 to 615 with peft or diffusers.
+# Python, torch and DeepSpeed in a CPU rank, without tensors: least and most. Measured: peak RssAnon and RssFile of
+# /proc/PID/status in runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores): 455 MiB and more, 545 to 615 with
+# peft or diffusers.
 CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 448 * MIB, 640 * MIB
-# What the C library's heap keeps between live tensors, at most, as a share of the peak (the same runs: up to 0.40).
-# Tensors below 32 MiB lie in it: with MALLOC_MMAP_THRESHOLD_=131072 all of BERT's 0.30 went.
+# Largest fragmentation of the C library's heap, as a share of the peak (the same runs: up to 0.40). Tensors below
+# 32 MiB are allocated in it: with MALLOC_MMAP_THRESHOLD_=131072 all of BERT's 0.30 was gone.
 CPU_HEAP = 0.45
-# oneDNN keeps a kernel for each shape, and with every step experts get other numbers of tokens. The same runs: 240 MiB
-# at most, of which ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 took 190.
+# oneDNN caches a kernel for each shape, and experts get another number of tokens in each step. The same runs: at most
+# 240 MiB, of which ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 saved 190.
 CPU_EXPERTS_BYTES = 256 * MIB
-# Largest parameters that kernels copy into buffers of their own, at most: VGG-11, whose first linear layer has 392 MiB,
-# took 0.8 GiB more of private memory than its tensors and process (the same runs)
+# Most copies of the largest parameter in kernels' own buffers: VGG-11, whose first linear layer has 392 MiB, used
+# 0.8 GiB more private memory than its tensors and process (the same runs)
 CPU_PACKED = 2
-CPU_LIBRARY_BYTES = 384 * MIB  # pages of libraries, which all ranks of a host share
-# The host process of a GPU rank: the CUDA libraries lie in host memory too. pytorch#113326: 2.0 GB
+CPU_LIBRARY_BYTES = 384 * MIB  # pages of libraries, shared by all ranks of a host
+# Host memory of a GPU rank's process, with the CUDA libraries. pytorch#113326: 2.0 GB
 HOST_PROCESS_BYTES = 3072 * MIB
 
-# What torch's caching allocator needs beyond the allocated peak, as a share of it: the most that replaying simulated
-# runs has shown (benchmarks/fragmentation.py). It depends on the order of sizes, which no forecast of bytes knows;
-# ZeRO-3 gathers parameters of changing sizes all the time, most of all where they come from the host.
+# Largest fragmentation of torch's caching allocator, as a share of the allocated peak, when simulated runs were
+# replayed (benchmarks/fragmentation.py). It depends on the order of sizes, which plan does not know. It is largest for
+# ZeRO-3, which keeps gathering parameters of different sizes, most of all from the host.
 FRAGMENTATION = 0.12
 FRAGMENTATION_ZERO3 = 0.19
 FRAGMENTATION_ZERO3_HOST = 0.26
-# Segments for blocks of up to 1 MiB, and of less than 10 MiB: kSmallBuffer and kLargeBuffer of
-# c10/cuda/CUDACachingAllocator.cpp. The last one of each may be all but empty.
+# Segments for blocks of up to 1 MiB and of less than 10 MiB: kSmallBuffer and kLargeBuffer of
+# c10/cuda/CUDACachingAllocator.cpp. The last segment of each may be nearly empty.
 SMALL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES = 2 * MIB, 20 * MIB
 LAST_SEGMENTS_BYTES = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
-# Share of a host's memory that is left to the system, data loaders and file caches. Assumed.
+# Share of a host's memory for the system, data loaders and file caches. Assumed.
 HOST_RESERVE = 0.05
 
-# Share of the reserved peak that is kept free where the allocator was replayed on the very sequence of allocations:
-# kernels' scratch, which of two equal free blocks is taken, memory that waits for another stream. Assumed.
+# Margin, as a share of the reserved peak, if the allocator was replayed on the exact sequence of allocations: for
+# kernels' scratch, the choice between equal free blocks, and memory that waits for another stream. Assumed.
 REPLAYED = 0.03
 
-# cuDNN copies what it convolves into the order of its kernels (NHWC): input, weights and output in 16 bits, measured to
-# the byte. Of ResNet-50 torch reserved 102 MiB more than was simulated in bf16 and 414 MiB in fp32, where its largest
-# convolution has 147 and 294 MiB.
+# cuDNN copies a convolution's 16-bit input, weights and output to its layout (NHWC), measured to the byte. For
+# ResNet-50 torch reserved 102 MiB more than simulated in bf16 and 414 MiB in fp32; its largest convolution has 147 and
+# 294 MiB.
 CUDNN_COPIES, CUDNN_SOURCE = 2, "measured: ResNet-50 on an H100 (benchmarks/gpu/README.md)"
 CUDNN_WORKSPACES = "cuDNN's workspaces"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """The range that public sources give for one thing, from `low_bytes` to `high_bytes`."""
+    """A range from public sources."""
 
     low_bytes: int
     high_bytes: int
     source: str
 
 
-# Loading every kernel of torch instead of those used: 666,632,192 bytes against 287,047,680 (pytorch#86509)
+# All kernels of torch loaded instead of only those used: 666,632,192 bytes instead of 287,047,680 (pytorch#86509)
 _KERNELS_BYTES = 666_632_192 - 287_047_680
-_KERNELS = "and at most what loading all kernels added in pytorch#86509, 362 MiB"
+_KERNELS = "plus up to 362 MiB for loading all kernels (pytorch#86509)"
 _ADA = ByteRange(
     low_bytes=426 * MIB,
     high_bytes=426 * MIB + _KERNELS_BYTES,
@@ -77,12 +77,12 @@ _BLACKWELL = ByteRange(
 _HOPPER = ByteRange(
     low_bytes=_ADA.low_bytes,
     high_bytes=_BLACKWELL.high_bytes,
-    source="no figure of Hopper itself found: from Ada's lower end to Blackwell's upper end",
+    source="no figure for Hopper found: from Ada's lower end to Blackwell's upper end",
 )
 _OLDER = ByteRange(
     low_bytes=287_047_680 - 20 * MIB,
     high_bytes=666_632_192 - 20 * MIB,
-    source="free memory before and after one op, with its kernels and with all, less torch's segment (pytorch#86509)",
+    source="free memory before and after one op, with its kernels or all kernels, less torch's segment (pytorch#86509)",
 )
 _AMD = ByteRange(
     low_bytes=200 * 10**6,
@@ -97,20 +97,20 @@ _CONTEXTS = {
 }
 _FROM_HOPPER_ON = ("h1", "h2", "h8", "gh", "b2", "b3", "gb", "rtx5", "rtx-pro")
 
-# A connection of a communicator to one peer over one channel: LL, LL128 and SIMPLE buffers (524,288 + 4,915,200 +
-# 4,194,304 bytes) in a 10 MiB allocation at the receiver, 2 MiB at the sender. NCCL src/init.cc (DEFAULT_LL_BUFFSIZE,
-# DEFAULT_LL128_BUFFSIZE, DEFAULT_BUFFSIZE), src/transport/p2p.cc (p2pSendSetup, p2pRecvSetup); both sizes are those of
-# the allocations counted in NVIDIA/nccl#1685. Both directions together:
+# Both directions of a communicator's connection to one peer over one channel: at the receiver 10 MiB for the LL, LL128
+# and SIMPLE buffers (524,288 + 4,915,200 + 4,194,304 bytes), at the sender 2 MiB. NCCL src/init.cc
+# (DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE, DEFAULT_BUFFSIZE), src/transport/p2p.cc (p2pSendSetup, p2pRecvSetup);
+# the same sizes were counted in NVIDIA/nccl#1685.
 NCCL_CONNECTION_BYTES = 12 * MIB
-# Channels that logs show: 16 (nccl#1453, H100), 24 (nccl-tests#100, A100; nccl#1259, H100), 32 for all-to-all
-# (nccl#1685) over NVLink; 2 (nccl-tests#228) to 8 (nccl#1189) through the host. Fewest and most.
+# Channels in logs, fewest and most: 16 (nccl#1453, H100), 24 (nccl-tests#100, A100; nccl#1259, H100), 32 for all-to-all
+# (nccl#1685) over NVLink; 2 (nccl-tests#228) to 8 (nccl#1189) through the host.
 NCCL_NVLINK_CHANNELS = (16, 32)
 NCCL_PCIE_CHANNELS = (2, 8)
 
-# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: compute capability 9, 10 and 12 (Hopper,
-# Blackwell), all others; on AMD gfx94x and gfx95x, all others. cuBLASLt, which adds biases, shares it from torch 2.12
-# on (pytorch#168175) and had 1 MiB of its own before (measured with torch 2.11 on an H100); hipBLASLt has 76 MiB of its
-# own (parseCUDABlasLtWorkspaceSize).
+# Workspaces (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize): compute capability 9, 10 and 12
+# (Hopper, Blackwell) and others; AMD gfx94x and gfx95x, and others. cuBLASLt, which adds biases, shares cuBLAS's from
+# torch 2.12 on (pytorch#168175) and had its own 1 MiB before (measured with torch 2.11 on an H100). hipBLASLt has its
+# own 76 MiB (parseCUDABlasLtWorkspaceSize).
 CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_HOPPER_BYTES = 32 * MIB
 CUBLASLT_BYTES, CUBLASLT_SHARES_FROM = MIB, (2, 12)
@@ -118,7 +118,7 @@ HIPBLAS_MI300_BYTES, HIPBLAS_BYTES, HIPBLASLT_BYTES = 128 * MIB, 32 * MIB, 76 * 
 
 
 def context_figure(kind: str) -> ByteRange:
-    """Return the driver's context and loaded kernels on a kind of device (`--gpu`'s words)."""
+    """Return the memory of the driver's context and loaded kernels on a kind of device (a value of `--gpu`)."""
     for beginning, figure in _CONTEXTS.items():
         if kind.startswith(beginning):
             return figure
@@ -126,7 +126,7 @@ def context_figure(kind: str) -> ByteRange:
 
 
 def blas_workspace_bytes(kind: str) -> int:
-    """Return what torch's caching allocator allocates for each cuBLAS handle and stream on a kind of device."""
+    """Return the bytes of the workspace for each cuBLAS handle and stream on a kind of device."""
     if kind == "cpu":
         return 0
     if kind.startswith("mi3"):
@@ -137,7 +137,7 @@ def blas_workspace_bytes(kind: str) -> int:
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Return what page-locked host memory of this size takes: a power of two.
+    """Return the bytes allocated for page-locked host memory: the next power of two.
 
     ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit).
     """

@@ -1,27 +1,27 @@
-"""Training a part of a model: adapters beside frozen weights, or the parameters that patterns name."""
+"""Training of a part of a model: adapters on frozen weights, or parameters chosen by patterns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-PART_FIELDS = (  # of a run
+PART_FIELDS = (  # fields of a run
     *("lora", "lora_alpha", "lora_dropout", "lora_targets", "lora_init", "dora", "rslora"),
     *("train", "freeze", "quantize", "double_quant"),
 )
 Method = Literal["full", "lora", "qlora"]
 Bits = Literal["nf4", "int8"]
-LoraInit = Literal["default", "gaussian", "orthogonal"]  # peft's others change the frozen weights, or read data
+LoraInit = Literal["default", "gaussian", "orthogonal"]  # peft's other ways change the frozen weights or read data
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """The settings of LoRA adapters, as peft has them."""
+    """The settings of LoRA adapters, as in peft."""
 
     rank: int
     alpha: int  # adapters are scaled by alpha / rank
     dropout: float
-    targets: str  # names of layers with commas between, or "all-linear"
+    targets: str  # comma-separated names of layers, or "all-linear"
     init: LoraInit
     dora: bool
     rslora: bool
@@ -29,18 +29,18 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How bitsandbytes keeps the linear layers of a frozen model."""
+    """How bitsandbytes quantises the linear layers of a frozen model."""
 
     kind: Bits
-    double: bool = False  # of nf4: the scales of blocks are quantised, too
+    double: bool = False  # with nf4: also quantise the scales of blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialTraining:
-    """What of a model is trained; everything else is frozen."""
+    """The trained part of a model; everything else is frozen."""
 
     lora: LoraSettings | None
     train: tuple[str, ...]  # shell patterns of parameters or modules
     freeze: tuple[str, ...]
-    seed: int  # of the adapters' first weights
-    quantization: Quantization | None = None  # of what adapters stand beside
+    seed: int  # of the adapters' initial weights
+    quantization: Quantization | None = None  # of the frozen layers

@@ -1,19 +1,19 @@
-"""How DeepSpeed puts parameters and gradients together: ZeRO's partitions, and the buckets of an all-reduce."""
+"""ZeRO's partitions, and DeepSpeed's buckets of an all-reduce."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-ALLREDUCE_ELEMENTS = 500_000_000  # of a bucket without ZeRO (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
+ALLREDUCE_ELEMENTS = 500_000_000  # per bucket without ZeRO (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 
 
 def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranks with the parameters that reach into their partitions: the place of each, and its elements inside.
+    """Yield (rank, index of a parameter, its elements in the rank's partition) for all overlaps.
 
     Args:
-        numels: the elements of parameters that lie one after the other in a flat buffer.
-        partition: elements of a partition, padded.
-        beside: neighbours that have the same partition of theirs: 1, or as many as hold spread experts together.
+        numels: the elements of consecutive parameters in a flat buffer.
+        partition: elements of a partition, with padding.
+        beside: ranks that have the same partition of different parameters: 1, or the expert parallel degree.
 
     >>> list(reaching([6, 2], 4, 1))
     [(0, 0, 4), (1, 0, 2), (1, 1, 2)]
@@ -29,9 +29,9 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
 
 
 def buckets(numels: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the elements and the number of gradients of each bucket without ZeRO: full once beyond the limit.
+    """Yield (elements, number of gradients) of each bucket without ZeRO (runtime/engine.py:3834).
 
-    (runtime/engine.py:3834) Of several gradients a flat copy is made; one alone is reduced where it lies.
+    A bucket ends with the gradient that exceeds the limit. A single gradient is reduced in place, several as a copy.
 
     >>> list(buckets([600_000_000, 300_000_000, 300_000_000, 100_000_000]))
     [(600000000, 1), (600000000, 2), (100000000, 1)]

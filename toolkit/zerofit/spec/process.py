@@ -1,4 +1,4 @@
-"""This process: how it is stopped and ends, what it prints and has resident, what has gone through its connections."""
+"""This process: signals, exit, resident memory, and bytes sent and received by its connections."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 _COUNTS = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
-_COUNTS_AT, _RETRANSMITS_AT = 120, 2  # bytes into tcp_info; tcpi_retransmits: since the last acknowledgement
+_COUNTS_AT, _RETRANSMITS_AT = 120, 2  # offsets in tcp_info; tcpi_retransmits counts since the last acknowledgement
 _QUEUED = struct.Struct("I52xQQ")  # tcpi_notsent_bytes, tcpi_bytes_sent and tcpi_bytes_retrans: Linux 4.19 and later
 _QUEUED_AT = 144
-SELDOM = 50_000  # new objects to a garbage collection; Python's 700 is a fifth of the time of importing torch
+SELDOM = 50_000  # new objects per garbage collection; with Python's 700 it takes a fifth of torch's import time
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PAGES = Path("/proc/self/pagemap")
 
 
 class ResidentMemory(NamedTuple):
-    """Bytes of host memory that this process has resident, as the kernel counts them; parts 0 where it is not Linux."""
+    """Resident host memory of this process in bytes, from the kernel; `file` and `shared` are 0 except on Linux."""
 
     now: int
-    peak: int  # since `forget_resident_peak`; with interpreter, libraries and mapped files
-    file: int  # of now: pages of libraries and mapped files
-    shared: int  # of now: shared with other processes, or pinned for a GPU
+    peak: int  # since `forget_resident_peak`; includes interpreter, libraries and mapped files
+    file: int  # part of `now`: pages of libraries and mapped files
+    shared: int  # part of `now`: shared with other processes, or pinned for a GPU
 
 
 def resident_memory() -> ResidentMemory:
-    """Return what is resident; reading it takes some 30 microseconds."""
+    """Return the resident memory; takes about 30 microseconds."""
     if not _STATUS.exists():
         unit = 1 if sys.platform == "darwin" else 1024
         peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -49,13 +49,13 @@ def resident_memory() -> ResidentMemory:
 
 
 def forget_resident_peak() -> None:
-    """Set the peak to what is resident now; where that is not allowed, it stays that of the whole process."""
+    """Reset the peak to the present value, if that is allowed."""
     with suppress(OSError):
         _RESET.write_text("5")
 
 
 def mapped_pages() -> list[tuple[int, int]]:
-    """Return address and bytes of all stretches of files that this process has in memory; empty but on Linux."""
+    """Return (address, bytes) of all file-backed pages in this process's memory; empty except on Linux."""
     found: list[tuple[int, int]] = []
     if not _PAGES.exists():
         return found
@@ -77,15 +77,15 @@ def mapped_pages() -> list[tuple[int, int]]:
 
 
 def touch(pages: Iterable[tuple[int, int]]) -> None:
-    """Have the `mapped_pages` of the parent in memory too: on Linux a forked process begins without those of files."""
+    """Touch the parent's `mapped_pages`: on Linux a forked process begins without file-backed pages."""
     for address, size in pages:
         (ctypes.c_char * size).from_address(address)[::PAGESIZE]
 
 
 def stop_requests() -> list[signal.Signals]:
-    """Return the signals that ask a command to stop: SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends.
+    """Return the signals that stop a command: SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends.
 
-    What this process ignores is none of them: nohup ignores SIGHUP so that the terminal can be closed.
+    Ignored signals are left out: nohup ignores SIGHUP so that the terminal can be closed.
     """
     asking = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
@@ -93,7 +93,7 @@ def stop_requests() -> list[signal.Signals]:
 
 @contextmanager
 def deepspeed_quiet() -> Iterator[None]:
-    """Tell DeepSpeed that there is no GPU: else it says so on standard output when it is imported."""
+    """Keep DeepSpeed from printing on import that there is no GPU."""
     import torch
 
     told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
@@ -109,30 +109,30 @@ def deepspeed_quiet() -> Iterator[None]:
 class Flow(NamedTuple):
     """One connection."""
 
-    written: int  # bytes that this process has handed over, be they still on the way
-    sent: int  # of them: what the other end has acknowledged
+    written: int  # bytes that this process has written, sent or not
+    sent: int  # bytes that the other end has acknowledged
     received: int
-    resending: bool  # what was lost is being sent again
+    resending: bool  # whether lost data is being sent again
 
 
 def flows() -> dict[str, Flow]:
-    """Return all connections by the kernel's name for their socket; empty where the kernel does not tell."""
+    """Return all connections by the kernel's socket name; empty if the kernel does not list them."""
     found: dict[str, Flow] = {}
     if socket.getdefaulttimeout() is not None:
-        return found  # a socket object would make the connection itself non-blocking
+        return found  # creating a socket object would make the connection non-blocking
     try:
         names = os.listdir("/proc/self/fd")
-    except OSError:  # no Linux, or no descriptor left
+    except OSError:  # not Linux, or no descriptor left
         return found
     for name in names:
         try:
             link = os.readlink(f"/proc/self/fd/{name}")
             if not link.startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUED_AT + _QUEUED.size)
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUED_AT + _QUEUED.size)
         except OSError:
-            continue  # closed meanwhile, or no TCP
+            continue  # closed meanwhile, or not TCP
         if len(info) >= _COUNTS_AT + _COUNTS.size:
             sent, received = _COUNTS.unpack_from(info, _COUNTS_AT)
             written = sent
@@ -145,8 +145,7 @@ def flows() -> dict[str, Flow]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Leave garbage alone while modules are imported: they make little, and walking a million objects again and again
-    takes a fifth of the time that torch and transformers need."""
+    """Disable garbage collection during imports, where it takes a fifth of the time and finds little."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -157,11 +156,10 @@ def collector_off() -> Iterator[None]:
 
 
 def run_and_exit(work: Callable[[], object]) -> None:
-    """Run `work` as the last thing this process does, with the exit status that Python would give.
+    """Run `work`, then exit with the status that Python would return.
 
-    Exit handlers run and threads are waited for as usual; then the process ends, where Python would search all that
-    torch and transformers have made for garbage: 2 to 8 s. (`gc.freeze` spares the search too, but then nanobind, which
-    Triton binds with, reports every object that was not collected as a leak.)
+    Exit handlers run and threads are joined as usual, but the last garbage collection, which takes 2 to 8 s after torch
+    and transformers, is skipped. (With `gc.freeze`, nanobind, which Triton uses, would report leaks.)
     """
     status = 1
     gc.set_threshold(SELDOM)
@@ -175,7 +173,7 @@ def run_and_exit(work: Callable[[], object]) -> None:
                 failed = True
         os._exit(120 if failed and status == 0 else status)
 
-    atexit.register(end)  # before anything that `work` imports, so that it runs after their handlers
+    atexit.register(end)  # registered first, so that it runs after the handlers of modules that `work` imports
     try:
         work()
         status = 0

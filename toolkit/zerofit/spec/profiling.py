@@ -1,23 +1,23 @@
-"""What is profiled of a training: numbers of steps and ranks, and the marks in torch.profiler's traces."""
+"""Profiling of a training: numbers of steps and ranks, and marks in torch.profiler's traces."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-STEP_MARK = "zerofit step "  # with the step's number (1-based); it lasts as long as the step
-SECTION_MARK = "zerofit section|"  # with a phase, "|" and a module: what follows belongs to it, until the next mark
+STEP_MARK = "zerofit step "  # followed by the step's number (from 1); lasts as long as the step
+SECTION_MARK = "zerofit section|"  # followed by phase|module, up to the next mark
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers that a user has named: "7", "3-5", "0,8-11"."""
+    """Numbers and ranges of numbers: "7", "3-5", "0,8-11"."""
 
     ranges: tuple[range, ...]
 
     @classmethod
     def parse(cls, text: str) -> Numbers:
-        """Read them. Raises ValueError.
+        """Parse them. Raises ValueError.
 
         >>> numbers = Numbers.parse("3-5,9")
         >>> 4 in numbers, 6 in numbers, numbers.last
@@ -33,9 +33,9 @@ class Numbers:
         return cls(tuple(ranges))
 
     def __contains__(self, number: int) -> bool:
-        return any(number in one for one in self.ranges)
+        return any(number in numbers for numbers in self.ranges)
 
     @property
     def last(self) -> int:
-        """The largest."""
-        return max(one[-1] for one in self.ranges)
+        """The largest number."""
+        return max(numbers[-1] for numbers in self.ranges)

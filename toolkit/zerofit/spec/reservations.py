@@ -1,4 +1,4 @@
-"""Memory that runs on this machine have reserved: what a run that was just started will take counts as taken.
+"""Memory reservations of the runs on this machine, so that a new run does not count on memory that another will use.
 
 Each run has a file in the cache, under the machine's boot id, since hosts may share the cache. A file counts while the
 process that wrote it lives.
@@ -23,27 +23,24 @@ from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.local_machine import gpu_memory, host_memory
 from zerofit.spec.units import shown_bytes
 
-RANK = "zerofit.worker"  # in the command line of each rank, which ends with its run folder
-CLOCK_S = 2.0  # by which two looks at a start can differ where the clock is set
+RANK = "zerofit.worker"  # in each rank's command line, whose last word is the run folder
+CLOCK_S = 2.0  # by which two readings of a start time can differ if the clock is adjusted
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """The memory of one run on this machine, in bytes, and the process that keeps it."""
+    """The memory that one run reserves on this machine, in bytes, and the process that reserved it."""
 
     run: str  # the run folder
-    host_bytes: int  # of all its ranks here, without pages of libraries
-    gpu_bytes: Mapping[str, int] = field(default_factory=dict)  # by the GPU's uuid
+    host_bytes: int  # of all its ranks on this machine, without pages of libraries
+    gpu_bytes: Mapping[str, int] = field(default_factory=dict)  # by GPU uuid
     pid: int = 0
-    started: float = 0.0  # of that process, so that a later one with its number is another
+    started: float = 0.0  # start time of that process, since process ids are reused
 
 
 def read_forecast(run: Path) -> dict[str, Any] | None:
-    """Return the `spec.run_folder.MemoryForecast` of a run folder's plan.json as plain data, without pydantic.
-
-    None where memory was not forecast.
-    """
+    """Return the forecast in a run folder's plan.json as plain data (without pydantic), or None if it has none."""
     try:
         return read_json(run / "plan.json").get("forecast")
     except (OSError, Unreadable):
@@ -51,24 +48,24 @@ def read_forecast(run: Path) -> dict[str, Any] | None:
 
 
 def needed_by(ranks: Iterable[int], world_size: int, forecast: Mapping[str, Any]) -> list[int]:
-    """Return the host memory that each of these ranks needs by the forecast."""
+    """Return the forecast host memory of each of these ranks, in bytes."""
     stages, first = forecast["stages"], forecast["first_bytes"]
     return [stages[rank * len(stages) // world_size] if rank else first for rank in ranks]
 
 
 def reserve(run: Path, host_bytes: int, gpu_bytes: Mapping[str, int]) -> None:
-    """Reserve memory for a run, as long as this process lives or until `release`."""
+    """Reserve memory for a run until `release` or until this process ends."""
     own = psutil.Process()
     kept = Reservation(
         run=str(run), host_bytes=host_bytes, gpu_bytes=dict(gpu_bytes), pid=own.pid, started=own.create_time()
     )
-    with suppress(OSError):  # a cache that cannot be written reserves nothing
+    with suppress(OSError):  # without a writable cache nothing is reserved
         _folder().mkdir(parents=True, exist_ok=True)
         write_json(_file(run), asdict(kept))
 
 
 def release(run: Path) -> None:
-    """Give back what this process has reserved for a run."""
+    """Release the memory that this process has reserved for a run."""
     kept = _read(_file(run))
     if kept and kept.pid == os.getpid():
         _file(run).unlink(missing_ok=True)
@@ -76,53 +73,50 @@ def release(run: Path) -> None:
 
 def is_reserved(run: Path) -> bool:
     """Return whether a living process has reserved memory for a run on this machine."""
-    return any(one.run == str(run) for one in _living())
+    return any(kept.run == str(run) for kept in _living())
 
 
 def host_claims(but: Path | None = None) -> int:
-    """Return the bytes of host memory that runs have reserved and not taken yet, without those of the run `but`."""
-    kept = [one for one in _living() if one.run != str(but)]
+    """Return the bytes of host memory that runs (except `but`) have reserved and do not use yet."""
+    kept = [reservation for reservation in _living() if reservation.run != str(but)]
     taken = _taken() if kept else Counter[str]()
-    return sum(max(0, one.host_bytes - taken[one.run]) for one in kept)
+    return sum(max(0, reservation.host_bytes - taken[reservation.run]) for reservation in kept)
 
 
 def beside_reserved(size: int) -> str:
-    """Return what a message about free memory adds where other runs have reserved some of it."""
-    return f" ({shown_bytes(size)} are reserved by other runs)" if size else ""
+    """Return an addition to a message about free memory, if other runs have reserved some."""
+    return f" ({shown_bytes(size)} reserved by other runs)" if size else ""
 
 
 def free_for(run: Path | None = None) -> int:
-    """Return the bytes of host memory that a run may take: what is free, and what its ranks have taken already.
+    """Return the bytes of host memory that a run may use: free memory plus what its ranks already use.
 
-    What other runs have reserved and not taken yet is not free.
+    Memory that other runs have reserved is not free.
     """
     taken = _taken()[str(run)] if run else 0
     return max(0, host_memory()[1] + taken - host_claims(but=run))
 
 
 def gpu_claims(but: Path | None = None) -> Counter[str]:
-    """Return the bytes that runs have reserved of each GPU, whether taken yet or not, without those of the run `but`.
-
-    What is free of a GPU is therefore at most what it has less this.
-    """
+    """Return the bytes that runs (except `but`) have reserved on each GPU, in use or not."""
     found = Counter[str]()
-    for one in _living():
-        if one.run != str(but):
-            found.update(one.gpu_bytes)
+    for kept in _living():
+        if kept.run != str(but):
+            found.update(kept.gpu_bytes)
     return found
 
 
 def gpus_free_for(run: Path, count: int) -> list[int]:
-    """Return the bytes of each of the first `count` GPUs that a run may take; none where there is no nvidia-smi."""
+    """Return the bytes that a run may use on each of the first `count` GPUs; empty without nvidia-smi."""
     claims = gpu_claims(but=run)
     return [max(0, min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid])) for gpu in gpu_memory(count)]
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Let no other run look at what is free before this one has reserved its part."""
+    """Keep other runs from reading the free memory before this run has reserved its part."""
     with ExitStack() as stack:
-        with suppress(OSError):  # no place for it, or a file system without locks
+        with suppress(OSError):  # no writable cache, or a file system without locks
             _folder().mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context((_folder() / "lock").open("w")), fcntl.LOCK_EX)
         yield
@@ -140,12 +134,12 @@ def _file(run: Path) -> Path:
 def _read(file: Path) -> Reservation | None:
     try:
         return Reservation(**read_json(file))
-    except (OSError, Unreadable, TypeError):  # taken back just now, or of another version
+    except (OSError, Unreadable, TypeError):  # just released, or of another version
         return None
 
 
 def _living() -> list[Reservation]:
-    """Return the reservations whose process lives; the files of others are removed."""
+    """Return the reservations whose process lives, and remove the files of others."""
     found = []
     for file in _folder().glob("*.json"):
         kept = _read(file)
@@ -164,7 +158,7 @@ def _lives(kept: Reservation) -> bool:
 
 
 def _taken() -> Counter[str]:
-    """Return the private bytes of all ranks on this machine, by their run folder."""
+    """Return the private bytes of all ranks on this machine, by run folder."""
     found = Counter[str]()
     for process in psutil.process_iter():
         with suppress(psutil.Error, IndexError):

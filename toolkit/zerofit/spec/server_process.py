@@ -1,8 +1,8 @@
-"""A process that has imported what others need, from which they are forked: a start of their own takes seconds each.
+"""A server process that imports libraries once and forks other processes, whose own imports would take seconds each.
 
-It is started by its own command line and not by multiprocessing, which would run the user's script once more in each
-process: this works from a script without `if __name__ == "__main__"`, from a notebook and from any thread. It reads
-requests from its standard input, a line of JSON each, and ends when that is closed.
+It has its own command line. (multiprocessing would run the user's script again in each process, and so would not work
+in a script without `if __name__ == "__main__"`, in a notebook or in a thread.) It reads requests as lines of JSON from
+standard input and ends when that is closed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from zerofit.spec.process import collector_off
 
 
 class ServerProcess:
-    """A running server, which ends with this process."""
+    """A running server, which ends when this process ends."""
 
     def __init__(self, module: str, answers: bool = False):
-        """Start a process that runs `serve` of this module; `answers`: it writes a line of JSON for each request."""
+        """Start a process that runs `serve` of a module; with `answers` it writes a line of JSON for each request."""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open while the server runs
-        # what the server imports is found as it is here; a session of its own: Ctrl-C is this process's to answer
+        # the same import path as here; a new session, so that only this process gets Ctrl-C
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, module],
@@ -38,14 +38,14 @@ class ServerProcess:
         )
 
     def tell(self, request: Any) -> None:
-        """Hand over a request."""
+        """Send a request."""
         assert self.process.stdin
-        with suppress(BrokenPipeError):  # `refuse_if_ended` says why
+        with suppress(BrokenPipeError):  # see `refuse_if_ended`
             self.process.stdin.write(f"{json.dumps(request)}\n".encode())
             self.process.stdin.flush()
 
     def ask(self, request: Any) -> Any:
-        """Hand over a request and return the answer. Raises a RuntimeError where the server has ended."""
+        """Send a request and return the answer. Raises RuntimeError if the server has ended."""
         self.tell(request)
         assert self.process.stdout
         answer = self.process.stdout.readline()
@@ -55,18 +55,18 @@ class ServerProcess:
         return json.loads(answer)
 
     def refuse_if_ended(self) -> None:
-        """Raise a RuntimeError where the server has ended by itself."""
+        """Raise RuntimeError if the server has ended."""
         if self.process.poll() is not None:
             code, last = self.process.returncode, self.said()
-            raise RuntimeError(f"the process that others are forked from has ended ({code}): {last}")
+            raise RuntimeError(f"the server process has ended (status {code}): {last}")
 
     def said(self) -> str:
-        """Return the end of what the server has written to standard error."""
+        """Return the end of the server's standard error."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")[-2000:]
 
     def end(self) -> None:
-        """End the server, and with it what it has forked."""
+        """End the server and its children."""
         assert self.process.stdin
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -74,8 +74,8 @@ class ServerProcess:
 
 
 def main() -> None:
-    """Be the server: `python -m zerofit.spec.server_process MODULE`."""
-    end_first()  # before the command that waits for an answer
+    """Run the server: `python -m zerofit.spec.server_process MODULE`."""
+    end_first()  # rather than the command that waits for an answer
     with collector_off():
         module = importlib.import_module(sys.argv[1])
     module.serve()

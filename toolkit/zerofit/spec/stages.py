@@ -1,4 +1,4 @@
-"""Pipeline stages: where the layers of a model are cut, and which ranks hold them."""
+"""Pipeline stages: how the layers of a model are split, and the ranks of each stage."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Bounds = tuple[tuple[int, int], ...]  # first and last layer (exclusive) of each
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
-    """The layers of one pipeline stage, and the ranks that hold them."""
+    """The layers and ranks of one pipeline stage."""
 
     stage: int
     ranks: tuple[int, ...]
     parts: tuple[tuple[str, ...], ...]  # names of the layers; two parts with DualPipeV
-    parameters: int  # of all its layers; with tensor or expert parallelism its ranks divide them
+    parameters: int  # of all its layers; tensor or expert parallelism splits them over its ranks
 
 
 def stages_of(job: Job) -> tuple[PipelineStage, ...]:
-    """Return the stages of a job; none where no pipeline cuts it, or a measurement at the start decides."""
+    """Return the stages of a job; empty without a pipeline, or if stages are balanced by measured time."""
     run, layout, stack = job.run, job.layout, job.facts.stack
     if layout.pp == 1 or run.pipeline_balance == "time":
         return ()
@@ -39,7 +39,7 @@ def stages_of(job: Job) -> tuple[PipelineStage, ...]:
 def stage_layers(
     stack: Sequence[LayerFacts], bounds: Bounds, layout: Layout, schedule: PipelineSchedule
 ) -> tuple[PipelineStage, ...]:
-    """Return what each stage of a layout holds of layers that are cut at these bounds."""
+    """Return the stages for layers that are split at these bounds."""
     ranks = list(zip(*ranks_along(layout, "pp"), strict=True))
     found = []
     for stage in range(layout.pp):
@@ -51,9 +51,9 @@ def stage_layers(
 
 
 def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> Bounds:
-    """Return the bounds of parts of equal weight; where one would train nothing, of equally many trained parameters.
+    """Return the bounds of parts of similar weight, or of similar trained parameters if a part would have none.
 
-    DeepSpeed fails in a stage without a trained parameter (runtime/engine.py:2493).
+    DeepSpeed fails in a stage without trained parameters (runtime/engine.py:2493).
     """
     bounds = balanced(tuple(weights), parts)
     if all(sum(trained[first:last]) for first, last in bounds):
@@ -63,10 +63,9 @@ def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> 
 
 @lru_cache(maxsize=256)
 def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
-    """Cut with the least difference between the heaviest and the lightest part, ties cut as late as possible.
+    """Split with the least difference between the heaviest and the lightest part; of equal splits take the latest.
 
-    The dynamic programme of deepspeed.runtime.utils.partition_balanced, over (heaviest, lightest) of the best cut of
-    the first layers.
+    Dynamic programming over (heaviest, lightest), as in deepspeed.runtime.utils.partition_balanced.
     """
     sums = list(accumulate(weights, initial=0))
     best: list[tuple[float, float]] = [(0, math.inf), *[(math.inf, math.inf)] * len(weights)]
@@ -83,14 +82,14 @@ def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: int) -> tuple[int, tuple[float, float]]:
-    """Return where the last of the parts over the first `end` layers begins, and the heaviest and lightest part."""
+    """Return the start of the last part of the first `end` layers, and the heaviest and lightest part."""
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):
         heaviest, lightest = best[cut]
         if heaviest == math.inf:
             continue
         mine = sums[end] - sums[cut]
-        if mine > heaviest:  # the innermost loop of a plan: max and min would take twice as long
+        if mine > heaviest:  # plan's innermost loop: max and min are twice as slow
             heaviest = mine
         if mine < lightest:
             lightest = mine

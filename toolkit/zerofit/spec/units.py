@@ -1,4 +1,4 @@
-"""Sizes and intervals as people write and read them."""
+"""Parsing and formatting of sizes and intervals."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, UserError
 
-MOST_RANKS = 2**18  # about what the largest clusters have; a plan for so many takes 10 s and 1 GB
-MOST_BYTES = 2**63 - 1  # what a signed 64-bit number counts: 8 EiB
+MOST_RANKS = 2**18  # about the largest clusters; a plan for as many takes 10 s and 1 GB
+MOST_BYTES = 2**63 - 1  # signed 64-bit: 8 EiB
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Return bytes of "80GiB", "1TB", "512m" or a plain number. Raises UserError."""
+    """Parse "80GiB", "1TB", "512m" or a plain number to bytes. Raises UserError."""
     found = _SIZE.match(text)
     value = 0
     if found:
@@ -22,7 +22,7 @@ def parse_bytes(text: str, where: str) -> int:
         size = float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()]
         value = int(size) if size <= MOST_BYTES else 0
     if value <= 0:
-        hint = "write it like 80GiB (1024^3), 1TB (1000^4), or in bytes; less than 8 EiB"
+        hint = "write it like 80GiB (1024^3), 1TB (1000^4) or in bytes, below 8 EiB"
         raise UserError(Problem(kind="bad-size", message=f"{text!r} is not a valid size", hint=hint, where=where))
     return value
 
@@ -42,21 +42,21 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Interval:
-    """`500` (steps), `30min`, `2h`, `90s`; `0` is never."""
+    """An interval: 500 (steps), 30min, 2h or 90s; 0 is never."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Interval:
-        """Read an interval. Raises ValueError for anything else."""
+        """Parse an interval. Raises ValueError."""
         match = re.fullmatch(r"(\d+)\s*(s|min|h)?", text.strip())
         if not match or (match[2] and not int(match[1])):
-            raise ValueError("not an interval: give optimizer steps (500), a time (90s, 30min, 2h), or 0 for never")
+            raise ValueError("not an interval; give optimizer steps (500), a time (90s, 30min, 2h), or 0 for never")
         number, unit = int(match[1]), match[2]
         return cls(seconds=number * SECONDS[unit]) if unit else cls(steps=number)
 
     @property
     def never(self) -> bool:
-        """Whether it is never done."""
+        """Whether the interval is never."""
         return self.steps == 0
