@@ -24,9 +24,9 @@ Made with {{ versions }}. Each question has the command that answers it alone. E
 {% for row in one.rows -%}
 | {{ row | join(" | ") }} |
 {% endfor %}
-{% for name, reason in one.missing -%}
-- `{{ name }}` {{ reason.split() | join(" ") | replace("<", "&lt;") }}
-{% endfor %}
+{%- if one.missing %}
+No figures (the reasons are among the figures below): `{{ one.missing | map("first") | join("`, `") }}`
+{% endif %}
 ![{{ one.question }}]({{ one.folder.relative_to(home) }}/comparison.png)
 
 [page]({{ one.folder.relative_to(home) }}/comparison.html), [figures]({{ one.folder.relative_to(home) }}/results.json)
