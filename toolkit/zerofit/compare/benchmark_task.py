@@ -1,6 +1,6 @@
-"""The task of every strategy: the same weights, same samples in the same order, same optimizer and loss.
+"""Define the task of every strategy: the same weights, samples, order of samples, optimizer and loss.
 
-It also measures: whoever asks for the next batch has done a step.
+It also measures: a request for the next batch means that a step is done.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
 TELL_S = 0.5
-MOST_KEPT = 50  # weights on the way, of which the accuracy is wanted
-RANDOM = ("_DropoutNd", "StochasticDepth")  # torch's and torchvision's layers that draw numbers in training
+MOST_KEPT = 50  # states of the weights that are kept for the accuracy curve
+RANDOM = ("_DropoutNd", "StochasticDepth")  # layers of torch and torchvision that draw random numbers in training
 
 
 class NotHereError(Exception):
-    """Raised, with the reason, where these devices, this model or this installation do not take a strategy."""
+    """Raised if these devices, this model or this installation do not support a strategy, with the reason."""
 
 
 class BenchmarkTask:
@@ -54,11 +54,11 @@ class BenchmarkTask:
         self._order = Order(len(self._data.train), job.seed)
         self.device = torch.device("cpu")
         if job.accelerator == "cuda":
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())  # a server has none of its own
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())  # a parameter server shares one
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.allow_tf32 = False  # weights are compared to the fifth digit
         self.backend = "nccl" if job.accelerator == "cuda" else "gloo"
-        self.notes: dict[str, Any] = {"tokens_a_sample": None}  # what there is to tell besides
+        self.notes: dict[str, Any] = {"tokens_a_sample": None}  # further figures to report
         self._progress, self._told = (folder / "done" if rank == 0 else None), 0.0
         self._kept: list[tuple[float, float, dict[str, Tensor]]] = []
         self._measure = StrategyMeter(self.device)
@@ -85,30 +85,30 @@ class BenchmarkTask:
         modules: Iterator[Any] = model.modules()
         for module in modules:
             if any(kind.__name__ in RANDOM for kind in type(module).__mro__):
-                module.p = 0.0  # or no two strategies would see the same numbers
+                module.p = 0.0  # strategies would draw different numbers
         if self.task == "gan":
             assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN
             model = GanPair(model, self._data.inputs.channels)
         return model.train()
 
     def stage(self, number: int, stages: int) -> LayerStage:
-        """Return the layers of one of several stages of about as many parameters. Raises NotHereError."""
+        """Return the layers of one of several stages with similar numbers of parameters. Raises NotHereError."""
         if self.task == "gan":
             raise NotHereError("a pair of networks is not a list of layers")
         layers = as_layers(self._whole_model())
         if any(layer.tied for layer in layers):
-            raise NotHereError("its first and last layers share a parameter, which no two ranks can hold")
+            raise NotHereError("its first and last layers share a parameter, which must be on one rank")
         sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers]
         first, last = _even_cuts(sizes, stages)[number]
         return LayerStage(layers[first:last]).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-        """Return SGD with momentum, which does not blow up the last bits in which strategies differ, as Adam does."""
+        """Return SGD with momentum; Adam would amplify the last bits, in which strategies differ."""
         self._optimizer = torch.optim.SGD(parameters, lr=self.job.lr, momentum=MOMENTUM)
         return self._optimizer
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the mean loss over a batch; shares of equal size average to exactly that of the whole."""
+        """Return the mean loss over a batch; the mean over shares of equal size is exactly the same."""
         if self.task == "gan":
             return output.mean()
         logits = getattr(output, "logits", output)
@@ -128,11 +128,11 @@ class BenchmarkTask:
                 self.progress(f"{step} of {self.job.steps} steps")
                 time.sleep(pause_s(self.job, self.rank, step))
                 yield self.batch(step * self.job.global_batch + share * size, size)
-        finally:  # also of a strategy that ends before
+        finally:  # also if a strategy stops early
             self._measure.step(self.job.steps, last=True)
 
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return so many samples from a place in their order."""
+        """Return `size` samples from a place in their order."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
         found = self._data.train.batch(indices, keys)
         if isinstance(self._data.inputs, TextInputs):
@@ -149,17 +149,17 @@ class BenchmarkTask:
 
     @property
     def samples(self) -> int:
-        """Of one epoch."""
+        """Samples of one epoch."""
         return len(self._data.train)
 
     @property
     def eval_samples(self) -> int:
-        """Validation samples that an evaluation looks at."""
+        """Validation samples per evaluation."""
         return min(self.job.eval_samples, len(self._data.valid))
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, places: range | None = None) -> dict[str, float | None]:
-        """Return the mean loss and the share of right answers over the validation samples of these places, or all."""
+        """Return mean loss and accuracy on the validation samples at these places, or on all."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
         asked = range(self.eval_samples) if places is None else places
@@ -182,16 +182,16 @@ class BenchmarkTask:
         return {"loss": loss if math.isfinite(loss) else None, "accuracy": accuracy}
 
     def keep(self, model: nn.Module, steps: float) -> None:
-        """Note weights and time after so many global batches, of whole ones only, for `curve`.
+        """Keep weights and time after a number of global batches for `curve`; fractions of a batch are ignored.
 
-        Does nothing where no accuracy is asked for, or batch norm's statistics are with the workers.
+        Does nothing if no accuracy is requested, or if batch norm's statistics are on the workers.
         """
         if self.job.target is None or steps % max(1, self.job.steps // MOST_KEPT) or batch_norms(model):
             return
         self._kept.append((steps, time.perf_counter(), whole_state(model)))
 
     def curve(self) -> list[dict[str, Any]]:
-        """Return seconds since the first kept weights, loss and accuracy of all of them; evaluated afterwards."""
+        """Evaluate all kept weights; return their seconds since the first, loss and accuracy."""
         model, points = self.model(), []
         for steps, moment, state in self._kept:
             model.load_state_dict(state)
@@ -199,7 +199,7 @@ class BenchmarkTask:
         return points
 
     def progress(self, text: str) -> None:
-        """Tell how far this process is; the command takes it for dead if it sees nothing new for minutes."""
+        """Write this process's progress; the command assumes it dead after minutes without news."""
         if self._progress and time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
             write_text(self._progress, text)
@@ -217,7 +217,7 @@ class LayerStage(nn.Sequential):
         self._names = [layer.names for layer in layers]
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Return its weights by their names in the whole model, on the CPU."""
+        """Return its weights on the CPU, by their names in the full model."""
         found = {}
         for number, names in enumerate(self._names):
             for key, value in self[number].state_dict().items():
@@ -226,7 +226,7 @@ class LayerStage(nn.Sequential):
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copy all weights of a model to the CPU."""
+    """Return a copy of all weights of a model on the CPU."""
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
 
@@ -236,9 +236,9 @@ def tied(model: nn.Module) -> bool:
 
 
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Return (first, last) of each part: cut where the sum is nearest to its share, none without parameters.
+    """Return (first, last) of each part: boundaries are where sums are nearest to equal, and no part is empty.
 
-    Raises NotHereError where there are too few layers that have any.
+    Raises NotHereError if fewer layers than parts have parameters.
     """
     cuts, whole, full = [0], sum(sizes), sum(size > 0 for size in sizes)
     if full < parts:
@@ -254,7 +254,7 @@ def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 class StrategyMeter:
-    """Time, memory and bytes on the wire of one process, from before the model is built to the last step."""
+    """Time, memory and network bytes of one process, from before the model is built to the last step."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -265,25 +265,25 @@ class StrategyMeter:
         self._before = psutil.Process().memory_info().rss
 
     def step(self, done: int, last: bool) -> None:
-        """Note that so many steps are done."""
+        """Record that this many steps are done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._times.append(time.perf_counter())
         if done == WARM:
             self._flows = flows()
-            _forget_peak(self._device)  # of building the model, and of what only a first step needs
+            _forget_peak(self._device)  # exclude building the model, and what only the first step needs
         if last:
             self._found = {**self._memory(), **self._wire()}
 
     def told(self) -> dict[str, Any]:
-        """Return the figures for the strategy's row; `seconds` is None where this process has taken no steps."""
+        """Return the figures for the strategy's row; `seconds` is None if this process has taken no timed steps."""
         timed = len(self._times) - 1 - WARM
         seconds = self._times[-1] - self._times[WARM] if timed > 0 else None
         none_sent = {"sent_bytes": None, "received_bytes": None}
         return {"timed_steps": max(0, timed), "seconds": seconds, **(self._found or self._memory() | none_sent)}
 
     def _memory(self) -> dict[str, int]:
-        """Return peaks: a GPU's is torch's, over all devices of this process; a CPU's by how much the process grew."""
+        """Return peaks: on GPUs torch's, over all devices of this process; on a CPU the growth of the process."""
         host = _peak_rss()
         if self._device.type != "cuda":
             return {"peak_bytes": max(0, host - self._before), "host_bytes": host}
@@ -291,7 +291,7 @@ class StrategyMeter:
         return {"peak_bytes": max(torch.cuda.max_memory_allocated(n) for n in devices), "host_bytes": host}
 
     def _wire(self) -> dict[str, int | None]:
-        """Count bytes of connections that lasted over all timed steps; NCCL's cannot be counted so."""
+        """Return the bytes of connections that lasted over all timed steps; NCCL's cannot be counted this way."""
         if self._device.type == "cuda":
             return {"sent_bytes": None, "received_bytes": None}
         both = [(self._flows[name], flow) for name, flow in flows().items() if name in self._flows]
@@ -302,7 +302,7 @@ class StrategyMeter:
 
 
 def _forget_peak(device: torch.device) -> None:
-    """Let peaks be counted from now on; the process's by the kernel (proc(5), clear_refs)."""
+    """Reset the peaks; the kernel resets the process's (proc(5), clear_refs)."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(number)
@@ -320,11 +320,11 @@ def _peak_rss() -> int:
 
 
 class GanPair(nn.Module):
-    """A DCGAN pair as one model with one loss, so that every strategy can train it like any other.
+    """A DCGAN pair as one model with one loss, so that every strategy can train it.
 
-    Takes images with planes of noise below them (batch, channels + planes, size, size), gives a loss a sample (batch,).
-    Both networks step at once: the discriminator's loss does not reach the generator, and the generator's reaches the
-    discriminator's input alone.
+    Inputs are images with planes of noise appended (batch, channels + planes, size, size); it returns a loss per sample
+    (batch,). Both networks step at once: the discriminator's loss does not reach the generator, and the generator's
+    reaches only the discriminator's input.
     """
 
     def __init__(self, pair: DCGAN, channels: int):

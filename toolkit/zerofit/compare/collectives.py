@@ -1,4 +1,4 @@
-"""An all-reduce and a scatter between real ranks, with each rank's tensors before and after:
+"""Show an all-reduce and a scatter between real ranks, with each rank's tensors before and after.
 
 torchrun --standalone --nproc_per_node 2 -m zerofit.compare.collectives FILE
 """

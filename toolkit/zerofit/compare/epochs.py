@@ -1,4 +1,4 @@
-"""Training over whole epochs: accuracy after each, its time, and the noise of the gradient on the way."""
+"""Train for full epochs: accuracy and time after each, and the noise of the gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
 class Epochs:
-    """The epochs of one process; the first rank evaluates after each, for which no time is counted.
+    """The epochs of one process; the first rank evaluates after each, which is not timed.
 
-    An epoch ends with the step that completes it, so that every size sees as many samples, but for less than a batch.
-    Every other validation sample is kept apart for a test score, which no choice of an epoch or a size may look at.
+    An epoch ends with the step that completes it, so all batch sizes see the same number of samples, up to one batch.
+    Every other validation sample is reserved for a test score, which must not influence the choice of an epoch or a
+    size.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Epochs:
         self._curve.append({**done, **work.evaluate(model, range(0, count, 2)), "test_accuracy": test})
 
     def told(self) -> dict[str, Any]:
-        """Return what was seen after each epoch, and the noise scale; nothing on other ranks than the first."""
+        """Return the figures after each epoch and the noise scale; {} on other ranks than the first."""
         return {"curve": self._curve, "noise_scale": self._noise.scale} if self._curve else {}
 
 
@@ -73,15 +74,15 @@ def _now(work: BenchmarkTask) -> float:
 class Noise:
     """The simple noise scale: the batch size at which a gradient's noise is as large as the gradient.
 
-    McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training" (2018), appendix A.1: from the
-    gradient's squared norm over a whole batch and over its half, both averaged over many steps.
+    McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training" (2018), appendix A.1: computed
+    from the gradient's squared norm over a full batch and over half of it, both averaged over many steps.
     """
 
     def __init__(self) -> None:
         self._half, self._whole, self._sizes = list[float](), list[float](), (0, 0)
 
     def of_half(self, work: BenchmarkTask, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        """Measure the gradient over the first half of a batch; it is not trained with, and running statistics stay."""
+        """Measure the gradient over the first half of a batch, without changing weights or running statistics."""
         half = len(x) // 2
         if half == 0:
             return
@@ -96,19 +97,19 @@ class Noise:
         self._sizes = (half, len(x))
 
     def of_whole(self, model: nn.Module) -> None:
-        """Measure the gradient over the same batch, which is there by now."""
+        """Measure the gradient over the same batch after its backward."""
         if len(self._whole) < len(self._half):
             self._whole.append(_squared_norm(model))
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in samples; None where the gradient is lost in the noise, or nothing was measured."""
+        """The noise scale in samples; None if noise hides the gradient, or if nothing was measured."""
         if not self._whole:
             return None
         small, large = self._sizes
         of_small, of_large = (sum(values) / len(values) for values in (self._half, self._whole))
         squared = (large * of_large - small * of_small) / (large - small)  # of the true gradient
-        spread = (of_small - of_large) / (1 / small - 1 / large)  # trace of the covariance of one sample's
+        spread = (of_small - of_large) / (1 / small - 1 / large)  # trace of the covariance of one sample's gradient
         scale = spread / squared if squared > 0 else math.inf
         return scale if 0 < scale < math.inf else None
 

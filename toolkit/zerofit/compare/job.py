@@ -1,4 +1,4 @@
-"""The strategies, and the job that is the same for all of them: model, data, samples, optimizer."""
+"""List the strategies, and define the job that is the same for all: model, data, samples, optimizer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerofit.spec.files import write_json
 from zerofit.spec.run import Run
 
 MOMENTUM = 0.9
-WARM = 3  # steps that are not timed: connections, caches
+WARM = 3  # steps that are not timed, because of connections and caches
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob:
-    """One measurement. Written as JSON for the processes that do it."""
+    """One measurement, written as JSON for its processes."""
 
     strategy: str
     model: str
@@ -30,22 +30,25 @@ class CompareJob:
     image_size: int | None = None
     seq_len: int | None = None
     tokenizer: str = "bytes"
-    ranks: int = 2  # devices; a parameter server is a process more
+    ranks: int = 2  # devices; a parameter server is an extra process
     global_batch: int = 64  # samples of one optimizer step, over all ranks
     steps: int = 60
     lr: float = 0.02  # of SGD with momentum 0.9
     seed: int = 0
     eval_samples: int = 1000
     accelerator: str = "cpu"  # or "cuda"
-    phases: Sequence[tuple[int, int, float]] = ()  # in place of steps: epochs, samples of a step, learning rate
-    target: float | None = None  # accuracy, whose time is measured
-    slow: dict[str, float] = field(default_factory=dict)  # by rank: times as long as others its steps take
+    phases: Sequence[tuple[int, int, float]] = ()  # instead of steps: epochs, samples per step, learning rate
+    target: float | None = None  # accuracy whose time is measured
+    slow: dict[str, float] = field(default_factory=dict)  # rank -> factor on the time of its steps
     hosts: Sequence[tuple[str, int]] = ()  # names and slots, in the order of the ranks; (): this machine
-    straggle: float = 0.0  # the chance of each step to take `pace.STRAGGLER` times as long
+    straggle: float = 0.0  # probability that a step takes `pace.STRAGGLER` times as long
 
     @property
     def run(self) -> Run:
-        """The same as far as data and model go, for `zerofit.data.open_data`; strategies feed a model tokens alone."""
+        """The run with the same data and model, for `zerofit.data.open_data`.
+
+        Strategies feed only tokens to a model.
+        """
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")
         return Run(data_root=root, packing=False, **{name: getattr(self, name) for name in names})
@@ -67,16 +70,16 @@ class Strategy:
     name: str
     title: str
     file: str  # in `strategies/`
-    options: dict[str, Any] = field(default_factory=dict)  # of its train()
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of its train()
     alone: bool = False  # one process drives all devices
-    one: bool = False  # takes one device, however many there are
-    servers: int = 0  # processes beside those of the ranks
-    synchronous: bool = True  # the same sums as on one device: the same weights, but for the last bits
+    one: bool = False  # uses one device, however many there are
+    servers: int = 0  # extra processes besides the ranks'
+    synchronous: bool = True  # computes the same sums as one device, so the same weights except for the last bits
     least_ranks: int = 1
     replicas: bool = False  # every process holds all weights, gradients and momentum
 
     def processes(self, ranks: int) -> int:
-        """Return how many processes are started for so many devices."""
+        """Return the number of processes for this many devices."""
         return (1 if self.alone or self.one else ranks) + self.servers
 
     @property
@@ -86,7 +89,7 @@ class Strategy:
 
     @property
     def lines(self) -> int:
-        """Lines of code of its file, without comments, docstrings, imports and blank ones: what a user would write."""
+        """Lines of code of its file that a user would write: without comments, docstrings, imports and blank lines."""
         return code_lines(self.source.read_text(encoding="utf-8"))
 
     def load(self) -> Any:
@@ -95,7 +98,7 @@ class Strategy:
 
 
 def code_lines(source: str) -> int:
-    """Count lines that hold a statement, or a part of one, which is neither an import nor a docstring."""
+    """Count lines with a statement or a part of one, except imports and docstrings."""
     tree, lines = ast.parse(source), set[int]()
     documented = [n for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n) is not None]
     docstrings = {id(node.body[0]) for node in documented}

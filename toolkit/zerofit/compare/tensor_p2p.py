@@ -1,4 +1,4 @@
-"""Tensors of any shape from rank to rank, as model parallelism by hand needs them."""
+"""Send tensors of any shape between ranks, for hand-written model parallelism."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DIMENSIONS = 8  # at most
+DIMENSIONS = 8  # maximum
 
 
 def send(tensor: Tensor, to: int) -> None:
@@ -17,7 +17,7 @@ def send(tensor: Tensor, to: int) -> None:
 
 
 def receive(source: int, device: torch.device) -> Tensor:
-    """Return what another rank has sent."""
+    """Return a tensor received from another rank."""
     shape = torch.zeros(DIMENSIONS, dtype=torch.int64, device=device)
     dist.recv(shape, source)
     tensor = torch.empty([size for size in shape.tolist() if size], device=device)

@@ -1,7 +1,7 @@
-"""One process of one strategy, with RANK and its like in its environment.
+"""Run one process of one strategy, with RANK and related variables in its environment.
 
-It leaves `rank-N.json`: what was measured, or why it could not be. Whoever holds the whole model at the end
-evaluates it, and the weights of the single device are what others are compared with.
+It writes `rank-N.json`: the measurements, or why there are none. The rank with the full model at the end evaluates it,
+and compares its weights with the single device's.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory
 
-REFERENCE = "single.safetensors"  # beside the strategies' folders
+REFERENCE = "single.safetensors"  # in the folder of the strategies' folders
 
 
 def measure(folder: Path) -> NoReturn:
-    """Measure this process's part of the job in a folder, and end."""
+    """Measure this process's part of the job in a folder, and exit."""
     rank = int(os.environ["RANK"])
     job = CompareJob.read(folder / "job.json")
     end_first()
     if job.accelerator == "cpu":
-        limit_memory(host_memory()[1])  # of one process: strategies do not share it out evenly
+        limit_memory(host_memory()[1])  # per process: strategies do not divide memory evenly
     try:
         with without_dynamo():
             word = _measured(job, folder, rank)
@@ -46,7 +46,7 @@ def measure(folder: Path) -> NoReturn:
     write_json(folder / f"rank-{rank}.json", word)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1 if "error" in word else 0)  # tearing process groups down takes seconds
+    os._exit(1 if "error" in word else 0)  # shutting down process groups would take seconds
 
 
 def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
     state = strategy.load().train(work, **strategy.options)
     word = work.told()
     if dist.is_initialized():
-        dist.barrier()  # nobody goes while another still gathers
+        dist.barrier()  # no process exits while another one still gathers
     if job.phases:
         return work.epochs.told()
     if curve := work.curve():
@@ -66,7 +66,7 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict[str, Any]:
-    """Return loss and accuracy of the trained model, and how far its weights are from the single device's."""
+    """Return the trained model's loss and accuracy, and how far its weights are from the single device's."""
     model = work.model()
     model.load_state_dict(state)
     names = [name for name, _ in model.named_parameters()]

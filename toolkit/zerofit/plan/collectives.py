@@ -1,4 +1,4 @@
-"""Collectives of a group of ranks: what each rank sends, and the seconds that it takes."""
+"""Compute what each rank of a group sends in a collective, and the seconds that it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zerofit.plan.rates import Rates
 
-# bytes that each rank of n sends for a tensor of one byte, by ring algorithms
+# bytes that each of n ranks sends for a tensor of one byte, with ring algorithms
 _SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -30,12 +30,12 @@ class RankGroup:
 
 
 def group_of(size: int, stride: int, gpus: int) -> RankGroup:
-    """Make a group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
+    """Return a group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
     return RankGroup(size, max(1, min(size, gpus // stride)))
 
 
 def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
-    """Return the bytes that one rank sends; `size_bytes` is the whole tensor, gathered or before it is scattered."""
+    """Return the bytes that one rank sends; `size_bytes` is the full tensor, after gathering or before scattering."""
     return size_bytes * _SENT[op](ranks)
 
 
@@ -44,9 +44,9 @@ def collective_s(
 ) -> float:
     """Return the seconds for `size_bytes` in `calls` calls: rings inside a node, rings of nodes between them.
 
-    `at_once`: they are issued together, and ranks wait for each other once; measured lines are of calls among kernels.
-    Chunks move through node and network at once, so the slower of the two counts. Between nodes each rank has its own
-    share of the network: a node's ranks send different parts of what leaves the node.
+    `at_once`: calls are issued together, and ranks wait for each other once; measured lines are for calls among
+    kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each rank
+    has its own share of the network: a node's ranks send different parts of what leaves the node.
     """
     if group.size == 1:
         return 0.0
@@ -67,9 +67,9 @@ def collective_s(
 
 
 def call_s(op: str, group: RankGroup, rates: Rates) -> float:
-    """Return the seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest.
+    """Return the latency of one call: trees for all-reduces, rings for the rest.
 
-    A ring passes all ranks of every node on its way.
+    A ring passes through all ranks of every node.
     """
     steps, network_steps = group.size - group.nodes, group.nodes - 1
     if op == "all_reduce":

@@ -1,4 +1,4 @@
-"""Work that runs at the same time: what overlaps is slower, what is in the way of all else makes it wait."""
+"""Model work that runs at the same time: overlapping work is slower, and pauses make everything wait."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from zerofit.plan.time import Stream
 
-SAME_MOMENT_S = 1e-12  # sums of the same seconds in another order
+SAME_MOMENT_S = 1e-12  # tolerance for sums in another order
 
 
 class Piece(NamedTuple):
-    """A span before it has its place in the step: where nothing runs beside it, from the start of its direction."""
+    """A span before it is placed in the step: times without contention, from the start of its direction."""
 
     stream: Stream
     module: str
@@ -26,9 +26,9 @@ class Piece(NamedTuple):
 
 
 class Clock:
-    """Real times of pieces that were laid out as if nothing ran beside them.
+    """Real times of pieces that were laid out without contention.
 
-    While links and compute are both busy, both are slower; in a pause nothing but the piece that pauses them runs.
+    While links and compute are both busy, both are slower. During a pause only the piece that pauses runs.
     """
 
     def __init__(self, exposed: float):
@@ -37,19 +37,19 @@ class Clock:
         self._pauses: list[tuple[float, Piece]] = []
 
     def link(self, start_s: float, end_s: float) -> None:
-        """Note that the links are busy."""
+        """Mark the links as busy."""
         self._edges += [(start_s, 0, 1), (end_s, 0, -1)]
 
     def compute(self, start_s: float, end_s: float) -> None:
-        """Note that the device computes, or waits for what its layer sends."""
+        """Mark the device as busy: it computes, or waits for a layer's collective."""
         self._edges += [(start_s, 1, 1), (end_s, 1, -1)]
 
     def pause(self, at_s: float, piece: Piece) -> None:
-        """Let everything wait for a piece; pauses come in the order of their times."""
+        """Make everything wait for a piece; call in order of time."""
         self._pauses.append((at_s, piece))
 
     def placed(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Return the pieces at their real times, those of pauses with them; what a pause interrupts is in parts."""
+        """Return the pieces at their real times, including those of pauses; interrupted pieces are split."""
         slower = list(self._points())
         found = []
         for piece in pieces:
@@ -69,11 +69,11 @@ class Clock:
         return found
 
     def _paused(self, at_s: float, side: int) -> float:
-        """Return the seconds of pauses before a moment; with side 1 of one at that moment, too."""
+        """Return the seconds of pauses before a moment; side 1 includes a pause at that moment."""
         return sum(piece.end_s for at, piece in self._pauses if at < at_s + side * SAME_MOMENT_S)
 
     def _points(self) -> Iterator[tuple[float, float]]:
-        """Yield moments with their real times; between two of them both go evenly."""
+        """Yield moments with their real times; in between, real time is linear."""
         busy, before_s, real_s = [0, 0], 0.0, 0.0
         yield 0.0, 0.0
         for at_s, which, change in sorted(self._edges):

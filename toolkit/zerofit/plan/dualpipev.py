@@ -1,6 +1,6 @@
-"""DualPipeV as DeepSpeed runs it: what each rank does in which order, and when, where each pass takes its time.
+"""Simulate DualPipeV as DeepSpeed runs it: what each rank does in which order, and when.
 
-The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule; tests hold it to that.
+The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule; tests compare them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zerofit.spec.mesh import parts_of_stage
 
-EXCHANGE = "|"  # of what was queued to be sent and received since the last one (CommitP2P)
+EXCHANGE = "|"  # send and receive all that was queued since the last one (CommitP2P)
 _FILLING = "<F0 | F0 F0> "
 _TURNING = "| F0 <F0 <F1 | F1 F1> F0> "
 _FIRST_BACK = "<B1 | B1 B1> <F1 | | F1 F1> "
@@ -22,10 +22,10 @@ _ENDING = "<B1 | B1 B1> "
 
 @lru_cache(maxsize=1024)
 def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
-    """Return what a stage does in a step.
+    """Return what a stage does in a step, as words.
 
-    "F0": the forward of the next micro batch through its first part, "B1": the backward of the next one through its
-    second part; "<F0" and "F0>": queue that what it takes is received and that what it made is sent; EXCHANGE.
+    "F0": forward of the next micro batch through its first part; "B1": backward of the next one through its second
+    part; "<F0" and "F0>": queue the receiving of its input and the sending of its output; EXCHANGE.
     """
     after, last = stages - 1 - stage, stage == stages - 1
     turning = "<F0 " + _TURNING * (stage + 1)
@@ -45,36 +45,36 @@ def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
         + ("| <B0 | B0 B0> ") * after
         + "| " * (stage + 2)
     )
-    # nothing comes before the first part or after the last one, and the last stage hands on to itself
+    # the first part receives nothing, the last one sends nothing, and the last stage sends to itself
     alone = {"<F0", "B0>", "F1>", "<B1"} if stage == 0 else set[str]()
     alone |= {"F0>", "<B0", "<F1", "B1>"} if last else set()
     return tuple(word for word in words.split() if word not in alone)
 
 
 class PartSeconds(NamedTuple):
-    """What a micro batch takes in one part of the layers."""
+    """Seconds of a micro batch in one part of the layers."""
 
     forward_s: float
     backward_s: float
 
 
 class Played(NamedTuple):
-    """Something that a stage does in a step, in seconds from its start."""
+    """One action of a stage in a step, in seconds from its start."""
 
     stage: int
-    word: str  # of `order`; EXCHANGE where something is sent or received
-    micro_batch: int  # -1 of an exchange
+    word: str  # of `order`; EXCHANGE if something is sent or received
+    micro_batch: int  # -1 for an exchange
     start_s: float
     end_s: float
 
 
-Message = tuple[str, int, int]  # "F" or "B", the part of all that takes it, how many it has taken before
+Message = tuple[str, int, int]  # "F" or "B", the part that receives it (of all parts), how many it has received before
 
 
 def played(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[Played]:
-    """Return what all stages do when; `parts` of each stage, `send_s` of one activation or gradient.
+    """Return when all stages do what; `parts`: of each stage, `send_s`: of one activation or gradient.
 
-    An exchange begins once all that a stage exchanges with have come to it, too.
+    An exchange begins when all stages that take part have reached it.
     """
     stages = len(parts)
     ranks = [_Rank(stage, stages, parts[stage], micro_batches) for stage in range(stages)]
@@ -106,7 +106,7 @@ class _Rank:
         self._parts, self._sent = parts_of_stage(stage, stages, "dualpipev"), 0
 
     def work(self) -> bool:
-        """Go on to the next exchange with another stage; return whether there is one."""
+        """Run up to the next exchange with another stage; return whether there is one."""
         for word in self._words:
             number = self._counts[word]
             self._counts[word] += 1
@@ -119,12 +119,12 @@ class _Rank:
         return False
 
     def arrive(self, there: defaultdict[Message, list[float]]) -> None:
-        """Say that this stage waits with what it has queued."""
+        """Announce the messages that this stage waits to exchange."""
         for message in self.queued:
             there[message].append(self.now_s)
 
     def exchange(self, there: defaultdict[Message, list[float]], send_s: float) -> None:
-        """Send and receive at the same time, one after the other in each direction."""
+        """Send and receive at the same time, one message after the other in each direction."""
         start_s = max(time for message in self.queued for time in there[message])
         self.now_s = start_s + send_s * max(self._sent, len(self.queued) - self._sent)
         self.done.append(Played(self.stage, EXCHANGE, -1, start_s, self.now_s))

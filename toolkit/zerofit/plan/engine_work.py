@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine does itself with gradients and in its step, beside a model's kernels and the optimizer's."""
+"""Count what DeepSpeed's engine does with gradients and in its step, besides the kernels of model and optimizer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from zerofit.plan.layout import PlannedLayout
 
 
 class EngineWork(NamedTuple):
-    """Passes of the engine over the elements of parameters on a device, and kernels that it launches one by one.
+    """The engine's passes over the elements of parameters on a device, and the kernels that it launches one by one.
 
-    Bytes are those that kernels read and write for each element. The engine itself tells: `tests/plan/engine_ops.py`
-    counts them on fake tensors.
+    Bytes are read and written by kernels per element. They are counted by running the engine on fake tensors:
+    `tests/plan/engine_ops.py`.
     """
 
-    gradients: int  # bytes of all gradients, each time they are reduced: into a bucket, divided, out of it
+    gradients: int  # bytes of all gradients per reduction: into a bucket, divided, out of it
     kept: int  # bytes of the rank's share of them
-    added: int  # more of that share, where those of earlier micro batches are there
-    step: int  # bytes of the share: overflow, norm, scale, flattened, stepped parameters back; without Adam itself
-    looped: int  # kernels for each parameter of the share in the step: overflow and norm
-    begun: int  # kernels of the step beside those
+    added: int  # further bytes of that share, to add those of earlier micro batches
+    step: int  # bytes of the share: overflow, norm, scale, flattening, copying parameters back; without Adam itself
+    looped: int  # kernels per parameter of the share in the step: overflow and norm
+    begun: int  # other kernels of the step
 
 
 _HALF = (
@@ -34,12 +34,12 @@ _FULL = (
     EngineWork(32, 12, 12, 48, 2, 78),
     EngineWork(28, 12, 0, 48, 2, 58),
 )
-DIVIDED = 2  # times that a gradient is read or written to divide it by the ranks, at stage 0
-UNSCALED = 8, 10  # bytes and kernels more of the step under a loss scale, at stage 3
+DIVIDED = 2  # reads and writes of a gradient to divide it by the number of ranks, at stage 0
+UNSCALED = 8, 10  # further bytes and kernels of the step with a loss scale, at stage 3
 
 
 def engine_work(layout: PlannedLayout) -> EngineWork:
-    """Return the engine's own work under a layout, by its ZeRO stage and precision."""
+    """Return the engine's own work for a layout, by its ZeRO stage and precision."""
     half, stage = layout.element_bytes == 2, layout.zero_stage
     work = (_HALF if half else _FULL)[stage]
     if stage == 0 and layout.zero_ranks > 1:

@@ -1,4 +1,4 @@
-"""Months of a training that fails now and then, drawn many times (Monte Carlo)."""
+"""Simulate months of a training with random failures (Monte Carlo)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 MONTH_S = 30 * 24 * 3600.0
 MONTHS = 1000
-MOST_FAILURES = 2_000  # that are drawn of a month; more say nothing new
+MOST_FAILURES = 2_000  # simulated per month; more do not change the result
 
 
 def draw_months(
     failures: Failures, interval_s: float, spares: int, *, months: int = MONTHS, length_s: float = MONTH_S
 ) -> np.ndarray:
-    """Return the share of useful time of each month, shape (months,).
+    """Return the useful share of each month's time, shape (months,).
 
-    Failures come at any time with the same probability, in restarts too. Each takes a node out for `repair_s`; where
-    none of the spares is left, training waits until the first is back. What was not saved is done again.
+    Failures are equally likely at any time, also during restarts. Each takes a node out for `repair_s`; if no spare
+    node is left, training waits until the first is back. Work that was not saved is repeated.
     """
-    import numpy as np  # a plan without failures needs it not
+    import numpy as np  # not needed for a plan without failures
 
     random, segment_s = np.random.default_rng(0), interval_s + failures.save_s
     now, useful, restart_s = np.zeros(months), np.zeros(months), 0.0
-    spares = min(spares, int(2 * length_s / failures.mtbf_s))  # more nodes than that never fail in the time
-    back = np.zeros((spares + 1, months))  # when the nodes of the last failures are there again
+    spares = min(spares, int(2 * length_s / failures.mtbf_s))  # more nodes never fail in this time
+    back = np.zeros((spares + 1, months))  # when the nodes of the last failures are back
     count = 0
     while (now < length_s).any():
         lived, left = random.exponential(failures.mtbf_s, months), np.maximum(length_s - now, 0.0)
         trained = np.maximum(np.minimum(lived, left) - restart_s, 0.0)
         segments = np.floor(trained / segment_s)
-        # at the month's end what is not saved yet counts as well
+        # at the month's end unsaved work counts, too
         unsaved = np.where(lived > left, np.minimum(trained - segments * segment_s, interval_s), 0.0)
         useful += segments * interval_s + unsaved
         now += np.minimum(lived, left)
@@ -45,9 +45,9 @@ def draw_months(
     return useful / length_s
 
 
-@lru_cache(maxsize=1024)  # most layouts of a plan save as much
+@lru_cache(maxsize=1024)  # most layouts of a plan save equally much
 def goodput_of(failures: Failures) -> Goodput:
-    """Return what is left of a training's time that is saved as often as loses least."""
+    """Return the goodput of a training that is saved at the best interval."""
     import numpy as np
 
     interval_s, share = failures.interval_s, failures.goodput

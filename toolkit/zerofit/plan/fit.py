@@ -1,4 +1,4 @@
-"""The verdict whether a forecast fits device, host and disks, why it does not, and what would make it fit."""
+"""Decide whether a forecast fits device, host and disks, explain why not, and find a change that fits."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Forecast = Callable[[PlannedLayout], LayoutMemory]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Bytes needed against bytes available. Device figures are of one rank, host and NVMe figures of one node."""
+    """Bytes needed and available. Device figures are for one rank, host and NVMe figures for one node."""
 
-    device_bytes: float  # the allocated peak and the margin
-    margin_bytes: float  # of it: fragmentation, context, communicators
+    device_bytes: float  # allocated peak plus margin
+    margin_bytes: float  # for fragmentation, context and communicators
     device_available_bytes: int
     host_bytes: float
     host_available_bytes: float
@@ -44,7 +44,7 @@ class Fit:
 
     @property
     def exceeded(self) -> str | None:
-        """The memory that is too small: "device", "host" or "nvme"; None where everything fits."""
+        """The memory that is too small: "device", "host" or "nvme"; None if everything fits."""
         if self.device_bytes > self.device_available_bytes:
             return "device"
         if self.host_bytes > self.host_available_bytes:
@@ -53,7 +53,7 @@ class Fit:
 
     @property
     def lacking_bytes(self) -> float:
-        """Bytes that the memory lacks which is too small; 0 where everything fits."""
+        """Missing bytes of the memory that is too small; 0 if everything fits."""
         lacks = {
             "device": self.device_bytes - self.device_available_bytes,
             "host": self.host_bytes - self.host_available_bytes,
@@ -63,7 +63,7 @@ class Fit:
 
     @property
     def utilization(self) -> float:
-        """Bytes needed of the scarcest memory, as a share of what is available."""
+        """Needed bytes of the scarcest memory, as a share of what is available."""
         pairs = [(self.device_bytes, self.device_available_bytes), (self.host_bytes, self.host_available_bytes)]
         if self.nvme_bytes:
             pairs.append((self.nvme_bytes, self.nvme_available_bytes))
@@ -71,7 +71,7 @@ class Fit:
 
 
 def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
-    """Compare a forecast with what the cluster has."""
+    """Compare a forecast with the cluster's memory."""
     margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.large_bytes, memory.more_communicators)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
@@ -88,12 +88,12 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
 def margin_bytes(
     peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
 ) -> float:
-    """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates.
+    """Return the margin besides the allocated peak: for fragmentation, and for what the rank's process allocates.
 
-    `large_bytes`: the largest activation, gradient, bucket and temporary. A released block in which something small
-    came to lie is kept by the allocator beside the next one of that size: of each kind one, in a model of few layers
-    more than the usual share; and so are the last segments of small blocks. `more_communicators`: beside those that
-    the layout's degrees need.
+    `large_bytes`: the largest activation, gradient, bucket and temporary. A freed block that a small tensor has moved
+    into cannot be reused, so one extra block of each kind is counted; in a model of few layers that exceeds the usual
+    share. The last segments of small blocks are counted, too. `more_communicators`: besides those for the layout's
+    degrees.
     """
     if cluster.on_cpu:
         return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
@@ -101,19 +101,19 @@ def margin_bytes(
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
     fragmentation = max(share * peak_bytes, large_bytes + LAST_SEGMENTS_BYTES)
-    fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
+    fragmentation += REPLAYED * (peak_bytes + fragmentation)  # simulations keep this free, too
     return fragmentation + _process_bytes(layout, cluster, more_communicators)
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: int) -> int:
-    """Sum context and communicators, each at the upper end of what sources give."""
+    """Sum context and communicators, each at the upper end of its sources."""
     device = cluster.device
     divided = (layout.zero_ranks > 1) + (layout.tp > 1)
-    # a pipeline's: a rank's stages for losses, these with tensor ranks for the norm, all ranks for activations
-    # (runtime/pipe/engine.py:629, :153, p2p.py:60); of spread experts who holds them together, and who holds the same
+    # a pipeline's: one rank's stages for losses, these with tensor ranks for the norm, all ranks for activations
+    # (runtime/pipe/engine.py:629, :153, p2p.py:60); experts': ranks that hold them together, ranks with the same ones
     beside = 3 if layout.pp > 1 else divided > 1
     groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside + more_communicators  # (pipe/module.py:475)
-    # connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)
+    # connections of all-to-alls and pipeline stages to single peers; other nodes share a buffer (nccl#1450)
     peers = min(max(layout.sp - 1, layout.ep - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
     if "PCIe" in device.link_name:
         nccl = groups * NCCL_PCIE_BYTES + peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
@@ -123,29 +123,29 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: 
 
 
 def explain(memory: LayoutMemory, fit: Fit) -> str:
-    """Say what is too large, by how much."""
+    """Return a sentence: what is too large, and by how much."""
     if fit.exceeded == "device":
         kind, size = max(memory.breakdown.items(), key=lambda item: item[1], default=("allocations", 0))
         needed, available = shown_bytes(fit.device_bytes), shown_bytes(fit.device_available_bytes)
         return (
-            f"the peak in {memory.peak_phase} is {shown_bytes(memory.peak_bytes)}, of it {shown_bytes(size)} {kind}; "
-            f"with a margin of {shown_bytes(fit.margin_bytes)} that is {needed}, and the device has {available}"
+            f"the peak in {memory.peak_phase} is {shown_bytes(memory.peak_bytes)}, including {shown_bytes(size)} {kind}"
+            f"; with a margin of {shown_bytes(fit.margin_bytes)} it needs {needed}, but the device has {available}"
         )
     if fit.exceeded == "host":
         return (
-            f"the ranks of a node want {shown_bytes(fit.host_bytes)} of host memory, and there are "
-            f"{shown_bytes(fit.host_available_bytes)}"
+            f"the ranks of a node need {shown_bytes(fit.host_bytes)} of host memory, but "
+            f"{shown_bytes(fit.host_available_bytes)} are available"
         )
-    return f"a node's disks take {shown_bytes(fit.nvme_bytes)}, and there are {shown_bytes(fit.nvme_available_bytes)}"
+    return f"a node needs {shown_bytes(fit.nvme_bytes)} of disk, but has {shown_bytes(fit.nvme_available_bytes)}"
 
 
 def remedy(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
-    """Return the first change of one knob with which the layout would fit; "" without one."""
+    """Return the first single change with which the layout would fit; "" if there is none."""
     for words, changed in _changes(layout, cluster):
         try:
             if check_fit(forecast(changed), changed, cluster).exceeded is None:
                 return f"{words} would fit"
-        except KeyError:  # a setting that was not traced
+        except KeyError:  # the setting was not traced
             continue
     return ""
 

@@ -1,4 +1,4 @@
-"""Layers one after the other, while parameters are fetched ahead of them and gradients are reduced behind them."""
+"""Compute the time of consecutive layers, with parameters fetched ahead and gradients reduced behind them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 
 class FlowRun(NamedTuple):
-    """Equal groups of equal layers, and the seconds that each part takes where nothing runs beside it."""
+    """Equal groups of equal layers, and the seconds of each part without contention."""
 
     groups: int
-    layers: int  # of each group
-    fetch_s: float  # of one layer, on the links
-    compute_s: float  # of one layer, once it is fetched
-    reduce_s: float  # of one group, on the links, once its last layer has computed and every layer is fetched
+    layers: int  # per group
+    fetch_s: float  # per layer, on the links
+    compute_s: float  # per layer, after it is fetched
+    reduce_s: float  # per group, on the links, after its last layer has computed and every layer is fetched
 
 
 class FlowEnds(NamedTuple):
-    """When the last fetch, the last layer and the last reduction end, in seconds, without contention."""
+    """The end of the last fetch, layer and reduction in seconds, without contention."""
 
     fetched_s: float
     computed_s: float
@@ -25,10 +25,10 @@ class FlowEnds(NamedTuple):
 
 
 def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
-    """Return when the parts end: fetches follow each other, and so do layers and reductions.
+    """Return when the parts end; fetches follow each other, and so do layers and reductions.
 
-    The longest way through a run of equal layers is fetches, then layers, then reductions, and changes from one to the
-    other in the run's first or last layer or group: what lies between is a sum of both.
+    The critical path through a run of equal layers is fetches, then layers, then reductions. It changes from one to the
+    next in the run's first or last layer or group, since in between both are linear.
     """
     fetched = computed = 0.0
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
@@ -49,10 +49,10 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
 
 
 def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
-    """Return the seconds of layers with what runs beside them.
+    """Return the seconds of layers, with contention.
 
-    While links and compute are both busy, both are slower by the share `exposed`. One of them always is busy, so both
-    are for as long as their sum exceeds the time without contention.
+    While links and compute are both busy, both are slower by the share `exposed`. One of them is always busy, so both
+    are busy for as long as their sum exceeds the time without contention.
     """
     alone_s = flow_ends(runs).reduced_s
     busy_s = sum(run.groups * (run.layers * (run.fetch_s + run.compute_s) + run.reduce_s) for run in runs)

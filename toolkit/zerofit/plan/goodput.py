@@ -1,6 +1,6 @@
-"""What failures cost a long training: the interval between checkpoints that loses least, and what is lost all the same.
+"""Forecast what failures cost a long training: the best interval between checkpoints, and the remaining loss.
 
-Closed forms for failures that come at any time with the same probability: Young (1974), Daly (2006).
+Closed forms for failures that are equally likely at any time: Young (1974), Daly (2006).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from zerofit.plan.rates import SourcedRate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.files import field_data
 
-CERTAINTY = 0.99  # that the spare nodes are enough at any time
-REPAIR_H = 24.0  # assumed: a node that failed is back in a day
-
-# 419 interruptions that nobody had planned, in 54 days on 16,384 H100
+CERTAINTY = 0.99  # that the spare nodes suffice at any time
+REPAIR_H = 24.0  # assumed: a failed node is back after a day
+# 419 unplanned interruptions in 54 days on 16,384 H100
 GPU_MTBF_H = SourcedRate(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (arXiv:2407.21783), section 3.3.4")
-# bytes a second of one rank, synced and hashed
+# bytes per second of one rank, synced and hashed
 WRITTEN = SourcedRate(
     0.568 * 2**30 / 2, "measured: benchmarks/results/checkpoint-bandwidth.json, two ranks on one disk"
 )
@@ -30,36 +29,36 @@ RESTART_S = SourcedRate(63.3, "measured: benchmarks/results/faults.json, three h
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often a cluster fails, and what a save and a restart take."""
+    """How often a cluster fails, and how long a save and a restart last."""
 
     mtbf_s: float  # of the whole cluster
-    save_s: float  # that training stands still for a checkpoint
-    restart_s: float  # from a failure until training goes on at its checkpoint
-    repair_s: float = 3600 * REPAIR_H  # until a node that failed can be used again
+    save_s: float  # training stops for a checkpoint this long
+    restart_s: float  # from a failure until training continues at its checkpoint
+    repair_s: float = 3600 * REPAIR_H  # until a failed node can be used again
 
     @property
     def interval_s(self) -> float:
-        """Seconds of training between checkpoints with which least is lost."""
+        """Seconds of training between checkpoints that lose least."""
         return daly_interval(self.save_s, self.mtbf_s)
 
     @property
     def goodput(self) -> float:
-        """Share of all time that ends in the model, with enough spare nodes."""
+        """Useful share of all time, with enough spare nodes."""
         return goodput(self.interval_s, self)
 
     @property
     def spare_nodes(self) -> int:
-        """Nodes in reserve that are enough at any time with 99 % certainty."""
+        """Nodes in reserve that suffice at any time with 99 % certainty."""
         return spare_nodes(self.repair_s / self.mtbf_s, CERTAINTY)
 
 
 def young_interval(save_s: float, mtbf_s: float) -> float:
-    """Return Young's interval between checkpoints, for saves that are short against the time between failures."""
+    """Return Young's interval between checkpoints, for saves much shorter than the time between failures."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
 def daly_interval(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval of higher order (2006, equation 37)."""
+    """Return Daly's higher-order interval (2006, equation 37)."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     share = save_s / (2 * mtbf_s)
@@ -67,17 +66,17 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, failures: Failures) -> float:
-    """Return the share of useful time when it is saved every `interval_s` seconds (Daly's expected time)."""
+    """Return the useful share of time with a save every `interval_s` seconds (Daly's expected time)."""
     mtbf_s = failures.mtbf_s
     exponent = (interval_s + failures.save_s) / mtbf_s
-    if failures.restart_s / mtbf_s + exponent > 700:  # beyond what a float holds: nothing is ever saved
+    if failures.restart_s / mtbf_s + exponent > 700:  # exp() would overflow: nothing is ever saved
         return 0.0
     return interval_s / (mtbf_s * math.exp(failures.restart_s / mtbf_s) * math.expm1(exponent))
 
 
 def spare_nodes(expected: float, certainty: float) -> int:
     """Return how many nodes cover those in repair, `expected` on average, with this certainty (Poisson)."""
-    if expected > 500:  # where exp(-expected) is nearly 0: as good as normal
+    if expected > 500:  # exp(-expected) is nearly 0: use a normal distribution
         return math.ceil(expected + NormalDist().inv_cdf(certainty) * math.sqrt(expected))
     term = total = math.exp(-expected)
     count = 0
@@ -91,8 +90,8 @@ def spare_nodes(expected: float, certainty: float) -> int:
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
     """Return the bytes of a checkpoint, and those of the rank that writes most of it.
 
-    Weights as trained, and 12 bytes an element of master weights and moments. Below stage 3 the first rank of each
-    tensor or pipeline part writes its weights, at stage 0 its states as well.
+    These are weights as trained, and 12 bytes per element for master weights and moments. Below stage 3 the first rank
+    of each tensor or pipeline part writes its weights, at stage 0 its states, too.
     """
     weights, states = parameters * layout.element_bytes, parameters * 12
     parts = layout.tp * layout.pp
@@ -103,16 +102,16 @@ def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, flo
 
 @dataclass(frozen=True, kw_only=True)
 class Reliability:
-    """What a user says of failures; None: the default, with its source."""
+    """The user's figures on failures; None: the default, with its source."""
 
     mtbf_h: float | None = None
-    of_node: bool = False  # the hours are those of a node, else of one GPU
-    storage: float | None = None  # bytes a second that all ranks together write to where checkpoints are
+    of_node: bool = False  # whether `mtbf_h` is of a node instead of a GPU
+    storage: float | None = None  # bytes per second that all ranks together write to the checkpoint storage
     save_s: float | None = None
     restart_s: float | None = None
 
     def failures(self, parameters: int, layout: PlannedLayout, cluster: Cluster) -> Failures:
-        """Return what a training with this layout has to expect."""
+        """Return the failures to expect in a training with this layout."""
         units = cluster.nodes if self.of_node else cluster.ranks
         whole, most = checkpoint_bytes(parameters, layout)
         moved_s = max(most / WRITTEN.value, whole / self.storage if self.storage else 0.0)
@@ -124,29 +123,29 @@ class Reliability:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where the figures come from that nobody has given."""
+        """The sources of default figures that are used."""
         found = {
             "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.how}",
             "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.how}",
             "restart": "" if self.restart_s is not None else f"{RESTART_S.value:g} s and reading: {RESTART_S.how}",
-            "repair": f"assumed: a node that failed is back after {REPAIR_H:g} h",
+            "repair": f"assumed: a failed node is back after {REPAIR_H:g} h",
         }
         return {name: source for name, source in found.items() if source}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """What is left of a training's time, and when it should be saved."""
+    """The useful share of a training's time, and when to save."""
 
     mtbf_s: float
     save_s: float
     restart_s: float
     save_every_s: float  # of training, from the end of one save to the start of the next
     share: float  # expected, of all time
-    low: float  # of months that were drawn the 10th and the 90th percentile
+    low: float  # 10th and 90th percentile of simulated months
     high: float
-    saving: float  # share of all time that goes to saves
-    lost: float  # to failures: work done again, restarts, waiting for nodes
+    saving: float  # share of all time for saves
+    lost: float  # share for failures: repeated work, restarts, waiting for nodes
     failures_a_day: float
     spare_nodes: int
 

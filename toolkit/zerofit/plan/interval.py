@@ -1,4 +1,4 @@
-"""Intervals of step times: how far forecasts of the same class were from published figures."""
+"""Give intervals for step times: the errors of forecasts of the same class on published figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zerofit.spec.model_facts import is_text
 
 
 class PublishedErrors(NamedTuple):
-    """Where the middle 80 % of published step times of one class lay, as multiples of their forecasts."""
+    """The middle 80 % of published step times of one class, as multiples of their forecasts."""
 
     what: str
     figures: int
@@ -16,14 +16,14 @@ class PublishedErrors(NamedTuple):
     high: float
 
 
-# benchmarks/results/time-accuracy.json, "classes": forecasts fitted without each figure's own source, and intervals
-# wide enough for 80 % of the figures of a source that they were made without
+# benchmarks/results/time-accuracy.json, "classes": each forecast is fitted without the figure's own source, and the
+# intervals include 80 % of the figures of each source that was left out
 CLASSES = {
     "image": PublishedErrors("image models", 29, 0.84, 1.31),
     "text": PublishedErrors("DeepSpeed without offloading", 54, 0.9, 1.38),
     "offload": PublishedErrors("DeepSpeed with an offloaded optimizer", 10, 0.89, 2.14),
 }
-# "pairs_interval": of one layout's step time where that of another one, of the same model and machine, is known
+# "pairs_interval": for one layout's step time if another one's is known, of the same model and machine
 PAIRS = PublishedErrors("two layouts of one model on one machine", 78, 0.88, 1.13)
 AS_MEASURED = PublishedErrors("measured", 1, 1.0, 1.0)
 
@@ -36,5 +36,5 @@ def class_of(task: str, offload: str) -> str:
 
 
 def errors_of(task: str, offload: str) -> PublishedErrors:
-    """Return how far forecasts of such trainings were from published figures."""
+    """Return the errors of such forecasts on published figures."""
     return CLASSES[class_of(task, offload)]

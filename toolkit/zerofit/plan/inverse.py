@@ -1,4 +1,4 @@
-"""The plan's inverse: the largest value that fits, and the fewest devices that it takes."""
+"""Invert the plan: find the largest value that fits, and the fewest devices that suffice."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_GPUS = 65536
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:
-    """Return the largest of smallest, smallest + step, ... with a growing `pressure` of at most 1; and the evaluations.
+    """Return the largest of smallest, smallest + step, ... whose `pressure` is at most 1; also the evaluations.
 
-    None where not even the smallest fits. The value after the answer has been tried, unless it is the last. Pressures
-    are nearly linear, so the next guess is where the line through the bracket's ends reaches 1; where that does not
-    halve the bracket, the middle is next. With `end_first` the last value, up to `most`, is tried early.
+    `pressure` must grow. None if the smallest does not fit. The value after the answer has been tried, unless it is the
+    last. Pressures are nearly linear, so the next guess is where the line through the bracket's ends reaches 1; if that
+    does not halve the bracket, the middle is next. With `end_first` the last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -45,7 +45,7 @@ def largest(
 
 
 def _crossing(seen: dict[int, float], low: int, high: int) -> int:
-    """Return where the line through two pressures reaches 1; at most 64 times as far as was tried."""
+    """Return where the line through two pressures reaches 1, limited to 64 times the largest value tried."""
     slope = (seen[high] - seen[low]) / (high - low)
     if not 0 < slope < math.inf:
         return (low + high) // 2 if slope > 0 else 2 * high
@@ -61,15 +61,15 @@ def with_layers(profile: Profile, count: int) -> Profile:
 
 
 def repeated_layer(profile: Profile) -> int:
-    """Return the place of the layer of which there are most."""
+    """Return the index of the most frequent layer."""
     return max(range(len(profile.layers)), key=lambda index: profile.layers[index].count)
 
 
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
-    """Return the fewest (devices of a node, nodes) with a `pressure` of at most 1: any up to `full`, then full nodes.
+    """Return the fewest (devices per node, nodes) with a `pressure` of at most 1; nodes are full if there are several.
 
-    Bisects the number of nodes, as if more never fitted less. None where four times as many have not helped, or
-    beyond MOST_GPUS.
+    Bisects the number of nodes, assuming that more nodes never fit less. None if four times as many nodes have not
+    helped, or beyond MOST_GPUS.
     """
     for gpus in range(1, full + 1):
         if pressure(gpus, 1) <= 1:

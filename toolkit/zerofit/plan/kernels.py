@@ -1,4 +1,4 @@
-"""Seconds that kernels take on a device: the larger of what they compute and what they move."""
+"""Compute the seconds of kernels on a device: the larger of compute time and memory time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from zerofit.plan.measured_rates import WITH_PRODUCTS, unaligned_lengths
 from zerofit.plan.rates import Rates
 from zerofit.spec.profile import Kernel
 
-ATTENTION_ROWS = 128  # queries that one block of a fused attention kernel takes (flash_fwd_launch_template.h)
+ATTENTION_ROWS = 128  # queries per block of a fused attention kernel (flash_fwd_launch_template.h)
 
 
 def launches(kernels: Iterable[Kernel]) -> float:
-    """Return how many kernels are launched."""
+    """Return the number of kernel launches."""
     return sum(kernel.count for kernel in kernels)
 
 
 def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of kernels that take turns."""
+    """Return the seconds of kernels that run one after the other."""
     return sum(kernel_s(one, micro_batch, rates) for one in kernels)
 
 
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels: as such were measured, else by the rates of the device."""
+    """Return the seconds of equal kernels: as measured, otherwise by the device's rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
@@ -41,11 +41,11 @@ def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of its FLOPs at the rate that its shape reaches.
+    """Return the seconds of its FLOPs at the rate for its shape.
 
-    Tiles waste their edges and fill the device badly: a product reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best.
-    Attention with a causal mask skips half of its blocks, and few blocks leave processors idle. Kernels without a shape
-    (those that differ between micro batches) waste nothing.
+    Tiles waste their edges and do not fill the device: a product reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best
+    rate. Attention with a causal mask skips half of its blocks, and few blocks leave processors idle. Kernels without a
+    shape (those that differ between micro batches) waste nothing.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -63,14 +63,14 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _grouped(kernel: Kernel, sizes: list[float], rates: Rates) -> float:
-    """Return FLOPs a second of a grouped convolution: more channels in a group are more work on what is read."""
+    """Return FLOPs per second of a grouped convolution; it grows with the channels per group."""
     channels = sizes[1] if sizes else 1.0
     least = rates.depthwise if kernel.dtype == "float16" else 0.0
     return min(rates.flops, max(least, channels * rates.general))
 
 
 def _aligned_share(kernel: Kernel, rates: Rates) -> float:
-    """Return what a product reaches of the rate of those whose rows begin at multiples of 16 bytes."""
+    """Return a product's rate relative to products whose rows begin at multiples of 16 bytes."""
     lengths = unaligned_lengths(kernel)
     if not lengths:
         return 1.0

@@ -1,4 +1,4 @@
-"""A layout that a plan considers, and its memory."""
+"""Define a layout that a plan considers, and its memory."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-# of which plan knows the states
+# optimizers whose states plan can forecast
 PlannedOptimizer = Literal["adamw", "sgd", "adamw8bit", "paged-adamw8bit", "adafactor"]
 PLANNED: tuple[PlannedOptimizer, ...] = get_args(PlannedOptimizer)
-# DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
+# DeepSpeed's defaults in elements (runtime/zero/config.py)
 DEFAULT_BUCKET = 500_000_000
-LIVE = REUSE = 1_000_000_000  # at stage 3, too
+LIVE = REUSE = 1_000_000_000  # at stage 3
 DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse": REUSE}  # at stage 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """The knobs that decide memory and time of a run, besides model and machine."""
+    """The settings that decide memory and time of a run, besides model and machine."""
 
     zero_stage: int
-    micro_batch: int  # samples, of the rank with most of them: it needs most memory, and on equal devices is the last
+    micro_batch: int  # samples of the rank with most, which needs most memory and, on equal devices, most time
     accumulation: int = 1
     dp: int = 1
     tp: int = 1
     pp: int = 1
     sp: int = 1
-    ep: int = 1  # of the data x sequence ranks, so many hold a mixture's experts together
+    ep: int = 1  # data and sequence parallel ranks that hold a mixture's experts together
     precision: str = "bf16"
     optimizer: PlannedOptimizer = "adamw"
     checkpointing: bool = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
-    pin_optimizer: bool = True  # what is offloaded, in page-locked memory
+    pin_optimizer: bool = True  # offloaded states in page-locked memory
     pin_param: bool = True
-    steps_early: bool = False  # SuperOffload without clipping: the host steps what backward is done with
+    steps_early: bool = False  # SuperOffload without clipping: the host steps groups during backward
     bucket: int = 50_000_000  # elements of reduce_bucket_size and allgather_bucket_size
     prefetch: int = 0  # elements of stage3_prefetch_bucket_size
     persistence: int = 0  # elements of stage3_param_persistence_threshold
     live: int = LIVE  # elements of stage3_max_live_parameters
     reuse: int = REUSE  # elements of stage3_max_reuse_distance
     overlap: bool = False  # overlap_comm: a second bucket
-    ema: float | None = None  # decay of averaged weights; None: there are none
-    by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, where they are not all `micro_batch`
+    ema: float | None = None  # decay of averaged weights, if any
+    by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, if they are not all `micro_batch`
     schedule: PipelineSchedule = "1f1b"
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ class PlannedLayout:
 
     @classmethod
     def of(cls, job: Job) -> PlannedLayout:
-        """Return the layout that a job has."""
+        """Return a job's layout."""
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
         zero3 = layout.zero_stage == 3
         offload = {part: zero.get(f"offload_{part}") or {} for part in ("optimizer", "param")}
-        optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # of others states are not known
+        optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # others' states are unknown
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
@@ -101,22 +101,22 @@ class PlannedLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.dp * self.tp * self.pp * self.sp
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit makes groups and slices: spread experts, or more than one of the other dimensions."""
+        """Whether zerofit makes groups and slices: with expert parallelism, or several of the other dimensions."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     @property
     def setting(self) -> str:
-        """The key of the costs of its layers in a profile."""
+        """The key of its layers' costs in a profile."""
         return setting(self.precision, self.checkpointing, self.tp, self.sp, self.ep)
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks that ZeRO partitions over: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
+        """Ranks among which ZeRO partitions: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
         return self.dp * self.sp
 
     @property
@@ -131,12 +131,12 @@ class PlannedLayout:
 
     @property
     def offload(self) -> str:
-        """Everything that is offloaded: "none", "optimizer:cpu", "optimizer:cpu+param:cpu", ..."""
+        """All that is offloaded: "none", "optimizer:cpu", "optimizer:cpu+param:cpu", ..."""
         places = {"optimizer": self.offload_optimizer, "param": self.offload_param}
         return "+".join(f"{what}:{where}" for what, where in places.items() if where != "none") or "none"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout's own knobs as --json and --space name them."""
+        """Return the layout's own settings as --json and --space name them."""
         return {
             "zero_stage": self.zero_stage,
             "offload": self.offload,
@@ -161,7 +161,7 @@ class PlannedLayout:
 
 
 def steps_early(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed JSON has SuperOffload, and no clipping, for which it would wait for all gradients."""
+    """Return whether a DeepSpeed JSON has SuperOffload without clipping, which would wait for all gradients."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("super_offload") is True and config.get("gradient_clipping") == 0
 
@@ -176,5 +176,5 @@ class LayoutMemory:
     host_bytes: int  # of this rank's process
     nvme_bytes: int
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
-    large_bytes: int = 0  # the largest of each kind of block that comes and goes within a step (`plan.fit`)
-    more_communicators: int = 0  # beside those that its degrees need (`plan.fit`)
+    large_bytes: int = 0  # the largest block of each kind that is allocated and freed within a step (`plan.fit`)
+    more_communicators: int = 0  # besides those for its degrees (`plan.fit`)

@@ -1,4 +1,4 @@
-"""Seconds of kernels and collectives by those that were measured: at the rate of the nearest in size."""
+"""Look up seconds of kernels and collectives in measurements, at the rates of the nearest sizes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel
 
 WITH_PRODUCTS = ("product", "convolution", "attention")
-NEARNESS = 4  # a point counts with this power of its nearness, so that the nearest outweigh the rest
-ALIGNED = 8  # elements of 16 bits, 16 bytes: rows in memory that tensor cores read at full speed begin so far apart
+NEARNESS = 4  # exponent of a point's nearness in its weight, so that the nearest dominate
+ALIGNED = 8  # 16-bit elements in 16 bytes: tensor cores run at full speed if rows are multiples of this
 HALF = ("float16", "bfloat16")
-SAME = 1e-3  # of a logarithm: sizes that are equal
+SAME = 1e-3  # difference of logarithms below which sizes are equal
 
 
 class _Point(NamedTuple):
-    """Where something was measured, in logarithms of its sizes, and the logarithm of the rate there."""
+    """A measurement: logarithms of its sizes and of its rate."""
 
     sizes: tuple[float, ...]
     rate: float
 
 
 class KernelTable:
-    """Rates of kernels by kind, dtype and shape; between those that were measured by their nearness in size."""
+    """Measured rates of kernels by kind, dtype and shape; between points, rates are weighted by nearness in size."""
 
     def __init__(self, measured: Iterable[MeasuredKernel]):
         self._points: defaultdict[tuple[str, str, bool, bool], list[_Point]] = defaultdict(list)
@@ -41,9 +41,9 @@ class KernelTable:
             self._points[one.kind, one.dtype, one.groups > 1, odd].append(point)
 
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
-        """Return the seconds of equal kernels; None where nothing of their kind and dtype was measured.
+        """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
 
-        Products with unaligned rows reach the share `unaligned` of the others, unless such ones were measured.
+        Products with unaligned rows get the share `unaligned` of the others' rate, unless such products were measured.
         """
         key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
         points = self._points.get((*key, odd))
@@ -63,9 +63,9 @@ class KernelTable:
 
 
 def unaligned_lengths(kernel: Kernel) -> list[int]:
-    """Return how long rows of a product in 16 bits are that are no multiple of 16 bytes: 50,257 for GPT-2's logits.
+    """Return row lengths of a 16-bit product that are not a multiple of 16 bytes, e.g. 50,257 for GPT-2's logits.
 
-    What grows with the samples is a number of rows, not their length.
+    Sizes that grow with the samples are numbers of rows, not lengths.
     """
     if kernel.kind != "product" or kernel.dtype not in HALF:
         return []
@@ -73,7 +73,7 @@ def unaligned_lengths(kernel: Kernel) -> list[int]:
 
 
 def _made(flops: float, causal: bool) -> float:
-    """Return the FLOPs that a kernel makes: a causal mask spares half of them."""
+    """Return the FLOPs that a kernel really computes: half of them with a causal mask."""
     return 0.5 * flops if causal else flops
 
 
@@ -82,9 +82,9 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the rate at these sizes: that of a point, or between points by how near they are.
+    """Return the rate at these sizes: a measured one, or the mean of all points weighted by nearness.
 
-    Where the shape is not known on one side, the amount of work alone tells how near they are.
+    If only one side has a shape, nearness is that of the amount of work.
     """
     total = weights = 0.0
     for point in points:
@@ -98,14 +98,14 @@ def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
 
 
 class CollectiveLine(NamedTuple):
-    """What a collective takes: seconds of a call, and of each byte of the whole tensor."""
+    """Seconds of a collective: per call, and per byte of the full tensor."""
 
     call_s: float
     byte_s: float
 
 
 class CollectiveTable:
-    """Collectives within a node that were measured, as a line in the bytes, by op and ranks."""
+    """Measured collectives within a node, as lines in the bytes, by op and ranks."""
 
     def __init__(self, measured: Iterable[MeasuredCollective]):
         sizes: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
@@ -114,12 +114,12 @@ class CollectiveTable:
         self._lines = {key: _line(sorted(found)) for key, found in sizes.items()}
 
     def line(self, op: str, ranks: int) -> CollectiveLine | None:
-        """Return the line of an op; None where it was not measured between so many ranks."""
+        """Return the line of an op; None if it was not measured among this many ranks."""
         return self._lines.get((op, ranks))
 
 
 def _line(found: Sequence[tuple[float, float]]) -> CollectiveLine:
-    """Return the line that is least off, as shares of the seconds; neither part of it is negative."""
+    """Return the line with the least relative error; neither coefficient is negative."""
     rows = [(1 / seconds, size / seconds) for size, seconds in found]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = (sum(row[i] for row in rows) for i in (0, 1))

@@ -1,7 +1,7 @@
-"""What an optimizer keeps of each tensor that it steps, and takes beside it in the step.
+"""Compute an optimizer's states for each tensor, and what its step allocates.
 
-Adam is torch's on a CPU and DeepSpeed's FusedAdam on a GPU. The others are those of torch 2.14 and bitsandbytes 0.50.2;
-SGD has momentum and weight decay, as `train` gives it.
+Adam is torch's on a CPU and DeepSpeed's FusedAdam on a GPU. The others are those of torch 2.14 and bitsandbytes 0.50.2.
+SGD has momentum and weight decay, as in `train`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zerofit.plan.timeline import StageTimeline
 from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES
 from zerofit.spec.optimizers import EIGHT_BIT, EIGHT_BIT_ELEMENTS, MAPS_BYTES, PAGED_ELEMENTS, eight_bit_bytes
 
-STATES_BYTES = 8  # an element, whatever the precision: Adam's two moments
-# bytes an element that a step moves on the device, in place of Adam's: moments of one byte; and Adafactor's passes over
-# weight and gradient, one op after the other (torch/optim/_adafactor.py, _single_tensor_adafactor)
+STATES_BYTES = 8  # per element, for any precision: Adam's two moments
+# bytes per element that a step moves on the device, instead of Adam's: 1-byte moments; Adafactor's separate ops over
+# weight and gradient (torch/optim/_adafactor.py, _single_tensor_adafactor)
 STEP_BYTES = {
     "sgd": SGD_BYTES,
     "adamw8bit": ADAM_BYTES - 12,
@@ -27,10 +27,10 @@ STEP_BYTES = {
 
 
 class StateBytes(NamedTuple):
-    """Where an optimizer's states are."""
+    """Bytes of an optimizer's states by place."""
 
     device: int
-    host: int = 0  # in memory that the driver moves to the device page by page
+    host: int = 0  # paged memory, which the driver moves to the device page by page
 
 
 def moments_bytes(layout: PlannedLayout) -> int:
@@ -39,7 +39,7 @@ def moments_bytes(layout: PlannedLayout) -> int:
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
-    """Return the states of tensors of so many elements, which may be flat parts of many parameters."""
+    """Return the states of tensors with these element counts; they may be flat parts of many parameters."""
     if layout.optimizer not in EIGHT_BIT:
         return StateBytes(moments_bytes(layout) * sum(numels))
     sizes = list(numels)
@@ -50,28 +50,28 @@ def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> Stat
 
 
 def whole_states(line: StageTimeline, layout: PlannedLayout, device: str) -> StateBytes:
-    """Return the states without ZeRO: of each parameter by itself."""
+    """Return the states without ZeRO, one tensor per parameter."""
     if layout.optimizer == "adafactor":
         return StateBytes(4 * line.factors)
     return states_of(layout, (numel for group in line.groups for numel in group), device)
 
 
 def step_bytes(layout: PlannedLayout, numel: int, device: str) -> int:
-    """Return the most that the step of one tensor takes beside it."""
+    """Return the bytes that the step of one tensor allocates at its peak."""
     if layout.optimizer in ("sgd", "adafactor"):
-        return 4 * numel  # the gradient with the decay; the estimate, which becomes the update
+        return 4 * numel  # SGD: the gradient plus decay; Adafactor: the estimate, which becomes the update
     if device == "cuda":
         return 0
-    if layout.optimizer in EIGHT_BIT:  # backends/cpu/ops.py: gradient, root, and quotient; of 8 bits both moments, too
+    if layout.optimizer in EIGHT_BIT:  # backends/cpu/ops.py: gradient, root, quotient; with 8 bits both moments, too
         return (20 if numel >= EIGHT_BIT_ELEMENTS else 12) * numel
     return 8 * numel  # a root and a quotient
 
 
 def whole_step_bytes(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
-    """Return the most that the step takes without ZeRO, parameter by parameter.
+    """Return the bytes that the step allocates at its peak without ZeRO, parameter by parameter.
 
-    torch's loops drop the last tensor of a parameter when that of the next one is there; SGD adds the decay to all
-    gradients of a group at once on "cuda".
+    torch's loops free a parameter's last tensor only after allocating the next parameter's. On "cuda" SGD adds the
+    decay to all gradients of a group at once.
     """
     if layout.optimizer == "sgd":
         at_once = map(sum, line.groups) if device == "cuda" else (numel for group in line.groups for numel in group)

@@ -1,4 +1,4 @@
-"""How long a training takes with a layout, how many GPU hours that is, and what it costs."""
+"""Estimate how long a training runs with a layout, how many GPU hours that is, and what it costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofit.spec.files import field_data
 
 
 class Price(NamedTuple):
-    """What one device costs an hour, and by whom."""
+    """The price of one device per hour, with its source."""
 
     per_gpu_hour: float
     source: str
@@ -24,22 +24,22 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a training is to see, what its time costs, and how often machines fail."""
+    """The amount of training, its price, and how often machines fail."""
 
-    samples: float | None = None  # of one pass
-    tokens: float | None = None  # of one pass, in place of samples
-    epochs: float = 1.0  # passes
-    prices: Mapping[str, float] = field(default_factory=dict)  # per GPU hour by device's kind or instance; "": of all
+    samples: float | None = None  # per epoch
+    tokens: float | None = None  # per epoch, instead of samples
+    epochs: float = 1.0
+    prices: Mapping[str, float] = field(default_factory=dict)  # per GPU hour, by name of device or instance; "": any
     reliability: Reliability = field(default_factory=Reliability)
 
     def samples_of(self, seq_len: int | None) -> float | None:
-        """Return the samples of all passes; None where nothing is said of them, or a model takes no tokens."""
+        """Return the samples of all epochs; None if unknown, or if a model without tokens has a number of tokens."""
         if self.tokens is not None:
             return self.epochs * self.tokens / seq_len if seq_len else None
         return None if self.samples is None else self.epochs * self.samples
 
     def price(self, cluster: Cluster) -> Price | None:
-        """Return the price that was given, else the list price of the node; None where there is none."""
+        """Return the given price, else the node's list price; None if there is none."""
         asked = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
         for name in (asked, cluster.device.kind, ""):
             if name in self.prices:
@@ -53,13 +53,13 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """A whole training with one layout: its time, with saves and failures, and its cost."""
+    """A full training with one layout: its time, with saves and failures, and its cost."""
 
-    steps: int | None  # None: of no certain length
+    steps: int | None  # None: the length is unknown
     train_h: float | None  # of steps alone
     hours: float | None  # with saves and failures
-    hours_range: tuple[float, float] | None  # as the step time's interval
-    gpu_hours: float | None  # of devices that train; spare nodes come on top
+    hours_range: tuple[float, float] | None  # from the step time's interval
+    gpu_hours: float | None  # of training devices, without spare nodes
     price: Price | None
     cost: float | None
     goodput: Goodput
@@ -78,7 +78,7 @@ def outlook_of(
     seq_len: int | None,
     cluster: Cluster,
 ) -> Outlook:
-    """Return how long the work takes, and what it costs. Steps are whole ones."""
+    """Return how long the work lasts, and what it costs. The number of steps is rounded up."""
     found = goodput_of(work.reliability.failures(parameters, layout, cluster))
     samples, price = work.samples_of(seq_len), work.price(cluster)
     if samples is None:

@@ -1,4 +1,4 @@
-"""Pipeline stages: how layers are cut, and what the engine holds (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
+"""Divide layers into pipeline stages, and compute what the engine holds (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @lru_cache(maxsize=64)
 def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
-    """Return the layers that a pipeline cuts, each of a run by itself: `block 0`, `block 1`, and so on."""
+    """Return the layers that a pipeline divides, each one named: `block 0`, `block 1`, and so on."""
     first, counts, found = profile.layers[0], Counter[str](), []
     shared = {layer.tied_to for layer in profile.layers}
     for layer in profile.layers:
@@ -40,9 +40,9 @@ def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
 
 
 def stage_bounds(profile: Profile, stages: int) -> Bounds:
-    """Return first and last layer (exclusive) of each stage, as training cuts them by parameters.
+    """Return first and last layer (exclusive) of each stage, as training divides them by parameters.
 
-    Raises ValueError for more stages than layers.
+    Raises ValueError if there are more stages than layers.
     """
     stack = layer_stack(profile)
     if stages > len(stack):
@@ -51,7 +51,7 @@ def stage_bounds(profile: Profile, stages: int) -> Bounds:
 
 
 def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[PipelineStage, ...]:
-    """Return what each stage of a layout holds; nothing without a pipeline."""
+    """Return the layers of each stage; () without a pipeline."""
     if layout.pp == 1:
         return ()
     bounds = stage_bounds(profile, pipeline_parts(layout.pp, layout.schedule))
@@ -60,26 +60,26 @@ def planned_stages(profile: Profile, layout: PlannedLayout) -> tuple[PipelineSta
 
 
 def stage_parts(profile: Profile, layout: PlannedLayout) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return for each stage the first and last layer of its parts, as `stage_bounds`."""
+    """Return for each stage the layer ranges of its parts, as `stage_bounds`."""
     bounds = stage_bounds(profile, pipeline_parts(layout.pp, layout.schedule))
     every = (parts_of_stage(stage, layout.pp, layout.schedule) for stage in range(layout.pp))
     return tuple(tuple(bounds[part] for part in parts) for parts in every)
 
 
 class Pass(NamedTuple):
-    """A kind of forward or backward, and what it finds."""
+    """A kind of forward or backward, and what is alive when it begins."""
 
     line: StageTimeline
     direction: Direction
     beside: Point = NOTHING  # bytes besides those of its own micro batch
-    graded: int = 0  # elements with gradients where these wait for the last micro batch: at stages 0 and 1
+    graded: int = 0  # elements with gradients, if these wait for the last micro batch (stages 0 and 1)
 
 
 def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Return the kinds of passes of a stage, and the bytes that stay between steps; `lines`: of each part.
+    """Return a stage's kinds of passes, and the bytes kept between steps; `lines`: of each part.
 
-    One forward, one backward: stage s of p has p - s micro batches in flight at most. While they are the step's first
-    there are no gradients yet; one fewer is in flight when there are.
+    With 1F1B, stage s of p has at most p - s micro batches in flight. The step's first micro batches have no gradients
+    yet; when there are gradients, one micro batch less is in flight.
     """
     if layout.schedule == "dualpipev":
         return _followed(lines, layout, stage)
@@ -95,9 +95,9 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
-    """Return how many micro batches have gone forward through each part of a stage and not yet back, at most.
+    """Return for each part of a stage the largest number of micro batches in flight: after forward, before backward.
 
-    In DualPipeV 2p + 1 in all, as those of the second part's are one more than before it.
+    With DualPipeV these are 2p + 1 in total: the second part has one more than before.
     """
     if layout.schedule == "dualpipev":
         return 2 * layout.pp - stage, stage + 1
@@ -105,9 +105,9 @@ def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
 
 
 def _idle(line: StageTimeline) -> Point:
-    """Return what stays between steps: a buffer to receive activations (:1123), one for their gradients (:1180).
+    """Return what is kept between steps: a buffer for received activations (:1123), one for their gradients (:1180).
 
-    The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are used again (:751).
+    The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are reused (:751).
     """
     logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
 
@@ -118,8 +118,8 @@ def _idle(line: StageTimeline) -> Point:
 
 
 def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
-    """Add up micro batches; each has its input twice: as received (:1128), and as the forward took it (:705)."""
-    own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's are in its two buffers
+    """Sum micro batches; each has its input twice: as received (:1128), and as its forward used it (:705)."""
+    own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's inputs are in its two buffers
     between = _idle(line)
 
     def total(n: int) -> float:
@@ -129,7 +129,7 @@ def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
 
 
 def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int) -> tuple[list[Pass], Point]:
-    """Follow DualPipeV's order (runtime/pipe/dualpipev.py); with one micro batch more than fill it all comes."""
+    """Replay DualPipeV's order (runtime/pipe/dualpipev.py); one micro batch more than fills it shows all cases."""
     walk = _Walk(lines)
     for word in order(layout.pp, stage, min(layout.accumulation, 2 * layout.pp + 1)):
         walk.follow(word)
@@ -141,31 +141,34 @@ def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 class _Walk:
-    """What a stage holds on its way through DualPipeV's order."""
+    """What a stage holds while it runs through DualPipeV's order."""
 
     def __init__(self, lines: Sequence[StageTimeline]):
         self.passes: list[Pass] = []
         self.held, self._graded, self._lines = NOTHING, 0, lines
-        self._gradient = NOTHING  # with which the last backward began that was not the loss's (engine.py, grad_layer)
+        self._gradient = NOTHING  # received for the last backward (engine.py, grad_layer)
 
     def follow(self, word: str) -> None:
-        """Go on by one word of the order."""
+        """Handle one word of the order."""
         if word == EXCHANGE:
             return
         line = self._lines[int(word.strip("<>FB"))]
         if word[0] == "<":
             self._hold(line.received if word[1] == "F" else line.sent)
         elif word[0] == "F" and len(word) == 2:
-            self._hold(line.received)  # the forward takes a copy (engine.py:705)
+            self._hold(line.received)  # the forward makes a copy (engine.py:705)
             self.passes.append(Pass(line, "forward", self.held, self._graded))
             self._hold(add(line.saved, line.logits))
         elif word[0] == "B" and len(word) == 2:
             self._backward(line)
-        elif word[0] == "B":  # the input and its gradient are not kept
+        elif word[0] == "B":  # after sending, the input and its gradient are freed
             self._hold(line.received, -2)
 
     def _backward(self, line: StageTimeline) -> None:
-        """Go back: the input's copy goes, its gradient comes, with which the last stage's first part begins."""
+        """Run a backward: it frees the input's copy and makes its gradient.
+
+        The last stage's first part starts from that.
+        """
         if line.sent != NOTHING:
             self._hold(self._gradient, -1)
             self._gradient = line.sent

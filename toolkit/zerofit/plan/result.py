@@ -1,4 +1,4 @@
-"""The result of a plan: the best layouts with their memory and speed, and why others do not fit."""
+"""Define the result of a plan: the best layouts with memory and speed, and why others do not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofit.spec.files import field_data
 from zerofit.spec.profile import Profile
 from zerofit.spec.units import shown_bytes
 
-SAME_SPEED = 0.03  # a step time is less exact than this share, corrected by measurements too
+SAME_SPEED = 0.03  # relative uncertainty of a step time, even if it is corrected by measurements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +32,11 @@ class RankedLayout:
     tokens_per_s: float | None  # None for images
     mfu: float | None  # None for CPUs
     errors: PublishedErrors | None = None  # of forecasts like this one; None for CPUs and corrected forecasts
-    outlook: Outlook | None = None  # on a whole training, where that was asked
+    outlook: Outlook | None = None  # for a full training, if requested
 
     @property
     def step_s(self) -> float:
-        """Seconds of one optimizer step, rounded as the samples a second are."""
+        """Seconds of one optimizer step, rounded like samples per second."""
         return self.layout.global_batch / self.samples_per_s
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts that do not fit for one reason, with the one that needs least (None where none was forecast)."""
+    """Layouts that do not fit for one reason, with the one that needs least (None if none was forecast)."""
 
     reason: str  # stable slug
     count: int
@@ -94,27 +94,27 @@ class PlanResult:
     precision: str
     cluster: Cluster
     rates: Rates
-    layouts: tuple[RankedLayout, ...]  # best first; they differ in more than buckets and overlap unless all were wanted
+    layouts: tuple[RankedLayout, ...]  # best first; they differ in more than buckets and overlap unless all are ranked
     rejections: tuple[Rejected, ...]  # most frequent first
     considered: int
     fitting: int
     seconds: float
-    padding: str = ""  # what sizes of the model that are no multiples of eight cost the first layout
-    misfits: tuple[RankedLayout, ...] = ()  # which lack least, where fewer fit than were wanted
+    padding: str = ""  # what the first layout loses to sizes of the model that are not multiples of 8
+    misfits: tuple[RankedLayout, ...] = ()  # those that need least, if fewer fit than were requested
 
     @property
     def nearest(self) -> Rejected | None:
-        """The rejected layout that lacks least."""
+        """The rejected layout that needs least."""
         return min(
             (r for r in self.rejections if r.fit), key=lambda r: r.fit.utilization if r.fit else 0.0, default=None
         )
 
     @property
     def plainest(self) -> int | None:
-        """The place of the plainest among the layouts that forecasts cannot tell from the first; None without any.
+        """The index of the simplest layout whose speed cannot be told from the first one's; None if none fits.
 
-        Of those with as little machinery it is the fastest. Two published layouts of one model and machine tell how
-        exact the order of forecasts is.
+        Of equally simple layouts it is the fastest. The uncertainty of the order is the error between two published
+        layouts of one model and machine.
         """
         speeds = [one.samples_per_s for one in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
@@ -172,7 +172,7 @@ class PlanResult:
 
 
 def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResult:
-    """Return the result with what each layout means for a whole training."""
+    """Return the result with an outlook on a full training for each layout."""
 
     def seen(one: RankedLayout) -> RankedLayout:
         of_model = (profile.parameters, profile.seq_len)
@@ -182,11 +182,11 @@ def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResul
     return replace(result, layouts=layouts, misfits=misfits)
 
 
-MACHINERY = 4  # parts of a layout's key that name machinery; the others are sizes
+MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are sizes
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
-    """Return a key that sorts plain layouts before those with more machinery."""
+    """Return a sort key: simple layouts come before those with more machinery."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
     degrees = layout.tp * layout.pp * layout.sp * layout.ep
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)

@@ -1,6 +1,6 @@
-"""A step that was forecast, in the Chrome trace format: opens in Perfetto and chrome://tracing.
+"""Write a forecast step in the Chrome trace format, for Perfetto and chrome://tracing.
 
-The format: "Trace Event Format" of the Chromium project; times are microseconds, kept to the nanosecond.
+The format: "Trace Event Format" of the Chromium project. Times are microseconds, rounded to nanoseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 class MemorySample(NamedTuple):
-    """Bytes alive on a stage's rank from a moment of the step on, by kind."""
+    """Bytes alive on a stage's rank by kind, from a moment of the step on."""
 
     stage: int
     at_s: float
@@ -28,9 +28,9 @@ class MemorySample(NamedTuple):
 def step_trace(
     timeline: StepTimeline, memory: Iterable[MemorySample], ranks: Mapping[int, int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the trace of the rank that `ranks` names for each stage: a process each, its streams as threads.
+    """Return the trace of the ranks in `ranks` (stage -> rank): a process for each, with its streams as threads.
 
-    `about` says in "otherData" what was forecast.
+    `about`: what was forecast, for "otherData".
     """
     spans = [span for span in timeline.spans if span.stage in ranks]
     streams = list(dict.fromkeys((*STREAMS, *(span.stream for span in spans))))
@@ -45,9 +45,9 @@ def step_trace(
 
 
 def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
-    """Place what is alive in a stage's layers where the timeline has them, and that of the step at its begin.
+    """Place the live bytes of a stage's layers at their times in the timeline, and the step's at its start.
 
-    Between two layers that are known the others lie evenly.
+    Layers between two known ones are interpolated.
     """
     known: defaultdict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
     for moment in moments:
@@ -61,14 +61,14 @@ def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMome
         if place != before:
             found.append(MemorySample(stage, span.start_s, _between(known[span.phase], layers.get(span.module, -1))))
         before = place
-    if -1 in known["backward"]:  # after its last layer
+    if -1 in known["backward"]:  # a moment after its last layer
         end_s = max(span.end_s for span in spans if span.phase == "backward")
         found.append(MemorySample(stage, end_s, known["backward"][-1]))
     return found
 
 
 def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:
-    """Return the bytes of a layer: known, or on the line between the nearest that are."""
+    """Return the bytes of a layer: known, or interpolated between its nearest known neighbours."""
     if layer in known:
         return known[layer]
     below = max((one for one in known if -1 < one < layer), default=None)
@@ -81,7 +81,7 @@ def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[st
 
 
 def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
-    """Yield what processes and threads are called, and their order."""
+    """Yield the names of processes and threads, and their order."""
     used = {(span.stage, span.stream) for span in spans}
     for stage, rank in ranks.items():
         words = f"rank {rank}" + (f" (stage {stage})" if len(ranks) > 1 else "")
@@ -94,7 +94,7 @@ def _names(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[st
 
 
 def _span_events(spans: Iterable[Span], ranks: Mapping[int, int], streams: Sequence[str]) -> Iterator[Event]:
-    """Yield complete events; where the same moment was rounded to two, none begins before the one before it ends."""
+    """Yield complete events; none begins before the previous one of its stream ends, even after rounding."""
     ends_us: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in sorted(spans, key=lambda span: span.start_s):
         start_us = max(_us(span.start_s), ends_us[span.stage, span.stream])

@@ -1,7 +1,7 @@
-"""Transient memory: what making the engine, and the optimizer step, hold besides the persistent memory.
+"""Compute transient memory: what making the engine and the optimizer step hold besides the persistent memory.
 
-Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
-FusedAdam and CPUAdam step in place; what other optimizers hold beside a tensor is in plan/optimizer_states.py.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
+FusedAdam and CPUAdam step in place; what other optimizers allocate per tensor is in plan/optimizer_states.py.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from zerofit.plan.persistent import (
 )
 from zerofit.plan.timeline import StageTimeline
 
-NORM_BYTES = 8  # gradients are lifted to float64 for their norm (zero/utils.py:59)
+NORM_BYTES = 8  # gradients are converted to float64 for their norm (zero/utils.py:59)
 
 
 def init_moments(
     line: StageTimeline, layout: PlannedLayout, device: str, built_in_parts: bool
 ) -> Iterator[dict[str, int]]:
-    """Yield device bytes by kind, where building the model and making the engine can exceed a training step.
+    """Yield device bytes by kind at moments of start-up that can exceed a training step.
 
-    `built_in_parts`: transformers enters zero.Init at stage 3 by itself; slices are whole until then.
+    `built_in_parts`: transformers enters zero.Init at stage 3; slices of tensor parallelism are full until then.
     """
     if not built_in_parts or layout.zero_stage < 3 or layout.combined:
-        # "cuda" gets the model when it is cast (engine.py:2094)
+        # "cuda" gets the model after it is cast (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.elements}
-    elif line.quantized_bytes:  # the others are whole until the engine divides them, one after the other
+    elif line.quantized_bytes:  # the other weights are full until the engine divides them, one after the other
         yield {"parameters": layout.element_bytes * line.elements, "temporaries": _largest_shard(line, layout)}
     if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):
         yield from _init_flat_partitions(line, layout, device)
     elif layout.zero_stage == 3:
         yield from _init_shards(line, layout, device)
     elif layout.element_bytes == 2:
-        # masters, and a step on zero gradients that makes the states (fp16/unfused_optimizer.py:425)
+        # masters, and a step on zero gradients that allocates the states (fp16/unfused_optimizer.py:425)
         yield {
             "parameters": 2 * line.elements,
             "master weights": MASTER_BYTES * line.parameters,
@@ -55,7 +55,7 @@ def init_moments(
 
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Copy each group flat beside the originals, then its part to float32 (zero/stage_1_and_2.py:483, :560)."""
+    """Copy each group flat while the originals live, then its part to float32 (zero/stage_1_and_2.py:483, :560)."""
     element, parameters = layout.element_bytes, layout.element_bytes * line.elements
     made = 0
     here = layout.offload_optimizer == "none" or device == "cpu"
@@ -69,7 +69,7 @@ def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
 
 
 def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Convert masters, then clone them (zero/stage3.py:1170), and keep a zero gradient of a group (:1306)."""
+    """Convert and then clone masters (zero/stage3.py:1170), and keep a group's zero gradient (:1306)."""
     if layout.offload_optimizer != "none" and device == "cuda":
         return
     spread = sharers(layout)
@@ -80,7 +80,7 @@ def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 
 
 def _largest_shard(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes of the largest part of a parameter that a rank keeps of it; alone it keeps the parameter."""
+    """Return the bytes of a rank's largest shard of a parameter; parameters that are not divided do not count."""
     spread, every = sharers(layout), [p for layer in line.layers for p in layer]
     shards = (p._replace(numel=spread.shard(p)).bytes(layout.element_bytes) for p in every if spread.of(p) > 1)
     return max(shards, default=0)
@@ -92,13 +92,13 @@ class StepMemory(NamedTuple):
     gradients: int = 0
     temporaries: int = 0
     host: int = 0
-    flat: int = 0  # of the gradients, what is made in one block
+    flat: int = 0  # the part of `gradients` that is allocated as one block
 
 
 def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     """Yield the moments that can be the step's peak."""
     if in_bf16_optimizer(layout):
-        # float32 gradients of all partitions at once, beside the parameters' own (bf16_optimizer.py:325)
+        # float32 gradients of all partitions at once, besides the parameters' own (bf16_optimizer.py:325)
         sizes = partitions(line, layout.zero_ranks)
         gradients = layout.element_bytes * line.parameters + MASTER_BYTES * sum(sizes)
         yield StepMemory(gradients, step_bytes(layout, max(sizes), device), flat=MASTER_BYTES * max(sizes))
@@ -120,7 +120,7 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
     element = layout.element_bytes
     gradients = element * line.parameters
     if device == "cpu" or element == 4 or layout.optimizer != "adamw":
-        # in low precision a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
+        # in low precision, a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
         lifted = MASTER_BYTES * line.parameters if element == 2 else 0
         yield StepMemory(gradients + lifted, whole_step_bytes(line, layout, device))
     else:  # float32 gradients of a group, and their flat copy (fp16/fused_optimizer.py:265)
@@ -132,11 +132,11 @@ def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iter
 
 
 def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Step group after group (zero/stage_1_and_2.py:3107); gradients go when the last group's are flattened."""
+    """Step group by group (zero/stage_1_and_2.py:3107); gradients are freed when the last group's are flattened."""
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
     for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):
-        yield StepMemory(element * overlap, NORM_BYTES * piece)  # of what is in the partition (:2838)
+        yield StepMemory(element * overlap, NORM_BYTES * piece)  # of the elements in the partition (:2838)
     for n, size in enumerate(sizes):
         lifted = MASTER_BYTES * size
         yield StepMemory(kept + lifted, element * size if element == 2 else 0, flat=lifted)
@@ -145,7 +145,7 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
 
 
 def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
-    """Step sub-groups (zero/stage3.py:2686), after isinf of all gradients (:3012, low precision only)."""
+    """Step sub-groups (zero/stage3.py:2686), after isinf of all gradients (:3012, only in low precision)."""
     element, parts = layout.element_bytes, parameter_shards(line, sharers(layout))
     if element == 2:
         yield StepMemory(0, (element + 1) * sum(parts))

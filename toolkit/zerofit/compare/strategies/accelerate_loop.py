@@ -1,4 +1,4 @@
-"""Accelerate: the loop stays as it was on one device, `prepare` and `backward` do the rest."""
+"""Train with Accelerate: the loop is that for one device, `prepare` and `backward` do the rest."""
 
 from typing import cast
 
@@ -9,7 +9,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """Train as in Accelerate's documentation, with data parallelism underneath."""
+    """Train data parallel, as in Accelerate's documentation."""
     accelerator = Accelerator(cpu=work.device.type == "cpu")
     model = work.model()
     model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))
@@ -17,5 +17,5 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         accelerator.backward(work.loss(model(x), y))
         optimizer.step()
-    plain = cast(nn.Module, accelerator.unwrap_model(model))  # typed as whatever attribute a wrapper may have
+    plain = cast(nn.Module, accelerator.unwrap_model(model))  # its return type is too wide
     return whole_state(plain) if accelerator.is_main_process else None

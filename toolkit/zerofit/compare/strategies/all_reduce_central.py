@@ -1,8 +1,7 @@
-"""Data parallel with an all-reduce written by hand, on one central device, through which every byte goes.
+"""Train data parallel with a hand-written all-reduce through one central rank.
 
-Like the ring, the tree and halving it sends 2 (N - 1) times the gradients altogether. They differ in how many rounds
-that takes, and in the share of the busiest rank: all of it here, 2 (N - 1) / N of the gradients on a ring and by
-halving.
+Ring, tree, halving and this one all send 2 (N - 1) times the gradients in total. They differ in the number of rounds,
+and in the traffic of the busiest rank: here all of it, with ring and halving 2 (N - 1) / N of the gradients.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ def train(work: BenchmarkTask):
 
 
 def train_with(work: BenchmarkTask, all_reduce: Callable[[Tensor, int, int], None]):
-    """Train on batches of which each rank reads its own share; `all_reduce` adds up all ranks' vectors in place."""
+    """Train with each rank reading its share of a batch; `all_reduce` sums all ranks' vectors in place."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = work.model()
@@ -37,7 +36,7 @@ def train_with(work: BenchmarkTask, all_reduce: Callable[[Tensor, int, int], Non
 
 
 def central(vector: Tensor, rank: int, ranks: int) -> None:
-    """Add all up on rank 0, which sends everybody the sum: 2 (N - 1) messages through one place."""
+    """Sum all vectors on rank 0, which sends the sum to everybody: 2 (N - 1) messages through one rank."""
     if rank:
         dist.send(vector, 0)
         dist.recv(vector, 0)

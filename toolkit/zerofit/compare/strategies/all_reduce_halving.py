@@ -1,4 +1,4 @@
-"""Data parallel with an all-reduce written by hand, by recursive halving: a ring's bytes in a tree's rounds."""
+"""Train data parallel with a hand-written all-reduce by halving: a ring's bytes in a tree's rounds."""
 
 from torch import Tensor
 
@@ -13,9 +13,9 @@ def train(work: BenchmarkTask):
 
 
 def halving(vector: Tensor, rank: int, ranks: int) -> None:
-    """Share halves with a partner, quarters with the next one, and put them together again: 2 log2 N rounds."""
+    """Exchange halves with a partner, quarters with the next one, then reassemble: 2 log2 N rounds."""
     if ranks & (ranks - 1):
-        raise NotHereError(f"halving takes a power of two of ranks, and has {ranks}")
+        raise NotHereError(f"halving needs a power of two of ranks, not {ranks}")
     mine, given = vector, []
     for distance in [2**n for n in reversed(range(ranks.bit_length() - 1))]:
         low, high = mine.tensor_split(2)

@@ -1,4 +1,4 @@
-"""Data parallel with an all-reduce written by hand, round a ring: every rank sends 2 (N - 1) / N of the gradients."""
+"""Train data parallel with a hand-written ring all-reduce: every rank sends 2 (N - 1) / N of the gradients."""
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,15 @@ from zerofit.compare.strategies.all_reduce_central import train_with
 
 
 def train(work: BenchmarkTask):
-    """Train with gradients that are added up round a ring."""
+    """Train with gradients that are added up along a ring."""
     return train_with(work, ring)
 
 
 def ring(vector: Tensor, rank: int, ranks: int) -> None:
-    """Pass N parts on to the right, adding up, until each is whole somewhere; then once more: 2 (N - 1) rounds."""
+    """Send N parts to the right and add them up until each is complete on a rank.
+
+    Then send them round: 2 (N - 1) rounds.
+    """
     parts, left, right = vector.tensor_split(ranks), (rank - 1) % ranks, (rank + 1) % ranks
     for turn in range(ranks - 1):
         part = parts[(rank - turn - 1) % ranks]
@@ -25,7 +28,7 @@ def ring(vector: Tensor, rank: int, ranks: int) -> None:
 
 
 def exchanged(tensor: Tensor, to: int, like: Tensor, source: int) -> Tensor:
-    """Send a tensor to one rank while another one's comes, of the shape of `like`."""
+    """Send a tensor to one rank while receiving one of `like`'s shape from another."""
     arrived = torch.empty_like(like)
     both = [dist.P2POp(dist.isend, tensor, to), dist.P2POp(dist.irecv, arrived, source)]
     for request in dist.batch_isend_irecv(both):

@@ -1,4 +1,4 @@
-"""Data parallel with an all-reduce written by hand, along a tree: whole vectors, in 2 log2 N rounds."""
+"""Train data parallel with a hand-written tree all-reduce: full vectors in 2 log2 N rounds."""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ def train(work: BenchmarkTask):
 
 
 def tree(vector: Tensor, rank: int, ranks: int) -> None:
-    """Add up in pairs, then pairs of pairs, and send the sum back down: 2 log2 N rounds of whole vectors."""
+    """Add up in pairs, then in pairs of pairs, and send the sum back down: 2 log2 N rounds of full vectors."""
     distances = [2**n for n in range((ranks - 1).bit_length())]
     for distance in distances:
         if rank % (2 * distance) == distance:

@@ -1,4 +1,4 @@
-"""A synchronous parameter server with backup workers: it steps when enough gradients are there and drops the late ones.
+"""Train with backup workers: a synchronous parameter server steps on enough gradients, and drops late ones.
 
 Chen, Pan, Monga, Bengio and Jozefowicz (2016): no gradient is stale, and the slowest workers' work is lost.
 """
@@ -13,7 +13,7 @@ from zerofit.compare.strategies.parameter_server_async import push_and_pull, run
 
 
 def train(work: BenchmarkTask, spare: int):
-    """Run a server, or one of its workers, `spare` of which it does not wait for: who is late misses others' steps."""
+    """Run a server, or one of its workers; the server does not wait for `spare` of them, which skip steps if late."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     if dist.get_rank() == server:
@@ -22,12 +22,12 @@ def train(work: BenchmarkTask, spare: int):
 
 
 def serve(work: BenchmarkTask, workers: int, needed: int):
-    """Step on the first gradients of these weights; who brings one of older weights gets the new ones at once."""
+    """Step on the first gradients of the present weights; a worker with older weights gets new ones at once."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
     dropped, early = 0, set()
-    dist.barrier()  # the clock starts once all are ready
+    dist.barrier()  # the clock starts when all are ready
     for version in range(work.job.steps):
         work.keep(model, version)
         total, early = torch.zeros_like(pushed[:-1]), set()
@@ -43,7 +43,7 @@ def serve(work: BenchmarkTask, workers: int, needed: int):
         optimizer.step()
         for worker in early:
             answer(model, version + 1, worker)
-    for _ in range(workers - len(early)):  # who is still at work pushes once more, and hears that it is over
+    for _ in range(workers - len(early)):  # the others push once more, and learn that training is over
         answer(model, work.job.steps, dist.recv(pushed))
         dropped += 1
     work.keep(model, work.job.steps)

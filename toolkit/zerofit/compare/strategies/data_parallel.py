@@ -1,4 +1,4 @@
-"""Data parallel from scratch: scatter the batch, add the gradients up by hand, let each replica make the same step."""
+"""Train data parallel from scratch: scatter the batch, add up gradients by hand, make the same step in each replica."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """Train on batches that rank 0 reads whole and deals out."""
+    """Train on batches that rank 0 reads and scatters."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = work.model()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: gradients are added up in buckets while backward still runs."""
+"""Train with DistributedDataParallel: gradients are added up in buckets while backward runs."""
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -7,7 +7,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """Train on batches of which each rank reads its own share."""
+    """Train with each rank reading its own share of a batch."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(work.model())

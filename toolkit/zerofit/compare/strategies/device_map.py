@@ -1,17 +1,17 @@
-"""Naive model parallel under an Accelerate device map: one process, hooks move activations from device to device."""
+"""Train naive model parallel with an Accelerate device map: hooks move activations from device to device."""
 
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
-NEEDS = """needs two devices of a kind in one process, and finds one. On a CPU a map of cpu and cpu:1, or of cpu and
-disk, was tried: Accelerate takes the second for offloaded and keeps its weights on the meta device, so that they get no
-gradients and it can infer, not train"""
+NEEDS = """needs two devices of one kind in one process, but there is one. On a CPU, maps of cpu and cpu:1, or of cpu
+and disk, were tried: Accelerate treats the second as offloaded and keeps its weights on the meta device. They get no
+gradients, so it can infer but not train"""
 
 
 def train(work: BenchmarkTask):
-    """Train in an ordinary loop; what lies where is the map's business."""
+    """Train in an ordinary loop; the map places the layers."""
     devices = work.devices
     if len(devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))
@@ -20,7 +20,7 @@ def train(work: BenchmarkTask):
     memory = get_balanced_memory(model, dict.fromkeys(range(len(devices)), 2 * size))
     places = infer_auto_device_map(model, max_memory=memory)
     if len(set(places.values())) < len(devices) or {"cpu", "disk"} & set(places.values()):
-        raise NotHereError(f"Accelerate's map does not spread so small a model over the devices: {places}")
+        raise NotHereError(f"Accelerate's map does not spread such a small model over the devices: {places}")
     model = dispatch_model(model, places)
     optimizer = work.optimizer(model.parameters())
     for x, y in work.batches():

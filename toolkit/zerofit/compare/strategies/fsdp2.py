@@ -1,4 +1,4 @@
-"""FSDP2: every rank keeps a share of each parameter, and gathers a layer when it is needed."""
+"""Train with FSDP2: every rank keeps a share of each parameter, and gathers a layer when it is needed."""
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +10,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, tied
 
 
 def train(work: BenchmarkTask):
-    """Shard layers first, then what is left of the model; all of it at once where layers share parameters."""
+    """Shard layers first, then the rest of the model; shard it as a whole if layers share parameters."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))

@@ -1,4 +1,4 @@
-"""Horovod: ring all-reduce behind an optimizer that wraps the user's own."""
+"""Train with Horovod: ring all-reduce in a wrapper around the user's optimizer."""
 
 import os
 
@@ -6,15 +6,15 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
-HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 as it is:
-horovod/torch/CMakeLists.txt:23 wants the CUDA toolkit wherever torch is built for CUDA, and CMakeLists.txt:19 sets
-C++14, which torch/all.h:5 refuses (C++20 or later). docs/compare.md names the lines with which it builds and trains"""
+HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 unchanged:
+horovod/torch/CMakeLists.txt:23 requires the CUDA toolkit if torch is built for CUDA, and CMakeLists.txt:19 sets
+C++14, but torch/all.h:5 requires C++20 or later. docs/compare.md lists the lines to change"""
 
 
 def train(work: BenchmarkTask):
-    """Train on ranks that find each other at a server beside rank 0, as under horovodrun."""
+    """Train on ranks that find each other through a server next to rank 0, as under horovodrun."""
     try:
-        import horovod.torch as hvd  # pyright: ignore[reportMissingImports] - seldom installed: see HOW
+        import horovod.torch as hvd  # pyright: ignore[reportMissingImports] - rarely installed: see HOW
         from horovod.runner.http.http_server import RendezvousServer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise NotHereError(" ".join(HOW.format(error=error).split())) from None

@@ -1,4 +1,4 @@
-"""Hybrid: pairs of ranks hold one model between them, and the pairs share the batch."""
+"""Train hybrid: a pair of ranks holds a model, and the pairs divide the batch."""
 
 import torch.distributed as dist
 
@@ -10,14 +10,14 @@ STAGES = 2
 
 
 def train(work: BenchmarkTask):
-    """Train model parallel within a pair; average gradients with the ranks that hold the same layers elsewhere."""
+    """Train model parallel within a pair; average gradients with the ranks that hold the same layers in other pairs."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % STAGES:
-        raise NotHereError(f"needs an even number of ranks, and has {ranks}")
+        raise NotHereError(f"needs an even number of ranks, not {ranks}")
     pair, number, pairs = rank // STAGES, rank % STAGES, ranks // STAGES
     peers = [dist.new_group(list(range(n, ranks, STAGES))) for n in range(STAGES)][number]
-    assert not isinstance(peers, int)  # which stands for a group without this rank
+    assert not isinstance(peers, int)  # an int means a group without this rank
     stage = work.stage(number, STAGES)
     optimizer = work.optimizer(stage.parameters())
     for x, y in work.batches(pair, pairs):
@@ -29,7 +29,7 @@ def train(work: BenchmarkTask):
         else:
             inputs = receive(rank - 1, work.device).requires_grad_()
             work.loss(stage(inputs), y).backward()
-            assert inputs.grad is not None  # backward has made it
+            assert inputs.grad is not None  # set by backward
             send(inputs.grad, rank - 1)
         for gradient in gradients(stage):
             dist.all_reduce(gradient, group=peers)

@@ -1,6 +1,6 @@
-"""Naive model parallel: each rank keeps some of the layers; activations go on to the next rank, gradients come back.
+"""Train naive model parallel: each rank keeps some layers; activations go to the next rank, gradients come back.
 
-The whole batch passes through, so that at any moment one rank works and all others wait: it buys memory, not time.
+The full batch passes through, so at any moment one rank works and the others wait: this saves memory, not time.
 """
 
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from zerofit.compare.tensor_p2p import gathered, receive, send
 
 
 def train(work: BenchmarkTask):
-    """Train each rank's own layers, from its own point of view."""
+    """Train each rank's layers, from its point of view."""
     dist.init_process_group(work.backend)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     stage = work.stage(rank, last + 1)
@@ -25,7 +25,7 @@ def train(work: BenchmarkTask):
         else:
             work.loss(output, y).backward()
         if rank > 0:
-            assert inputs.grad is not None  # backward has made it
+            assert inputs.grad is not None  # set by backward
             send(inputs.grad, rank - 1)
         optimizer.step()
     return gathered(stage.whole_state())

@@ -1,6 +1,6 @@
-"""A parameter server that waits for all workers: they push gradients, it steps, they pull weights.
+"""Train with a synchronous parameter server: workers push gradients, it steps, they pull weights.
 
-The last process is the server. All traffic meets there, which is what all-reduce was invented against.
+The last process is the server. All traffic goes through it, the bottleneck that all-reduce avoids.
 """
 
 import torch
@@ -18,11 +18,11 @@ def train(work: BenchmarkTask):
 
 
 def serve(work: BenchmarkTask, workers: int):
-    """Add up a gradient of each worker, step, and give all of them the new weights."""
+    """Add up a gradient of each worker, step, and send all of them the new weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros_like(parameters_to_vector(model.parameters()))
-    dist.barrier()  # the clock starts once all are ready
+    dist.barrier()  # the clock starts when all are ready
     for step in range(work.job.steps):
         work.keep(model, step)
         total = torch.zeros_like(pushed)
@@ -37,9 +37,9 @@ def serve(work: BenchmarkTask, workers: int):
 
 
 def push_and_pull(work: BenchmarkTask, server: int):
-    """Send gradients and take weights back; the server is the only one that steps."""
+    """Send gradients and receive weights; only the server steps."""
     model = work.model()
-    dist.barrier()  # the clock starts once all are ready
+    dist.barrier()  # the clock starts when all are ready
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()
@@ -51,13 +51,13 @@ def push_and_pull(work: BenchmarkTask, server: int):
 
 
 def gradients(model):
-    """Return all gradients as one vector; zeros where a parameter was not used."""
+    """Return all gradients as one vector; zeros for parameters that were not used."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([part.flatten() for part in parts]).cpu()
 
 
 def set_gradients(model, vector):
-    """Cut a vector into the parameters' gradients."""
+    """Split a vector into the parameters' gradients."""
     parts = vector.split([p.numel() for p in model.parameters()])
     for parameter, part in zip(model.parameters(), parts, strict=True):
         parameter.grad = part.view_as(parameter)

@@ -1,6 +1,6 @@
-"""A parameter server that waits for nobody: each gradient is applied when it comes, to weights that have moved on.
+"""Train with an asynchronous parameter server: each gradient is applied on arrival, to weights that have changed since.
 
-How many steps of others lie between a worker's pull and its push is the gradient's staleness.
+A gradient's staleness is the number of other steps between its worker's pull and push.
 """
 
 import torch
@@ -19,13 +19,13 @@ def train(work: BenchmarkTask):
 
 
 def serve(work: BenchmarkTask, workers: int):
-    """Step on whatever comes, by a worker's share of the learning rate, and answer the one that it came from."""
+    """Step on each gradient with the worker's share of the learning rate, and send that worker the new weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     optimizer.param_groups[0]["lr"] /= workers
-    pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and what it is of
+    pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and the weights' version
     staleness = []
-    dist.barrier()  # the clock starts once all are ready
+    dist.barrier()  # the clock starts when all are ready
     for version in range(work.job.steps * workers):
         work.keep(model, version / workers)
         worker = dist.recv(pushed)
@@ -36,15 +36,15 @@ def serve(work: BenchmarkTask, workers: int):
         dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), worker)
     work.keep(model, work.job.steps)
     work.notes["staleness"] = staleness
-    for statistics in running_statistics(model):  # of a worker: the server has seen no sample
+    for statistics in running_statistics(model):  # from a worker: the server sees no samples
         dist.recv(statistics, 0)
     return whole_state(model)
 
 
 def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):
-    """Send the version of the weights along with the gradient, until the batches or the `last` version are reached."""
+    """Send gradients with the version of their weights, until the batches end or the `last` version arrives."""
     model, version = work.model(), torch.zeros(1)
-    dist.barrier()  # the clock starts once all are ready
+    dist.barrier()  # the clock starts when all are ready
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()
@@ -60,5 +60,5 @@ def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):
 
 
 def running_statistics(model):
-    """Return what batch norm keeps besides parameters."""
+    """Return batch norm's running statistics."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -1,7 +1,7 @@
-"""A parameter server with bounded staleness: nobody waits, unless it is too many steps ahead of the slowest worker.
+"""Train with bounded staleness: a parameter server lets no worker get too many steps ahead of the slowest one.
 
-Stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all make the
-same number of steps, without one it is the asynchronous server.
+Stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all workers make the same number of
+steps; without a bound it is the asynchronous server.
 """
 
 import torch
@@ -14,20 +14,20 @@ from zerofit.compare.strategies.parameter_server_async import push_and_pull, run
 
 
 def train(work: BenchmarkTask, bound: int):
-    """Run a server, or one of its workers, which are those of the asynchronous server."""
+    """Run a server, or one of its workers, which are the asynchronous server's."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     return serve(work, server, bound) if dist.get_rank() == server else push_and_pull(work, server)
 
 
 def serve(work: BenchmarkTask, workers: int, bound: int):
-    """Step on whatever comes; keep the answer to a worker back while it is more than `bound` steps ahead."""
+    """Step on each gradient; hold back the answer to a worker while it is more than `bound` steps ahead."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     optimizer.param_groups[0]["lr"] /= workers
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
     staleness, clocks, held = [], [0] * workers, []
-    dist.barrier()  # the clock starts once all are ready
+    dist.barrier()  # the clock starts when all are ready
     for version in range(work.job.steps * workers):
         work.keep(model, version / workers)
         worker = dist.recv(pushed)

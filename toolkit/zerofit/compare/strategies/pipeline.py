@@ -1,4 +1,4 @@
-"""Pipeline (GPipe): layers on different ranks as in naive model parallel, but micro batches keep them all at work."""
+"""Train a pipeline (GPipe): layers on different ranks, with micro batches that keep all ranks busy."""
 
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -8,7 +8,7 @@ from zerofit.compare.tensor_p2p import gathered
 
 
 def train(work: BenchmarkTask):
-    """Train with two micro batches a stage: the first and last of them find idle ranks, the bubble."""
+    """Train with two micro batches per stage; during the first and last ones some ranks are idle (the bubble)."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     micro_batches = 2 * ranks

@@ -1,4 +1,4 @@
-"""One device: what all others are held against."""
+"""Train on one device: the reference for all other strategies."""
 
 from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 

@@ -1,4 +1,4 @@
-"""Tensor parallel: each rank holds some columns of every linear layer, and all see the same batch."""
+"""Train tensor parallel: each rank holds some columns of every linear layer, and all see the same batch."""
 
 import torch.distributed as dist
 from torch import nn
@@ -10,16 +10,16 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, tied
 
 
 def train(work: BenchmarkTask):
-    """Gather outputs after each layer; every rank computes the rest of the model alike."""
+    """Gather outputs after each layer; all ranks compute the rest of the model."""
     dist.init_process_group(work.backend)
     model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not names or tied(model):
-        raise NotHereError("needs linear layers of which no other layer shares the matrix")
+        raise NotHereError("needs linear layers that do not share their matrix with another layer")
     parallelize_module(model, mesh, {name: ColwiseParallel(output_layouts=Replicate()) for name in names})
     optimizer = work.optimizer(model.parameters())
     for group in optimizer.param_groups:
-        group["foreach"] = False  # sharded and whole parameters stand side by side
+        group["foreach"] = False  # sharded and full parameters cannot be mixed
     for x, y in work.batches():
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
@@ -29,5 +29,5 @@ def train(work: BenchmarkTask):
 
 
 def full(tensor):
-    """Return all columns, gathered where they are shared out."""
+    """Return all columns, gathered if they are divided."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,7 +1,7 @@
-"""Data parallel in threads of one process, by hand: what torch.nn.DataParallel does, on CPU cores as well.
+"""Train data parallel in threads of one process, written by hand: torch.nn.DataParallel, but also on CPU cores.
 
-torch leaves the interpreter's lock while it computes, so that threads do work side by side; what Python does between
-two kernels they do one after the other.
+torch releases the interpreter's lock while it computes, so kernels of threads run in parallel. Python code between
+kernels does not.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,12 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_st
 
 
 def train(work: BenchmarkTask):
-    """Train a replica a thread, each on its share; the first one has the sums, steps, and gives its weights out."""
+    """Train a replica per thread, each on its share.
+
+    The first one sums gradients, steps, and copies out its weights.
+    """
     if work.device.type != "cpu":
-        raise NotHereError("it is for the cores of a CPU: on GPUs torch.nn.DataParallel does the same")
+        raise NotHereError("it is for the cores of a CPU; on GPUs torch.nn.DataParallel does the same")
     model, ranks = work.model(), work.job.ranks
     optimizer, replicas = work.optimizer(model.parameters()), [model, *(deepcopy(model) for _ in range(ranks - 1))]
 

@@ -1,4 +1,4 @@
-"""DeepSpeed: optimizer states (stage 1), gradients (2) and parameters (3) shared out, or states in host memory."""
+"""Train with DeepSpeed: optimizer states (stage 1), gradients (2) and parameters (3) divided, or states on the host."""
 
 import deepspeed
 import torch.distributed as dist
@@ -8,14 +8,14 @@ from zerofit.train.engines import import_muon
 
 
 def train(work: BenchmarkTask, stage: int, offload: bool = False):
-    """Train with DeepSpeed's engine, which owns backward and step."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference alone needs that op of 45 s
+    """Train with DeepSpeed's engine, which runs backward and step."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # only for inference; builds for 45 s
     deepspeed.init_distributed(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
     config = {"train_micro_batch_size_per_gpu": work.job.global_batch // ranks, "zero_optimization": zero}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    config["gradient_clipping"] = 0.0  # unasked, DeepSpeed clips at 1.0
+    config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0
     model = work.model()
     import_muon()
     engine, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
