@@ -48,7 +48,7 @@ def test_what_it_says(tmp_path):
 
 def test_small_models_and_large_devices(tmp_path):
     words = words_of(a_timeline(MIB, device_total_bytes=80 * GIB), tmp_path / "memory.svg")
-    assert "(MiB)" in words and "above this picture" in words
+    assert "(MiB)" in words and "above this plot" in words
 
 
 def test_nothing_but_points(tmp_path):

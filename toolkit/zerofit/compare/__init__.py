@@ -1,1 +1,1 @@
-"""Classic ways to train in parallel, each a small readable file, measured on the same work."""
+"""Measure classic ways to train in parallel on the same work; each is a small, readable file."""

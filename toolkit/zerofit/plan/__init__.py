@@ -1,1 +1,1 @@
-"""Memory and time of layouts from a stored profile, and the search over them; imports no torch."""
+"""Forecast memory and time of layouts from a stored profile, and search them. Imports no torch."""

@@ -1,1 +1,1 @@
-"""Pictures and pages made from run folders."""
+"""Draw pictures and write pages about runs, simulations, tunings and comparisons."""

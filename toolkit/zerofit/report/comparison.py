@@ -1,4 +1,4 @@
-"""A comparison as files: results.json, a table as CSV, a picture, and one HTML page that needs no network."""
+"""Write a comparison as files: results.json, a CSV table, a picture, and one HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }
 """
 BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
 MIB = 2**20
-Column = tuple[str, str, Callable[[Any], str]]  # its name, the row's key, how to show the value
+Column = tuple[str, str, Callable[[Any], str]]  # label, key of the row, function that formats the value
 Rows = Sequence[dict[str, Any]]
 
 
@@ -111,28 +111,28 @@ FIRST = {"strategies": "strategy", "batch-size": "batch_size", "scaling": "mode"
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
 MEANINGS = {
     "strategies": [
-        ("speed-up, efficiency", "against one device; efficiency is the speed-up by the number of ranks"),
-        ("memory a rank", "on a GPU what torch had allocated at most, on a CPU by how much the process grew at most"),
-        ("process", "the most host memory that a process had, libraries included"),
-        ("sent a step", "by all processes together, as the kernel counts bytes of their connections; not with NCCL"),
-        ("ranks", "one for those that take one device"),
-        ("weights differ by", "the largest difference of any weight to the single device's after the same samples"),
-        ("lines", "code of the strategy's own file, without imports and docstrings"),
+        ("speed-up, efficiency", "relative to one device; efficiency is the speed-up divided by the number of ranks"),
+        ("memory a rank", "on a GPU the peak of torch's allocated memory, on a CPU the largest growth of the process"),
+        ("process", "peak host memory of a process, including libraries"),
+        ("sent a step", "by all processes together, from the kernel's byte counts of their connections; not with NCCL"),
+        ("ranks", "1 for strategies that use one device"),
+        ("weights differ by", "largest difference of any weight from the single device's after the same samples"),
+        ("lines", "lines of code in the strategy's own file, without imports and docstrings"),
     ],
     "batch-size": [
         ("seconds", "of training, without evaluations"),
-        ("test accuracy", "after the best epoch, on every other validation sample, which no other figure looks at"),
+        ("test accuracy", "after the best epoch, on the half of the validation samples that is reserved for it"),
         ("noise scale", "the batch size at which a gradient's noise is as large as the gradient (McCandlish 2018)"),
     ],
     "scaling": [
         ("weak", "the batch grows with the ranks"),
-        ("strong", "the batch stays the same, each rank gets a smaller share"),
+        ("strong", "the batch stays the same, so each rank's share shrinks"),
     ],
 }
 
 
 def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
-    """Write all files from the answer of `zerofit compare --json`; return their paths."""
+    """Write all files from the result of `zerofit compare --json`; return their paths."""
     paths = {name: folder / name for name in ("results.json", "results.csv", "comparison.png", "comparison.html")}
     kind, about, rows = result["kind"], result["about"], result["rows"]
     write_json(paths["results.json"], {name: value for name, value in result.items() if name != "written"})
@@ -143,7 +143,7 @@ def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
 
 
 def _write_csv(path: Path, rows: Rows) -> None:
-    """Write one line a row; curves and the like are in results.json alone."""
+    """Write one line per row; lists and dictionaries, such as curves, are only in results.json."""
     flat = [name for row in rows for name, value in row.items() if not isinstance(value, list | dict)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys(flat), extrasaction="ignore")
@@ -157,7 +157,7 @@ def cells(kind: str, row: dict[str, Any]) -> list[str]:
 
 
 def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
-    """Return the whole page."""
+    """Return the HTML page."""
     from jinja2 import Environment
 
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
@@ -194,7 +194,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     device, ranks = "GPU" if about["accelerator"] == "cuda" else "CPU rank", about.get("ranks", 1)
     devices = f"{ranks} {device}{'s' if ranks > 1 else ''}"
     if about.get("per_rank"):
-        devices = f"a {device} for every {about['per_rank']} samples of a step"
+        devices = f"one {device} for every {about['per_rank']} samples of a step"
     figure.suptitle(f"{about['model']} on {about['data']}, {devices}", fontsize=11)
     if good:
         {"strategies": _strategies, "batch-size": _sizes, "scaling": _scaling}[kind](figure, about, good)
@@ -202,7 +202,7 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
 
 
 def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
-    """Draw speed, memory and traffic side by side; below them the staleness of asynchronous updates."""
+    """Draw speed, memory and traffic next to each other, and below them the staleness of asynchronous updates."""
     stale = [row for row in rows if row.get("staleness")]
     counted = all(row["comm_bytes_per_step"] is not None for row in rows)
     heights = [max(3.0, 0.34 * len(rows)), 1.6]
@@ -210,11 +210,11 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     names = [row["strategy"] for row in rows]
     places = list(range(len(rows)))[::-1]
     columns = [
-        ("samples a second", [row["samples_per_s"] for row in rows], BLUE),
-        ("peak memory a rank (MiB)", [row["peak_bytes_per_rank"] / MIB for row in rows], GREEN),
+        ("samples per second", [row["samples_per_s"] for row in rows], BLUE),
+        ("peak memory per rank (MiB)", [row["peak_bytes_per_rank"] / MIB for row in rows], GREEN),
     ]
     if counted:
-        columns.append(("sent a step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
+        columns.append(("sent per step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
     for column, (label, values, colour) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])
         bars = axes.barh(places, values, color=colour)
@@ -235,7 +235,7 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
 
 
 def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
-    """Draw time and samples to the target, accuracy, time of an epoch and noise against the batch size, and curves."""
+    """Draw time and samples to the target, accuracy, time per epoch and noise over the batch size, and curves."""
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
     first, second, third = figure.subplots(3, 2)
@@ -246,15 +246,15 @@ def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
         first[0].set_title("not reached: " + ", ".join(map(str, missed)), fontsize=8, loc="right")
     _epoch_curves(second[0], sizes, rows)
     _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN, "linear")
-    _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds an epoch", RED)
+    _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds per epoch", RED)
     if len({row["batch_size"] for row in rows if row["noise_scale"]}) > 1:
         _spread(third[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
-    else:  # measured on one rank alone
+    else:  # noise is measured only with one rank
         third[1].set_axis_off()
 
 
 def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
-    """Draw accuracy over the epochs, of each size's first seed."""
+    """Draw accuracy over the epochs, for the first seed of each size."""
     from matplotlib import colormaps
 
     for place, size in enumerate(sizes):
@@ -267,7 +267,7 @@ def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
 
 
 def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log") -> None:
-    """Draw each run as a dot, medians joined."""
+    """Draw each run as a dot, and join the medians."""
     from matplotlib.ticker import LogFormatter
 
     known = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
@@ -277,17 +277,17 @@ def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, c
     there = [size for size in sizes if any(size == one for one, _ in known)]
     axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may lie close
+    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may be close together
     axes.xaxis.minorticks_off()
     if scale == "log":
         for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            part(LogFormatter(labelOnlyBase=False))  # plain numbers, between the powers of ten, too
+            part(LogFormatter(labelOnlyBase=False))  # plain numbers, also between powers of ten
     axes.set(xlabel="batch size", ylabel=label)
     _plain(axes)
 
 
 def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
-    """Draw speed-up beside the ideal, and efficiency."""
+    """Draw speed-up with the ideal, and efficiency."""
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")

@@ -1,4 +1,4 @@
-"""The page on the documents: for each its network and experiment, its figures beside ours, and our measurements."""
+"""Write the page on the documents: network, experiment, the document's figures and ours, and our measurements."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ After a kill the same command continues; it keeps what it has measured.
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure of a document and ours. `theirs` is "-" where the document gives none."""
+    """One figure of a document and ours. `theirs` is "-" if the document has none."""
 
     name: str
     theirs: str
     ours: str
-    why: str = ""  # they differ
+    why: str = ""  # reason for the difference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A table of what was measured or forecast here."""
+    """A table of our measurements or forecasts."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     text: str = ""  # Markdown above the table
-    command: str = ""  # that makes this table alone
+    command: str = ""  # makes only this table
     notes: Sequence[str] = ()  # a list below it
     picture: Path | None = None  # a file below the page's folder
-    figures: Mapping[str, Any] = field(default_factory=dict)  # the plain numbers, for `--json`
+    figures: Mapping[str, Any] = field(default_factory=dict)  # the numbers, for `--json`
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeachingDocument:
-    """One document's network and experiment, its figures beside ours, and the tables that ours come from."""
+    """One document's network and experiment, its figures and ours, and the tables from which ours come."""
 
     number: str
     title: str
@@ -89,7 +89,7 @@ class TeachingDocument:
     evidence: Sequence[Evidence]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return it as plain data."""
         data = asdict(self)
         for one in data["evidence"]:
             one["picture"] = str(one["picture"]) if one["picture"] else None
@@ -102,7 +102,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
-    """Write the page. Pictures are shown from the folders that they are in, relative to the page."""
+    """Write the page, with pictures linked relative to it."""
     from jinja2 import Environment
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -118,7 +118,7 @@ def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:
-    """Draw a line over the epochs for each run into a PNG; runs of one name share a colour. `label`: of the values."""
+    """Draw each run's values over the epochs into a PNG; runs of one name share a colour. `label`: of the values."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator

@@ -1,4 +1,4 @@
-"""The page about all experiments of a laboratory, in Markdown: question, command, table and picture of each."""
+"""Write a page about a laboratory's experiments in Markdown: question, command, table and picture of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.spec.local_machine import versions
 
 PAGE = """# {{ title }}
 
-Made with {{ versions }}. Each question has the command that answers it alone. Each page has more columns.
+Made with {{ versions }}. The command below each question answers only that question. Each page has more columns.
 {% for one in sections %}
 ## {{ one.question }}
 
@@ -38,14 +38,14 @@ class Section(NamedTuple):
 
     question: str
     command: str
-    folder: Path  # of its comparison
+    folder: Path  # with its comparison
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     missing: Sequence[tuple[str, str]]  # name and reason of each row without figures
 
 
 def write_laboratory(folder: Path, title: str, sections: Sequence[Section]) -> Path:
-    """Write README.md, which shows the experiments' pictures out of their folders; return its path."""
+    """Write README.md, which shows the pictures from the experiments' folders; return its path."""
     from jinja2 import Environment
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())

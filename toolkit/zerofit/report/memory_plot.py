@@ -1,4 +1,4 @@
-"""Memory of one simulated rank over its run, stacked by what it is for."""
+"""Plot the memory of one simulated rank over its run, stacked by kind."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from zerofit.report.plot import check_picture, save
 from zerofit.spec.errors import Problems
 from zerofit.spec.units import shown_bytes
 
-# From the bottom of the stack up: what stays through the run first. Colours are Paul Tol's "muted" scheme, made to be
-# told apart with any colour vision (https://personal.sron.nl/~pault/), light beside dark.
+# From the bottom of the stack up: what stays through the run comes first. Colours are Paul Tol's "muted" scheme, which
+# suits all kinds of colour vision (https://personal.sron.nl/~pault/), with light next to dark.
 COLOURS = {
     "parameters": "#332288",
     "master weights": "#88CCEE",
@@ -25,11 +25,11 @@ COLOURS = {
     "other": "#BBBBBB",
 }
 _DARK, _RED = "#222222", "#B00020"
-_BEHIND = {"boxstyle": "square,pad=0.2", "facecolor": "white", "alpha": 0.85, "linewidth": 0}  # of words over areas
+_BEHIND = {"boxstyle": "square,pad=0.2", "facecolor": "white", "alpha": 0.85, "linewidth": 0}  # behind text over areas
 
 
 class Point(TypedDict):
-    """Bytes alive by kind at one moment; `t` counts allocations and releases."""
+    """Live bytes by kind at one moment; `t` counts allocations and releases."""
 
     t: int
     phase: str
@@ -37,7 +37,7 @@ class Point(TypedDict):
 
 
 class PlotPhase(TypedDict):
-    """A stretch of the run, from one `t` to another."""
+    """A phase of the run, from one `t` to another."""
 
     name: str
     start: int
@@ -45,7 +45,7 @@ class PlotPhase(TypedDict):
 
 
 class MeasuredPhase(TypedDict):
-    """Peak of a phase in a real run, drawn as a line over the forecast from one `t` to another."""
+    """A real run's peak in a phase, drawn as a line over the forecast from one `t` to another."""
 
     start: int
     end: int
@@ -53,7 +53,7 @@ class MeasuredPhase(TypedDict):
 
 
 class MemoryTimeline(TypedDict):
-    """Timeline to draw. Everything but points and phases may be left out."""
+    """The timeline to draw. All except points and phases is optional."""
 
     points: list[Point]
     phases: list[PlotPhase]
@@ -65,7 +65,7 @@ class MemoryTimeline(TypedDict):
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
-    """Draw a timeline into a file of the format that its name ends with. Raises UserError where that cannot be."""
+    """Draw a timeline into a file of the format that its name ends with. Raises UserError if that fails."""
     problems = Problems()
     check_picture(path, "--plot", problems)
     problems.raise_if_any()
@@ -89,14 +89,14 @@ def _figure(timeline: MemoryTimeline) -> Any:
         label = "peaks of a real run" if number == 0 else None
         areas.hlines(phase["peak_bytes"] / unit, phase["start"], phase["end"], colors="black", linewidth=2, label=label)
     areas.set_xlim(_span(timeline))
-    areas.set_ylabel(f"memory of the device ({word})")
+    areas.set_ylabel(f"device memory ({word})")
     areas.set_title(timeline.get("title", ""), loc="left", fontsize=11)
     areas.tick_params(axis="x", labelbottom=False, length=0)
     for side in ("top", "right"):
         areas.spines[side].set_visible(False)
     handles, labels = areas.get_legend_handles_labels()
     total = timeline.get("device_total_bytes", 0)
-    above = f"{_device(timeline)},\nabove this picture\n\n" if total / unit > top else ""
+    above = f"{_device(timeline)},\nabove this plot\n\n" if total / unit > top else ""
     style = {"title": f"{above}at the peak", "title_fontsize": 8, "fontsize": 8, "frameon": False, "alignment": "left"}
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", **style)
     _phases(figure, strip, timeline)
@@ -118,7 +118,7 @@ def _span(timeline: MemoryTimeline) -> tuple[int, int]:
 def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     points = sorted(timeline["points"], key=lambda point: point["t"])
     moments = [point["t"] for point in points] + [_span(timeline)[1]]
-    points = [*points, points[-1]]  # the last one lasts to the end
+    points = [*points, points[-1]]  # the last point is valid to the end
     seen = {kind if kind in COLOURS else "other" for point in points for kind in point["bytes"]}
     kinds = [kind for kind in COLOURS if kind in seen]
     heights = [[_bytes_of(point, kind) / unit for point in points] for kind in kinds]
@@ -129,16 +129,16 @@ def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None
 
 
 def _capacity(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
-    """Draw the capacity as a line, unless it would press the picture flat; return the upper end of the axis.
+    """Draw the capacity as a line, unless it would flatten the plot; return the upper end of the axis.
 
-    A fifth of the picture stays free at its top, for the peak's words.
+    The top fifth of the plot stays free for the text at the peak.
     """
     highest = max(1, sum(peak["bytes"].values())) / unit
     total = timeline.get("device_total_bytes", 0) / unit
     if not 0 < total <= 3 * highest:
         return highest * 1.25
     start, end = _span(timeline)
-    right = peak["t"] < (start + end) / 2  # the words go where the peak's are not
+    right = peak["t"] < (start + end) / 2  # the side opposite to the peak's text
     areas.axhline(total, color=_RED, linewidth=1.2, linestyle="--")
     areas.annotate(
         _device(timeline),
@@ -186,11 +186,11 @@ def _peak(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
 
 
 def _phases(figure: Any, strip: Any, timeline: MemoryTimeline) -> None:
-    """Draw bands with the phases' names; turned where narrow, left out where there is no room at all."""
+    """Draw bands with the phases' names; rotated if narrow, left out if there is no room."""
     start, end = _span(timeline)
     strip.set_ylim(0, 1)
     strip.set_axis_off()
-    figure.draw_without_rendering()  # so that widths are known
+    figure.draw_without_rendering()  # computes widths
     width = strip.get_window_extent().width
     for number, phase in enumerate(timeline["phases"]):
         shade = ("#E8E8E8", "#D2D2D2")[number % 2]

@@ -1,4 +1,4 @@
-"""Pictures of runs (loss, throughput, memory) and of tunings; how a picture is checked and saved."""
+"""Draw runs (loss, throughput, memory) and tunings; check and save pictures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def draw(runs: list[Path], out: Path) -> dict[str, Any]:
-    """Draw the runs into one picture.
+    """Draw the runs into one picture; return the picture and the steps of each run.
 
-    Raises UserError naming every folder that holds no metrics, or an unwritable file.
+    Raises UserError with every folder that has no metrics, and if the file cannot be written.
     """
     problems = Problems()
     histories = {str(run): _read(run, problems) for run in runs}
@@ -27,15 +27,15 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
 
 
 def check_picture(path: Path, option: str, problems: Problems) -> None:
-    """Note where this cannot be the file of a picture."""
+    """Add a problem if this cannot be the file of a picture."""
     if path.suffix.lower() not in PICTURES:
-        problems.add("bad-value", f"{path} is not a picture", f"end its name in {', '.join(PICTURES)}", option)
+        problems.add("bad-value", f"{path} is not a picture", f"use a name that ends in {', '.join(PICTURES)}", option)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        problems.add("bad-value", f"{path} cannot be written", "name one in an existing folder", option)
+        problems.add("bad-value", f"{path} cannot be written", "use a file in an existing folder", option)
 
 
 def save(figure: Any, path: Path, option: str, dpi: int) -> None:
-    """Write a figure in the format that the file's name ends with. Raises UserError where that cannot be."""
+    """Write a figure in the format that the file's name ends with. Raises UserError if that fails."""
     try:
         figure.savefig(path, dpi=dpi)
     except OSError as error:
@@ -47,10 +47,10 @@ def _read(run: Path, problems: Problems) -> list[dict[str, Any]]:
     try:
         steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]
     except OSError as error:
-        problems.add("no-metrics", f"{run} holds no readable metrics.jsonl: {error}", "name run folders", str(run))
+        problems.add("no-metrics", f"{run} has no readable metrics.jsonl: {error}", "give run folders", str(run))
         return []
     if not steps:
-        problems.add("no-metrics", f"{path} holds no step", "name run folders", str(run))
+        problems.add("no-metrics", f"{path} contains no steps", "give run folders", str(run))
     return steps
 
 
@@ -60,7 +60,7 @@ def _evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def _points(records: list[dict[str, Any]], value: str | Callable[[dict[str, Any]], float | None]) -> Any:
-    """Return the steps and a value of each record (by its key, or computed), without records that lack either."""
+    """Return steps and values (by key, or computed) of all records that have both."""
     read = value if callable(value) else lambda record: number_in(record, value)
     points = [(number_in(record, "step"), read(record)) for record in records]
     whole = [point for point in points if None not in point]
@@ -99,7 +99,7 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
 
 
 def _draw_memory(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
-    """Draw what torch had reserved (on CPUs what was resident), and its forecast as a dashed line of that colour."""
+    """Draw torch's reserved memory (on CPUs resident memory), and its forecast as a dashed line of the same colour."""
 
     def gib(*keys: str) -> Callable[[dict[str, Any]], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
@@ -112,17 +112,17 @@ def _draw_memory(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
 
 
 def _draw_loads(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
-    """Draw the stretch between the idlest and the busiest expert."""
+    """Draw the range between the least and the most loaded expert."""
     both = [s for s in steps if None not in (number_in(s, "expert_load_least"), number_in(s, "expert_load_most"))]
     x, least = _points(both, "expert_load_least")
     axes.fill_between(x, least, _points(both, "expert_load_most")[1], label=label, alpha=0.4)
-    axes.set_ylabel("tokens of the idlest and\nthe busiest expert / even share")
+    axes.set_ylabel("tokens of the least and the\nmost loaded expert / even share")
 
 
 def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:
-    """Draw a tuning: forecast against measured step times, and the best after each trial.
+    """Draw a tuning into a PNG: forecast against measured step times, and the best after each trial.
 
-    `trials` are as `zerofit tune --json` gives them; `out` is a PNG.
+    `trials`: as in `zerofit tune --json`.
     """
     from matplotlib.figure import Figure
 
@@ -143,5 +143,5 @@ def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:
         if trial["status"] != "ok":
             best.axvline(number, color="gray", linestyle=":")
             best.annotate(trial["status"], (number, min(rates.values())), fontsize=8, rotation=90)
-    best.set(xlabel="trial", ylabel="samples a second; line: the best so far")
+    best.set(xlabel="trial", ylabel="samples per second; line: best so far")
     figure.savefig(out, dpi=120)

@@ -1,4 +1,4 @@
-"""A forecast step and a measured one laid beside each other, by module and kind: where the forecast was off."""
+"""Compare a forecast step with a measured one by module and kind, to show where the forecast was off."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ MOST = 16  # rows in the picture
 class TraceRow:
     """Busy seconds of a step in one module and kind, on the first rank of each trace."""
 
-    module: str  # "block": all of them; "": outside of the model
+    module: str  # "block" for all blocks; "" outside of the model
     kind: str
     forecast_s: float
     measured_s: float
 
     @property
     def off_s(self) -> float:
-        """How much longer it took than forecast."""
+        """Measured minus forecast seconds."""
         return self.measured_s - self.forecast_s
 
     @property
     def what(self) -> str:
-        """Module and kind in words."""
+        """Module and kind as text."""
         return f"{self.module}: {self.kind}" if self.module else self.kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """A step as it was forecast, and as torch.profiler has measured it."""
+    """A step as forecast, and as torch.profiler measured it."""
 
     forecast_step_s: float
     measured_step_s: float
-    rows: tuple[TraceRow, ...]  # those that are most off first
+    rows: tuple[TraceRow, ...]  # largest difference first
     picture: Path
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class TraceComparison:
 
 
 def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
-    """Read a forecast's and a measured trace, in any order, and draw them. Raises UserError with all that is wrong."""
+    """Read a forecast and a measured trace, in any order, and draw them. Raises UserError with all problems."""
     problems = Problems()
     found = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
     check_picture(out, "--out", problems)
@@ -59,7 +59,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     read = sorted((trace for trace in found if trace), key=lambda trace: not trace.forecast)
     if [trace.forecast for trace in read] != [True, False]:
         message = f"--trace names {len(read)} traces, {sum(trace.forecast for trace in read)} of them forecasts"
-        hint = "name one that --trace of `zerofit plan` or `simulate` wrote, and one of `zerofit train --profile`"
+        hint = "give one from --trace of `zerofit plan` or `simulate`, and one of `zerofit train --profile`"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--trace"))
     forecast, measured = read
     left_out = {HOST} if forecast.on_device or measured.on_device else set()
@@ -80,7 +80,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
 def _figure(comparison: TraceComparison) -> Any:
     from matplotlib.figure import Figure
 
-    rows = comparison.rows[:MOST][::-1]  # the first on top
+    rows = comparison.rows[:MOST][::-1]  # the first row at the top
     figure = Figure(figsize=(9, 1.5 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
     places = range(len(rows))
@@ -89,9 +89,9 @@ def _figure(comparison: TraceComparison) -> Any:
         (-0.2, "measured", comparison.measured_step_s),
     ):
         widths = [1e3 * getattr(row, f"{name}_s") for row in rows]
-        axes.barh([place + shift for place in places], widths, height=0.38, label=f"{name}: {step_s:.3g} s a step")
+        axes.barh([place + shift for place in places], widths, height=0.38, label=f"{name}: {step_s:.3g} s per step")
     axes.set_yticks(list(places), [row.what for row in rows])
-    axes.set_xlabel("busy milliseconds of a step; what is most off first")
+    axes.set_xlabel("busy milliseconds per step, largest difference first")
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(axis="x", alpha=0.3)
     return figure

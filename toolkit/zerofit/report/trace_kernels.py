@@ -1,4 +1,4 @@
-"""Kernels of a measured trace with their shapes: products and fused attention, from the shapes that torch records."""
+"""Extract products and fused attention with their shapes from a measured trace."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerofit.spec.measured_kernels import MeasuredKernel
 DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 ATTENTION = "aten::_scaled_dot_product_"
-BACKWARD = 2.5  # times the FLOPs of its forward
+BACKWARD = 2.5  # FLOPs relative to forward
 
 
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
-    """Return the products and attention of a trace that `read_trace` has read, equal ones once with their median."""
+    """Return products and attention of a trace that `read_trace` accepts; equal ones once, with their median time."""
     events, _ = read_events(path)
     on_device: defaultdict[Any, float] = defaultdict(float)
     for event in events:
@@ -36,7 +36,7 @@ def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
 
 
 def _kernel(event: Event) -> MeasuredKernel | None:
-    """Return what an op computes, without its seconds; None for others, and where no shapes were recorded."""
+    """Return what an op computes, without its seconds; None for other ops, or if no shapes were recorded."""
     name, arguments = event["name"], event.get("args", {})
     shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
     dtype = next((DTYPES[str(one)] for one in _listed(arguments, "Input type") if str(one) in DTYPES), "")

@@ -1,4 +1,4 @@
-"""Traces of steps read back: a forecast one of zerofit's, or a measured one of torch.profiler's."""
+"""Read traces of steps: a forecast of zerofit, or a measurement of torch.profiler."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
 Event = dict[str, Any]
-HINT = "name what --trace of `zerofit plan` or `simulate` wrote, and traces/rank-0-step-3.json of a run folder"
-MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB a step
+HINT = "give a file from --trace of `zerofit plan` or `simulate`, or traces/rank-0-step-3.json of a run folder"
+MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB per step
 MAX_TIME = 1e18  # microseconds since 1970 are 1.8e15
 HOST, OPTIMIZER = "launches and hooks", "optimizer"
-KINDS = (  # what a name contains; the first that matches holds
+KINDS = (  # kind and a pattern for names; the first match counts
     ("all-gather", r"all_?gather"),
     ("reduce-scatter", r"reduce_?scatter"),
     ("all-reduce", r"all_?reduce"),
@@ -37,7 +37,7 @@ NOTHING_COMPUTED = (
     "split|empty|empty_like|empty_strided|resolve_conj|resolve_neg|alias|item|result_type|unsafe_view|has_\\w+)"
 )
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
-FORECAST_KINDS = {  # of the timeline, as a profiler tells them
+FORECAST_KINDS = {  # kind in the timeline -> kind in a profiler's trace
     **dict.fromkeys(("launches", "launches of the step"), HOST),
     "passes of the step": OPTIMIZER,
     "gradients into buckets and out": "copy",
@@ -49,7 +49,7 @@ FORECAST_KINDS = {  # of the timeline, as a profiler tells them
 
 
 class Part(NamedTuple):
-    """What a step spends its time on: equal layers are one module."""
+    """A part of a step's time; equal layers are one module."""
 
     module: str  # "block", "" outside of the model
     kind: str
@@ -57,28 +57,28 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadTrace:
-    """Busy seconds of one rank in one step, of all streams, by module and kind."""
+    """Busy seconds of one rank in one step, over all streams, by module and kind."""
 
     forecast: bool
-    on_device: bool  # the host's own time is left out, as it runs ahead
+    on_device: bool  # whether host time is left out, because the host runs ahead
     step_s: float
     parts: Mapping[Part, float]
 
 
 def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
-    """Read either kind of trace. Raises UserError, in which `flag` is what named the file."""
+    """Read either kind of trace. Raises UserError; `flag` is the option that named the file."""
     with refused(path, kind="bad-trace", hint=HINT, where=flag):
         events, about = read_events(path)
         if about.get("made_by") == "zerofit":
             return _read_forecast(events, about)
         steps = [event for event in events if event["name"].startswith(STEP_MARK)]
         if not steps:
-            raise Unreadable("it has no steps that `zerofit train --profile` has marked")
+            raise Unreadable("it contains no steps marked by `zerofit train --profile`")
         return _read_measured(events, steps)
 
 
 def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
-    """Return the complete events of a trace and what it says of itself. Raises OSError and Unreadable."""
+    """Return a trace's complete events and its metadata. Raises OSError and Unreadable."""
     trace = read_json(path, most=MAX_BYTES)
     listed, about = trace.get("traceEvents"), trace.get("otherData", {})
     if not isinstance(listed, list) or not isinstance(about, dict):
@@ -87,12 +87,12 @@ def read_events(path: Path) -> tuple[list[Event], dict[str, Any]]:
     for number, event in enumerate(events, 1):
         timed = all(isinstance(event.get(key), int | float) and abs(event[key]) < MAX_TIME for key in ("ts", "dur"))
         if not timed or not isinstance(event.get("name"), str) or not isinstance(event.get("args", {}), dict):
-            raise Unreadable(f"complete event {number} has no name, times (ts and dur) or arguments")
+            raise Unreadable(f"complete event {number} lacks a name, times (ts and dur) or arguments")
     return events, about
 
 
 def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
-    """Add up a forecast; of a pipeline the first rank's. Raises Unreadable."""
+    """Sum a forecast; for a pipeline only the first rank's. Raises Unreadable."""
     parts: defaultdict[Part, float] = defaultdict(float)
     first = min((str(event.get("pid")) for event in events), key=lambda pid: (len(pid), pid), default="")
     for event in events:
@@ -101,12 +101,12 @@ def _read_forecast(events: list[Event], about: Mapping[str, Any]) -> ReadTrace:
             parts[_part(module, FORECAST_KINDS.get(kind, kind))] += event["dur"] / 1e6
     step_s = about.get("step_s")
     if not isinstance(step_s, int | float):
-        raise Unreadable("its otherData has no step_s, a number of seconds")
+        raise Unreadable("its otherData lacks step_s, a number of seconds")
     return ReadTrace(forecast=True, on_device=about.get("gpu") != "cpu", step_s=float(step_s), parts=parts)
 
 
 def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
-    """Add up torch.profiler's kernels; where there are none, its ops without those within them, and what is between."""
+    """Sum torch.profiler's kernels; without kernels, the own times of ops and the time between them."""
     start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     marks = _Marks(events)
@@ -138,21 +138,21 @@ class _Marks:
         self._places = [(*name.split("|"), "", "")[1:3] for _, name in found]
 
     def part(self, kind: str, at: float) -> Part:
-        """Return what a kernel or op of this kind belongs to that was issued at this moment."""
+        """Return the part of a kernel or op of this kind that was issued at this moment."""
         before = bisect_right(self._moments, at)
         phase, module = self._places[before - 1] if before else ("", "")
         return _part(module, OPTIMIZER if phase == "step" and kind not in COLLECTIVES else kind)
 
 
 def _part(module: str, kind: str) -> Part:
-    """Return the part that equal blocks have in common; collectives are issued ahead of the modules they are for."""
+    """Return the part shared by equal blocks; collectives have no module, since they are issued ahead of it."""
     return Part("" if kind in COLLECTIVES else re.sub(r"^block\.\d+$", "block", module), kind)
 
 
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
-    """Yield kinds with moments and microseconds: of collectives, and of the thread that trains, one after the other.
+    """Yield kind, start and microseconds of collectives, then of the training thread.
 
-    Of ops within ops the inner ones count; what is between them is Python's, where it does not wait for a collective.
+    Of nested ops the inner ones count. Time between ops is Python's, except while it waits for a collective.
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]
     yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)
@@ -162,9 +162,9 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
 
 
 def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
-    """Yield kinds with moments and microseconds of the thread that trains."""
+    """Yield kind, start and microseconds on the training thread."""
     mine = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
-    within: list[tuple[str, float]] = []  # kind and end of the ops that are open, the innermost last
+    within: list[tuple[str, float]] = []  # kind and end of open ops, innermost last
     at = 0.0
     for event in sorted([*mine, *steps], key=lambda e: (e["ts"], -e["dur"])):
         while within and within[-1][1] <= event["ts"]:
@@ -181,7 +181,7 @@ def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str
 
 
 class _Busy:
-    """Stretches of time in which something ran."""
+    """Intervals in which something was running."""
 
     def __init__(self, stretches: Iterable[tuple[float, float]]):
         self._ends: list[tuple[float, float]] = []
@@ -192,7 +192,7 @@ class _Busy:
                 self._ends.append((start, end))
 
     def within(self, start: float, end: float) -> float:
-        """Return for how long it ran between two moments."""
+        """Return how long it was running between two moments."""
         first = max(0, bisect_right(self._ends, (start, math.inf)) - 1)
         total = 0.0
         for begun, ended in self._ends[first:]:
@@ -203,7 +203,7 @@ class _Busy:
 
 
 def _kind_of_op(name: str) -> str:
-    """Return the kind of a CPU's op; what computes nothing, and what is not torch's own, belongs to the host."""
+    """Return the kind of a CPU op; ops that compute nothing, and ops not of torch, count as host time."""
     return HOST if not name.startswith("aten::") or re.fullmatch(NOTHING_COMPUTED, name[6:]) else kind_of(name)
 
 

@@ -1,1 +1,1 @@
-"""The real DeepSpeed engine as one rank of N on fake tensors: what it allocates, sends and computes."""
+"""Run the real DeepSpeed engine as one rank of N on fake tensors, to see what it allocates, sends and computes."""

@@ -1,1 +1,1 @@
-"""The fastest configuration that fits, found by measuring few: what is known of candidates, and which one is next."""
+"""Find the fastest configuration that fits by measuring a few: learn from trials, and choose the next one."""

@@ -1,4 +1,4 @@
-"""The search: what to measure next, what may have been missed, the result; no clock, no process, replayable."""
+"""Search: decide what to measure next, what may have been missed, and the result. No clock, no process: replayable."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zerofit.spec.files import field_data, plain_data
 from zerofit.tune.step_time_model import StepTimeModel
 from zerofit.tune.trial import Candidate, Trial, describe
 
-ENOUGH = 0.005  # an expected gain below this share of the best step time is not worth a trial
+ENOUGH = 0.005  # smallest expected gain, relative to the best step time, that is worth a trial
 NO_ROOM = ("oom", "does-not-fit")
-CRASHES = 2  # of one family, after which it is left alone
-OPTIMISTIC = 1.645  # standard deviations: one in twenty is faster than that
+CRASHES = 2  # after this many of one family, no more of it are tried
+OPTIMISTIC = 1.645  # standard deviations: 1 in 20 is faster
 
 
 class Measured(NamedTuple):
-    """A configuration whose step time is known."""
+    """A configuration with a measured step time."""
 
     candidate: Candidate
     step_s: float
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 
     @property
     def sample_s(self) -> float:
-        """Seconds for a sample."""
+        """Seconds per sample."""
         return self.step_s / self.candidate.layout.global_batch
 
 
@@ -41,23 +41,23 @@ class Regret:
 
     best_step_s: float  # measured
     untried: int
-    untried_step_s: float | None  # expected of the best one that was not tried; None where all were
+    untried_step_s: float | None  # expected of the best untried configuration; None if all were tried
     untried_best: Candidate | None
-    gap: float  # share of the best's time for a sample that it is expected to save; 0 where it is expected to be slower
-    at_most: float  # the same for the most that one of those not tried may save, but for one chance in twenty
+    gap: float  # expected relative saving by the best untried configuration; at least 0
+    at_most: float  # largest relative saving by any untried configuration, with 5 % risk
 
 
 @dataclass
 class Search:
-    """Trials so far, and all candidates. The fastest is the one with the least time for a sample."""
+    """All candidates, and the trials so far. The fastest has the least time per sample."""
 
     candidates: Sequence[Candidate]
     trials: list[Trial] = field(default_factory=list)
 
     def next(self) -> Candidate | None:
-        """Return the candidate whose trial is expected to gain most; None where none is worth one.
+        """Return the candidate whose trial has the highest expected gain; None if none is worth one.
 
-        Before anything is measured it is the plainest of those with the best forecast.
+        Before the first measurement, it is the simplest of those with the best forecasts.
         """
         open_ones = self._open()
         if not open_ones:
@@ -73,17 +73,17 @@ class Search:
         return candidate if gain >= ENOUGH else None
 
     def add(self, trial: Trial) -> None:
-        """Note the outcome of a trial."""
+        """Add a trial."""
         self.trials.append(trial)
 
     @property
     def best(self) -> Measured | None:
-        """The fastest that was measured."""
+        """The fastest measured configuration."""
         return min(self.measured, key=lambda m: m.sample_s, default=None)
 
     @property
     def measured(self) -> list[Measured]:
-        """The trials that gave a step time."""
+        """The trials with a step time."""
         by_key = self._by_key()
         return [
             Measured(by_key[t.key], t.measured_step_s, t)
@@ -92,7 +92,7 @@ class Search:
         ]
 
     def regret(self) -> Regret | None:
-        """Compare what was not tried with the best that was; None where nothing was measured."""
+        """Compare untried configurations with the best; None if nothing was measured."""
         best = self.best
         if best is None:
             return None
@@ -121,7 +121,7 @@ class Search:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return candidates not tried, not larger than what had no room, not of a family that keeps failing."""
+        """Return untried candidates, smaller than those that did not fit, and not of a family that keeps failing."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)
@@ -134,7 +134,7 @@ class Search:
 
 
 def expected_gain(mean: float, deviation: float, best_s: float) -> float:
-    """Return the expected improvement as a share of the best step time, where its logarithm is normally distributed.
+    """Return the expected improvement, relative to the best step time, if the step time's logarithm is normal.
 
     E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2): Jones, Schonlau, Welch, "Efficient Global Optimization of
     Expensive Black-Box Functions" (1998), for the logarithm.
@@ -145,7 +145,7 @@ def expected_gain(mean: float, deviation: float, best_s: float) -> float:
 
 
 def _family(candidate: Candidate) -> tuple:
-    """Return what decides which of DeepSpeed's code runs."""
+    """Return a key of the DeepSpeed code that a configuration runs."""
     layout = candidate.layout
     offload = (layout.offload_optimizer, layout.offload_param)
     return (
@@ -161,7 +161,7 @@ def _family(candidate: Candidate) -> tuple:
 
 
 def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
-    """Return mean and standard deviation of the logarithm of the seconds for a sample."""
+    """Return mean and standard deviation of the logarithm of the seconds per sample."""
     mean, deviation = learned.expected(candidate)
     return mean - math.log(candidate.layout.global_batch), deviation
 
@@ -171,7 +171,7 @@ class TriedCandidate:
     """A configuration and its trial."""
 
     candidate: Candidate
-    configuration: str  # in a few words
+    configuration: str  # a short description
     trial: Trial
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,18 +181,18 @@ class TriedCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """The fastest configuration that was measured, beside all trials."""
+    """The fastest measured configuration, and all trials."""
 
     measured: Measured
     seq_len: int | None  # None for images
-    trials: tuple[TriedCandidate, ...]  # in their order
+    trials: tuple[TriedCandidate, ...]  # in order
     regret: Regret
     considered: int
     written: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, search: Search, seq_len: int | None) -> TuneResult | None:
-        """Return the result of a search, before anything is written; None where no trial gave a step time."""
+        """Return the result of a search, without written files; None if no trial gave a step time."""
         best, regret = search.best, search.regret()
         if best is None or regret is None:
             return None
@@ -215,12 +215,12 @@ class TuneResult:
 
     @property
     def samples_per_s(self) -> float:
-        """Its samples a second."""
+        """Its samples per second."""
         return 1 / self.measured.sample_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Its tokens a second; None for images."""
+        """Its tokens per second; None for images."""
         return self.seq_len / self.measured.sample_s if self.seq_len else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,4 +245,4 @@ class TuneResult:
             measured = one.trial.measured_step_s
             told = one.trial.status if measured is None else f"{measured:.4f} s"
             rows.append((one.configuration, f"{one.trial.forecast_step_s:.4f} s", told))
-        return html_table(f"best: {self.layout}, {self.step_s:.4f} s a step", ("trial", "forecast", "measured"), rows)
+        return html_table(f"best: {self.layout}, {self.step_s:.4f} s per step", ("trial", "forecast", "measured"), rows)

@@ -1,7 +1,7 @@
-"""The planner's step times, corrected by trials: how the logarithm of measured / forecast depends on the knobs.
+"""Correct the planner's step times by trials: a model of how log(measured / forecast) depends on the settings.
 
-A Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3): before any trial
-every forecast may be off by a common factor and by less for each knob; each trial narrows that down.
+A Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3). Before any trial,
+forecasts may be off by a common factor and by smaller factors for each setting; each trial narrows these down.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import numpy as np
 
 from zerofit.tune.trial import Candidate
 
-# standard deviations before any trial: of the common factor's logarithm, of each knob's, of those that decide little
+# prior standard deviations of logarithms: of the common factor, of each setting's, of minor settings'
 COMMON, EACH, LITTLE = 1.0, 0.3, 0.1
-NOISE = 0.03  # of a measurement's logarithm, and of what the knobs do not explain
+NOISE = 0.03  # of a measurement's logarithm, including what the settings do not explain
 USUAL_BUCKET = 50_000_000  # elements
-FEWEST = 3  # measurements, to forecast each from the others
-
-# what the planner may be wrong about in a way of its own
+FEWEST = 3  # measurements needed to predict each from the others
+# settings for which the planner may have an error of its own
 FEATURES: tuple[tuple[float, Callable[[Candidate], float]], ...] = (
     (COMMON, lambda c: 1.0),
     (EACH, lambda c: c.layout.zero_stage == 1),
@@ -51,7 +50,7 @@ def features(candidate: Candidate) -> np.ndarray:
 
 
 class StepTimeModel:
-    """Step times as they are expected after some measurements."""
+    """Step times expected after some measurements."""
 
     def __init__(self, measured: Sequence[tuple[Candidate, float]]):
         """Fit the model to `measured`: configurations with their measured step times in seconds."""
@@ -72,14 +71,14 @@ class StepTimeModel:
 
 
 class ForecastErrors(NamedTuple):
-    """Errors of forecast step times, as shares of the measured ones: median and largest."""
+    """Relative errors of forecast step times: median and largest."""
 
-    planned: tuple[float, float]  # by the planner alone
-    learned: tuple[float, float] | None  # each from the other measurements; None where those are too few
+    planned: tuple[float, float]  # of the planner alone
+    learned: tuple[float, float] | None  # each predicted from the other measurements; None if there are too few
 
 
 def forecast_errors(measured: Sequence[tuple[Candidate, float]]) -> ForecastErrors:
-    """Return errors over all measurements, of which there is at least one."""
+    """Return the errors over all measurements; there must be at least one."""
     planned = [abs(candidate.forecast_step_s / measured_s - 1) for candidate, measured_s in measured]
     learned = []
     for left_out, (candidate, measured_s) in enumerate(measured):

@@ -1,4 +1,4 @@
-"""A candidate, the outcome of its trial, and the step time of a run that is going on."""
+"""Define a candidate and the outcome of its trial, and time the steps of a running trial."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import Any, Literal, NamedTuple
 from zerofit.plan.layout import PlannedLayout
 
 Status = Literal["ok", "oom", "does-not-fit", "crash", "hang", "stopped"]
-WARM_STEPS, WARM_S = 3, 2.0  # left out: compilation, caches, clocks
-CHUNK_S = 0.5  # steps are taken together to pieces of at least so long, which hardly depend on each other
-FEWEST = 5  # pieces
+WARM_STEPS, WARM_S = 3, 2.0  # excluded, because of compilation, caches and clocks
+CHUNK_S = 0.5  # steps are grouped into chunks of at least this length, which are nearly independent
+FEWEST = 5  # chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration that should fit, and what the planner expects of it."""
+    """A configuration that should fit, with its forecast."""
 
     layout: PlannedLayout
-    compiled: bool = False  # by torch.compile, of which the planner knows nothing
+    compiled: bool = False  # by torch.compile, which the planner does not model
     forecast_step_s: float  # seconds of one optimizer step
     peak_bytes: int  # forecast, on the device
 
     @property
     def key(self) -> str:
-        """The same text for the same configuration: what trials are kept by."""
+        """A text that identifies the configuration, for matching trials."""
         values = {**asdict(self.layout), "compiled": self.compiled}
         return " ".join(f"{name}={value}" for name, value in values.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the knobs as --json and --space name them."""
+        """Return the settings as --json and --space name them."""
         return {**self.layout.to_dict(), "compile": self.compiled}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One candidate, measured or failed."""
+    """A candidate that was measured or that failed."""
 
     key: str
     status: Status
     forecast_step_s: float
     measured_step_s: float | None = None  # None unless the status is "ok"
     spread: float | None = None  # half the 95 % confidence interval of the mean step time, as a share of it
-    steps: int = 0  # that were measured, without warm-up
-    cut_short: bool = False  # once it was clear that it is slower than the best
+    steps: int = 0  # measured steps, without warm-up
+    cut_short: bool = False  # stopped when it was clearly slower than the best
     peak_bytes: int | None = None  # measured on rank 0
     reason: str = ""  # why it is not "ok"
-    seconds: float = 0.0  # that the whole trial took
+    seconds: float = 0.0  # of the trial, start-up included
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for files."""
@@ -56,7 +56,7 @@ class Trial:
 
 
 def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Return a configuration in a few words: what sets it apart from the other candidates."""
+    """Describe a configuration briefly: the settings in which candidates differ."""
     layout = candidate.layout
     parts = [f"ZeRO {layout.zero_stage}", f"micro batch {layout.micro_batch} x {layout.accumulation}"]
     parts += [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1]
@@ -73,15 +73,15 @@ def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
 
 
 class Timing(NamedTuple):
-    """Mean seconds a step."""
+    """Mean seconds per step."""
 
     step_s: float
-    spread: float  # half the 95 % confidence interval, as a share of the mean; inf where too little is known
+    spread: float  # half the 95 % confidence interval, relative to the mean; inf if there are too few chunks
     steps: int
 
 
 def timing(step_times: Sequence[float]) -> Timing | None:
-    """Return the timing from the seconds of all steps in their order; None while the run is warming up."""
+    """Return the timing from the seconds of all steps in order; None while the run is warming up."""
     warm = _warm(step_times)
     if not warm:
         return None
@@ -95,14 +95,14 @@ def timing(step_times: Sequence[float]) -> Timing | None:
     mean = sum(warm) / len(warm)
     if len(means) < FEWEST:
         return Timing(mean, math.inf, len(warm))
-    from scipy import stats  # takes a third of a second, which a plan that reads trials does not need
+    from scipy import stats  # imported late: it takes a third of a second
 
     half = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
     return Timing(mean, float(half / mean), len(warm))
 
 
 def _warm(step_times: Sequence[float]) -> Sequence[float]:
-    """Return the steps after the first few and the first seconds."""
+    """Return the steps after the warm-up."""
     passed = 0.0
     for number, one in enumerate(step_times):
         if number >= WARM_STEPS and passed >= WARM_S:

@@ -1,1 +1,1 @@
-"""One file a strategy, written as one would in a lecture: `train(work)` is all that a user would write."""
+"""Strategies, one per file, as in a lecture: `train(work)` is all that a user would write."""

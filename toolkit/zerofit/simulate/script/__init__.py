@@ -1,1 +1,1 @@
-"""Any user's training script, unmodified, as one rank of N: host tensors are real, what is on the device is fake."""
+"""Run a user's unmodified training script as one rank of N: host tensors are real, device tensors are fake."""
