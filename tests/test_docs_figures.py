@@ -101,6 +101,11 @@ def step_times() -> list[str]:
     return [*(str(row["figures"]) for row in rows[:2]), *percent(*errors, digits=0)]
 
 
+def collectives() -> list[str]:
+    """Forecast / published seconds of each collective, by size."""
+    return [f"{value:.2f}" for row in result("collective-curves.json")["summary"] for value in row["median"].values()]
+
+
 def fit() -> list[str]:
     found = result("fit.json")
     least = min(job["least_share"] for job in found["jobs"])
@@ -145,6 +150,7 @@ CLAIMS: list[tuple[Callable[[], list[str]], dict[str, str]]] = [
     (scripts, {"README.md": "**Will my own script fit?", "docs/zh/README.md": "**我自己的脚本放得下吗？"}),
     (script_table, {"benchmarks/README.md": "The peaks' errors are"}),
     (step_times, {"README.md": "Its step times", "docs/zh/README.md": "单步时间误差中位数"}),
+    (collectives, {"benchmarks/README.md": "How far collectives are"}),
     (
         fit,
         {
