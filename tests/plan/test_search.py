@@ -179,7 +179,7 @@ def test_degrees_of_several_dimensions_are_looked_at_together():
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
         found(request=PlanRequest(precision="bf16", global_batch=60, tp=1))
-    assert error.value.problems[0].hint == "take 56 or 64"
+    assert error.value.problems[0].hint == "use 56 or 64"
     with pytest.raises(UserError):
         found(request=PlanRequest(precision="bf16", global_batch=64, micro_batch=3))
 

@@ -302,7 +302,7 @@ class StrategyMeter:
 
 
 def _forget_peak(device: torch.device) -> None:
-    """Reset the peaks; the kernel resets the process's (proc(5), clear_refs)."""
+    """Reset the peaks of devices and of the process (proc(5), clear_refs)."""
     if device.type == "cuda":
         for number in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(number)

@@ -24,8 +24,8 @@ _ENDING = "<B1 | B1 B1> "
 def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
     """Return what a stage does in a step, as words.
 
-    "F0": forward of the next micro batch through its first part; "B1": backward of the next one through its second
-    part; "<F0" and "F0>": queue the receiving of its input and the sending of its output; EXCHANGE.
+    "F0" is the forward of the next micro batch through its first part, "B1" the backward through its second part.
+    "<F0" queues receiving the input of F0, "F0>" sending its output. EXCHANGE sends and receives all that is queued.
     """
     after, last = stages - 1 - stage, stage == stages - 1
     turning = "<F0 " + _TURNING * (stage + 1)

@@ -91,7 +91,7 @@ def margin_bytes(
     """Return the margin besides the allocated peak: for fragmentation, and for what the rank's process allocates.
 
     `large_bytes`: the largest activation, gradient, bucket and temporary. A freed block that a small tensor has moved
-    into cannot be reused, so one extra block of each kind is counted; in a model of few layers that exceeds the usual
+    into cannot be reused, so one extra block of each kind is counted. In a model of few layers these exceed the usual
     share. The last segments of small blocks are counted, too. `more_communicators`: besides those for the layout's
     degrees.
     """
@@ -109,8 +109,8 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: 
     """Sum context and communicators, each at the upper end of its sources."""
     device = cluster.device
     divided = (layout.zero_ranks > 1) + (layout.tp > 1)
-    # a pipeline's: one rank's stages for losses, these with tensor ranks for the norm, all ranks for activations
-    # (runtime/pipe/engine.py:629, :153, p2p.py:60); experts': ranks that hold them together, ranks with the same ones
+    # a pipeline has three: the stages (losses), stages and tensor ranks (norm), all ranks (activations)
+    # (runtime/pipe/engine.py:629, :153, p2p.py:60); experts have two: ranks with all, and ranks with the same experts
     beside = 3 if layout.pp > 1 else divided > 1
     groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside + more_communicators  # (pipe/module.py:475)
     # connections of all-to-alls and pipeline stages to single peers; other nodes share a buffer (nccl#1450)

@@ -16,8 +16,8 @@ class PublishedErrors(NamedTuple):
     high: float
 
 
-# benchmarks/results/time-accuracy.json, "classes": each forecast is fitted without the figure's own source, and the
-# intervals include 80 % of the figures of each source that was left out
+# benchmarks/results/time-accuracy.json, "classes". Each forecast is fitted without the figure's own source. An
+# interval contains 80 % of the figures of a source that it was made without
 CLASSES = {
     "image": PublishedErrors("image models", 29, 0.84, 1.31),
     "text": PublishedErrors("DeepSpeed without offloading", 54, 0.9, 1.38),

@@ -14,11 +14,12 @@ MOST_GPUS = 65536
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:
-    """Return the largest of smallest, smallest + step, ... whose `pressure` is at most 1; also the evaluations.
+    """Return the largest of smallest, smallest + step, ... whose `pressure` is at most 1.
 
-    `pressure` must grow. None if the smallest does not fit. The value after the answer has been tried, unless it is the
-    last. Pressures are nearly linear, so the next guess is where the line through the bracket's ends reaches 1; if that
-    does not halve the bracket, the middle is next. With `end_first` the last value, up to `most`, is tried early.
+    Also returns the number of evaluations. `pressure` must grow. None if the smallest does not fit. The value after the
+    answer has been tried, unless it is the last. Pressures are nearly linear, so the next guess is where the line
+    through the bracket's ends reaches 1. If that does not halve the bracket, the middle is next. With `end_first` the
+    last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 

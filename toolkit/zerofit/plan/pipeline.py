@@ -165,10 +165,7 @@ class _Walk:
             self._hold(line.received, -2)
 
     def _backward(self, line: StageTimeline) -> None:
-        """Run a backward: it frees the input's copy and makes its gradient.
-
-        The last stage's first part starts from that.
-        """
+        """Run a backward, which frees the input's copy and makes its gradient."""
         if line.sent != NOTHING:
             self._hold(self._gradient, -1)
             self._gradient = line.sent

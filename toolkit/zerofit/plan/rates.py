@@ -99,9 +99,9 @@ UNALIGNED["A100"] = UNALIGNED["A800"] = UnalignedShare(
     "karpathy/nanoGPT: a vocabulary of 50,304 instead of 50,257 makes GPT-2's steps on A100s 25 % faster",
 )
 OTHER_UNALIGNED = UnalignedShare(1.0, 1.0, "assumed: no figure is known")
-# bytes per second and channel of batch norm, by dtype: one block processes a full channel of NCHW, in cuDNN's kernels
-# and, for bf16, which cuDNN does not support there, in torch's (ATen/native/cuda/Normalization.cuh).
-# Measured on an H100 with 32 and 64 channels (benchmarks/results/gpu-kernels.json)
+# bytes per second and channel of batch norm, by dtype: one block processes a full channel of NCHW. The kernels are
+# cuDNN's; for bf16, which cuDNN does not support there, torch's (ATen/native/cuda/Normalization.cuh). Measured on
+# an H100 with 32 and 64 channels (benchmarks/results/gpu-kernels.json)
 BATCH_NORM_CHANNEL = {"float32": 15e9, "float16": 7.3e9, "bfloat16": 5e9}
 # rates of fused attention for the products that it computes: half of them under a causal mask
 ATTENTION: dict[str, SourcedRate] = {

@@ -188,10 +188,10 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[PlannedLayout], dict[str, Misfits], list[list[PlannedLayout]]]:
-    """Return the layouts that fit, those that do not by reason, and the families of the latter, smallest need first.
+    """Return the layouts that fit, the others by reason, and the others' families, smallest need first.
 
-    If the first of a family does not fit, the others need more and do not fit either. If it fits with enough room for
-    all that larger buckets can add, the others fit, too.
+    The first of a family needs least. If it does not fit, no other one does. If it fits with enough room for all that
+    larger buckets can add, all others fit.
     """
     fitting: list[PlannedLayout] = []
     misfits: dict[str, Misfits] = {}

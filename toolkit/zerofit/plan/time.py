@@ -305,8 +305,8 @@ class Timer:
         """Return what the engine does with gradients after the first micro batch, and after each later one.
 
         Stages 2 and 3 reduce them each time; below, autograd adds them to those of earlier micro batches. Offloaded
-        gradients are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all
-        parameters on every rank (stage_1_and_2.py:1809).
+        gradients are accumulated on the host. At stage 3 each rank has its share there (stage3.py:2015), at stage 2 the
+        gradients of all parameters (stage_1_and_2.py:1809).
         """
         if layout.zero_stage < 2:
             added = 3 * b * one.trained_parameters

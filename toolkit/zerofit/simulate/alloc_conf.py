@@ -13,8 +13,8 @@ MIB = 2**20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
 INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB on, each twice the previous one
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # environment variables, the newer name first
-# options that do not change what is reserved; the threshold only acts in a process with a memory fraction
-# (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp), which neither DeepSpeed nor zerofit sets
+# options that do not change what is reserved. The threshold needs a memory fraction of the process (`set_fraction` in
+# c10/cuda/CUDACachingAllocator.cpp), which neither DeepSpeed nor zerofit sets
 NO_EFFECT = ("garbage_collection_threshold", "backend", "release_lock_on_cudamalloc", "pinned_use_background_threads")
 NO_EFFECT += ("pinned_use_cuda_host_register", "pinned_num_register_threads")
 KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions", *NO_EFFECT)

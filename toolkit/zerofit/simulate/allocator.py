@@ -90,8 +90,8 @@ def replay(
 ) -> Reserved:
     """Replay a device's allocations and releases in their order.
 
-    With `host_ahead`, a block that another stream uses is freed when the host knows that stream to be done, the latest
-    possible moment. Without, it is freed at once, as if the device kept up with the host. A positive change allocates
+    With `host_ahead`, a block that another stream uses is freed when the host knows that the stream is done. That is
+    the latest moment. Without, it is freed at once, as if the device kept up with the host. A positive change allocates
     or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it frees the old
     one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context and other uses
     outside of the allocator.

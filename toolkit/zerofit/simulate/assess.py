@@ -148,7 +148,7 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
 def _verdict(
     record: RankRecord, beside: list[Overhead], cluster: Cluster, alloc_conf: str
 ) -> tuple[FitVerdict, int, int]:
-    """Return the device's verdict, the reserved peak, and that of a host that runs ahead, on which the verdict is."""
+    """Return the device's verdict, the reserved peak, and that of a host that runs ahead (used for the verdict)."""
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator
         taken = record.peaks[0].bytes

@@ -2,10 +2,9 @@
 
 Follows c10/cuda/CUDACachingAllocator.cpp (native backend, its names and rules from torch 2.2 on, constants of 2.14.1).
 A segment is the result of one cudaMalloc. It is split into blocks that are linked to their neighbours. Free blocks are
-in the pool of their stream and size class. A block that another stream uses (`record_stream`) is free again when that
-stream's work at the time of its release is known to be done. Of two free blocks of one size, the allocator uses the one
-at the lower address. Addresses are up to the driver: here later segments have higher ones. CUDA graphs' pools are
-not modelled.
+in the pool of their stream and size class. If another stream uses a block (`record_stream`), its release waits until
+the work on that stream is known to be done. Of two free blocks of one size, the allocator uses the one at the lower
+address. The driver chooses addresses; here later segments have higher ones. CUDA graphs' pools are not modelled.
 """
 
 from __future__ import annotations

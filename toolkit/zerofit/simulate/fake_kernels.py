@@ -95,12 +95,12 @@ def _fused_attention(
     """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
 
     Fused kernels store nothing of length squared. If none applies, torch computes the full matrix of scores. On "cpu"
-    that happens with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" (and on "cpu"
-    before torch supports it there) it happens if query heads share the keys of a single head by broadcasting (Falcon).
+    that happens with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" it happens if
+    query heads share the keys of a single head by broadcasting (Falcon), with older versions of torch on "cpu", too.
 
-    On "cuda" the kernel is flash attention. It is the memory-efficient kernel in float32, with a mask, for values of
-    another width (multi-head latent attention) or for heads wider than FLASH_WIDTH; then keys and values are repeated
-    for every query head.
+    On "cuda" the kernel is flash attention. In float32, with a mask, for values of another width (multi-head latent
+    attention) or heads wider than FLASH_WIDTH, it is the memory-efficient kernel. Keys and values are then repeated for
+    every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
     learnt = attn_mask is not None and attn_mask.requires_grad

@@ -1,7 +1,7 @@
 """Replay a simulated rank's host memory by phase: pageable memory, and page-locked memory as torch caches it.
 
-ATen/core/CachingHostAllocator.h: a request is rounded to a power of two, a released block is kept for the next request
-of that size, and nothing is returned to the system. DeepSpeed locks its buffers for NVMe itself, page by page
+ATen/core/CachingHostAllocator.h: a request is rounded to a power of two. A released block is kept for the next request
+of that size; nothing is returned to the system. DeepSpeed locks its buffers for NVMe itself, page by page
 (csrc/aio/py_lib/deepspeed_pin_tensor.cpp).
 """
 
@@ -83,9 +83,10 @@ def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
 def extended(few: HostMoment, more: HostMoment, line: Line, sub_groups: Sequence[list[int]]) -> HostMoment | None:
     """Return the moment with all layers: requested sizes are linear in their number, and rounded afterwards.
 
-    If a line of code allocates as many blocks with few layers as with more, its sizes grow; otherwise the sizes stay
-    and their number grows. If it allocates one for each of stage 3's sub-groups (of `few`, of `more`, of all layers),
-    the sub-groups' elements give the sizes. None if nothing matches, e.g. if some requests found a released block.
+    If a line of code allocates the same number of blocks with few and with more layers, its sizes grow; otherwise their
+    number grows. If it allocates a block for each of stage 3's sub-groups, the sub-groups' elements give the sizes
+    (`sub_groups`: with few, with more, with all layers). None if nothing matches, e.g. if some requests found a
+    released block.
     """
 
     def sizes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:

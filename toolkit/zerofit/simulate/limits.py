@@ -61,8 +61,8 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
 def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
     """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups.
 
-    `few` and `more` have one and two such layers. The function returns [] if `more` adds a layer to an encoder and to a
-    decoder, or if tensor or expert parallel ranks have parts of a parameter.
+    `few` and `more` have one and two such layers. The function returns [] if both an encoder and a decoder grow, or
+    if tensor or expert parallel ranks have parts of a parameter.
     """
     zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
     if layout.tp * layout.ep > 1:

@@ -113,11 +113,11 @@ def _simulated(
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     """Return three numbers of layers: one for the check, two to extrapolate from. None: simulate the full model.
 
-    Each includes the layers before the equal ones, and enough equal layers to reach every limit of DeepSpeed that the
-    full model reaches (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3 must be the
-    full model's, since a sub-group can end within a layer. The full model is simulated if layers differ in their
-    parameters, if its config is no plain count of layers, or if ranks divide flat groups (stages 1 and 2): there
-    another number of layers gives each rank other parameters.
+    Each includes the layers before the equal ones. With the equal layers, DeepSpeed must reach every limit that it
+    reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
+    must be the full model's, since a sub-group can end within a layer. The full model is simulated if layers differ in
+    their parameters, if its config has no plain number of layers, or if ranks divide flat groups (stages 1 and 2). Such
+    a group gives each rank other parameters if the number of layers changes.
     """
     total, before, layout = _layers(target), _leading(target), target.job.layout
     if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
@@ -183,8 +183,9 @@ def _extrapolated(
 ) -> tuple[RankRecord, float] | None:
     """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
 
-    The last two give the line. The error is the largest relative error at the first: of the highest peak, of host
-    memory and of bytes on NVMe; infinite if the first has no such peak. None if host memory is not linear.
+    The line goes through the last two. The error is the largest relative error at the first number, of the highest
+    peak, host memory and bytes on NVMe. It is infinite if there is no such peak. Returns None if host memory is not
+    linear.
     """
     first, few, more = records
 

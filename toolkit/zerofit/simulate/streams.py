@@ -1,8 +1,8 @@
 """Simulate the device's streams and events: which memory each uses, and which work the host knows to be done.
 
-The host runs ahead of the device. It knows that a stream's work is done after waiting for it: by `synchronize()`, for a
-value (`item()`), or for a copy without `non_blocking`. Work that the stream itself has waited for is then known to be
-done, too. `query()` returns False until then, or until it is called again without new work: that is a waiting loop.
+The host runs ahead of the device. It knows that a stream's work is done after waiting for it, by `synchronize()`, for a
+value (`item()`) or for a copy without `non_blocking`. Work that this stream has waited for is then done, too. `query()`
+returns False until then. If it is called again without new work, the host is in a waiting loop, and it returns True.
 """
 
 from __future__ import annotations
