@@ -127,7 +127,7 @@ class _Bucketed:
         self.line, self.element, self.limit = line, layout.element_bytes, layout.bucket
         self.bucket_bytes = self.element * layout.bucket * (2 if layout.overlap else 1)  # :3266, :3275
         offloaded = layout.offload_optimizer != "none"
-        # of the heaviest rank that a parameter overlaps: its first gradient allocates room for all (:2187)
+        # elements kept by the heaviest rank that a parameter overlaps; its first gradient allocates all (:2187)
         self.kept_of = {} if offloaded else heaviest_reached(line, layout.zero_ranks)
         # offloaded gradients are copied to float32, and to float64 for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
@@ -198,7 +198,7 @@ class _Bucketed:
         self.passed = waiting if layers else self.passed
 
     def _keep(self, parameters: Iterable[Parameter]) -> None:
-        """Let ranks whose partitions the parameters overlap keep all their gradients from now on."""
+        """Keep all gradients of the ranks whose partitions these parameters overlap."""
         reached = (self.element * self.kept_of.get(parameter, 0) for parameter in parameters)
         self.kept_bytes = max(self.kept_bytes, max(reached, default=0))
 

@@ -46,7 +46,7 @@ class Degrees(NamedTuple):
         return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
 
     def alone(self) -> Iterator[Degrees]:
-        """Yield each of pipeline, tensor and sequence degree that is above 1, by itself."""
+        """Yield the pipeline, tensor and sequence degrees above 1, one at a time."""
         found = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))
         return (one for one in found if one.product > 1)
 

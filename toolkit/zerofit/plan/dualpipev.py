@@ -72,9 +72,10 @@ Message = tuple[str, int, int]  # "F" or "B", the part that receives it (of all 
 
 
 def played(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[Played]:
-    """Return when all stages do what; `parts`: of each stage, `send_s`: of one activation or gradient.
+    """Return all actions of all stages with their times.
 
-    An exchange begins when all stages that take part have reached it.
+    `parts`: of each stage, `send_s`: of one activation or gradient. An exchange begins when all stages that take part
+    have reached it.
     """
     stages = len(parts)
     ranks = [_Rank(stage, stages, parts[stage], micro_batches) for stage in range(stages)]

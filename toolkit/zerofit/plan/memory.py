@@ -42,7 +42,7 @@ class _Moment(NamedTuple):
 
 
 class LayerMoment(NamedTuple):
-    """A phase's moment with most live bytes in one layer."""
+    """The peak of one layer in a phase."""
 
     phase: str  # "forward", "backward" or "step"
     layer: int  # index in the stage; -1: none
@@ -260,8 +260,7 @@ def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
     """Choose the stages to forecast: the first, the last, and of the others the first with each number of layers.
 
-    If stages have two parts, also the last one with each number: the first and second part have most in flight at
-    opposite ends.
+    With two parts per stage also the last one with each number, whose second part has most in flight.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):

@@ -68,17 +68,17 @@ class RankPass:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements in the stage with most, on one rank."""
+        """Parameter elements of the stage with most, on one rank."""
         return max(self.elements_of(stage) for stage in self.stages)
 
     @cached_property
     def trained_parameters(self) -> int:
-        """Elements with gradients in the stage with most, on one rank."""
+        """Trained elements of the stage with most, on one rank."""
         return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property
     def trained_tensors(self) -> int:
-        """Number of parameters with gradients in the stage with most such elements, on one rank."""
+        """Number of trained parameters in the stage with most trained elements, on one rank."""
         return sum(n * self.gradients[i] for i, n in max(self.stages, key=self.trained_of))
 
     @cached_property

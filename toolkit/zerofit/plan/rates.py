@@ -172,7 +172,7 @@ _GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: the ti
 NO_ENGINE_LAUNCH = SourcedRate(0.0, "included in the host's time per gradient")
 STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: share of a collective's time by which it slows compute")
-# rates corrected by a kind of a trace; kernels and collectives have factors of their own kinds
+# rate -> kind in a trace whose factor corrects it; kernels and collectives have kinds of their own
 _HOST = "launches and hooks"
 TRACED = {
     "launch_s": _HOST,

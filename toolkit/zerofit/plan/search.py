@@ -145,7 +145,7 @@ def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, fore
     """Return a layout's utilization of the scarcest memory; for far too large pipelines a lower bound.
 
     Dividing hundreds of layers into stages takes seconds. It is skipped if a stage's average share of parameters and
-    moments, which stay on the device at stages 0 and 1, is already too large.
+    moments is too large already: at stages 0 and 1 these stay on the device.
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp

@@ -112,10 +112,10 @@ class StepParts:
 
     layout: PlannedLayout
     one: RankPass
-    exposed: float  # share of the work beside compute that is not hidden
+    exposed: float  # share of a collective's time that compute does not hide
     fetches: Fetches | None  # of parameters; None below ZeRO-3
     reduce_s: float  # of all gradients, in the stage with most parameters
-    groups: Sequence[ReduceGroup]  # of backward, if something runs beside it
+    groups: Sequence[ReduceGroup]  # of backward; () if nothing overlaps with it
     overlapped: bool  # whether gradients are reduced during backward
     send_s: float  # of an activation or its gradient to the next pipeline stage
     first: tuple[StepTask, ...]  # after the first micro batch
@@ -137,7 +137,7 @@ class StepParts:
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
-        """Return the seconds of a micro batch's backward, with reductions or only with fetches beside it."""
+        """Return the seconds of a micro batch's backward, overlapped by reductions and fetches, or only by fetches."""
         if self.fetches is None and not reducing:
             return self.one.backward_s
         return flow_s(list(self._backward(reducing)), self.exposed)
@@ -239,13 +239,13 @@ class Timer:
         )
 
     def _share(self, layout: PlannedLayout, one: RankPass) -> float:
-        """Return the share of its parameters that a rank keeps; fewer ranks divide an expert's."""
+        """Return the share of its parameters that a rank keeps; experts are divided by fewer ranks."""
         return (1 + (layout.ep - 1) * one.expert_share) / layout.zero_ranks
 
     def _spread_s(
         self, op: str, size_bytes: float, calls: float, layout: PlannedLayout, one: RankPass, *, at_once: bool = False
     ) -> float:
-        """Return the seconds of a collective of parameters; experts' is among the ranks with the same experts."""
+        """Return the seconds of a collective of parameters; for experts, only ranks with the same ones take part."""
         gpus, experts = self._cluster.gpus, one.expert_share
         shards = group_of(layout.zero_ranks, layout.tp, gpus)
         every_s = collective_s(

@@ -45,11 +45,11 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Whether it is a rank's share of the experts, which fewer ranks have in common."""
+        """Whether it belongs to a rank's share of the experts, of which fewer ranks have copies."""
         return self.group >= EXPERTS
 
     def bytes(self, element: int) -> int:
-        """Return its bytes at this many bytes per element of the precision."""
+        """Return its bytes; `element`: bytes per element of the precision."""
         return self.numel if self.packed else element * self.numel
 
 

@@ -48,7 +48,7 @@ def read_baseline(path: Path) -> dict[str, Any]:
 
 
 def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
-    """Compare with an earlier simulation of the same rank on the same hardware. Raises UserError if it is another."""
+    """Compare with an earlier simulation of the same rank on the same hardware. Raises UserError if they differ."""
     problems = Problems()
     for name in SAME:
         if base[name] != getattr(now, name):

@@ -1,8 +1,8 @@
 """Simulate a GPU: a device type of its own for torch, and an accelerator for DeepSpeed.
 
 Tensors on it are always fake. Its accelerator answers as DeepSpeed's CUDA accelerator does
-(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, so that memory is
-decided in Python.
+(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, and all memory is
+allocated in Python.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _groups(target: SimulationTarget) -> dict[str, list[int]]:
 
 
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return the largest number of layers whose largest gradient bucket is not the full model's.
+    """Return the largest number of layers at which the largest gradient bucket differs from the full model's.
 
     `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
     have a second layer, nothing is known: return one less than the full model's `count`.

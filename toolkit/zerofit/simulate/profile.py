@@ -144,8 +144,8 @@ def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
 def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
     """Return the costs of the units that are layers.
 
-    Extra bytes that the first block leaves alive are added to the layer before it: with activations in host memory the
-    model still holds that layer's output.
+    With activations in host memory the model still holds the first block's input. These extra bytes are added to the
+    layer before it.
     """
     found: list[LayerCost] = []
     for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
@@ -259,7 +259,7 @@ def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the batch, and other tensors that live through the step (train/engines.py, to_device).
 
-    Images arrive in float32. On the CPU, where host and device are one, they live on beside the cast copies.
+    Images arrive in float32. On the CPU, where host and device are one, they stay alive with the cast copies.
     """
     if isinstance(inputs, TextInputs):
         inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)

@@ -52,7 +52,7 @@ class RankPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class KindPeak:
-    """A peak of one kind of moment: allocations by the same line in the same phase, in any layer."""
+    """The peak among allocations by one line of code in one phase, in any layer."""
 
     key: str
     which: str = ""  # "" for the highest; "first" or "last" for those, whatever their height

@@ -13,7 +13,7 @@ MOST = 1024  # elements: as many layers as a model has
 
 
 def small_values() -> None:
-    """Let fakes on the CPU keep the values of small tensors; torch keeps only those of single given numbers.
+    """Let fakes on the CPU keep the values of small tensors; torch keeps only those of scalars.
 
     Hiera sums the depths of its stages, and many models space rates evenly, so other values would give other models.
     (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)

@@ -96,7 +96,7 @@ class SimulatedEvent:
         self._asked_at = -1
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """Record the present end of a stream."""
+        """Record the end of a stream's work so far."""
         stream = stream or self._streams.current
         self.done = {**stream.waited, stream.number: self._streams.now}
         self._place = stream.number, self._streams.place
@@ -116,7 +116,7 @@ class SimulatedEvent:
             self._streams.issued.wait(stream, *self._place)
 
     def query(self) -> bool:
-        """Return whether the host knows that it is done."""
+        """Return whether the host knows that the event is reached."""
         if self._asked_at == self._streams.now:
             self.synchronize()
         self._asked_at = self._streams.now
@@ -150,7 +150,7 @@ class SimulatedStream:
         self.wait_event(other.record_event())
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
-        """Return an event at the present end."""
+        """Return an event at the end of the work so far."""
         event = event or SimulatedEvent(self._streams)
         event.record(self)
         return event

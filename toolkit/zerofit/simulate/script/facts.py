@@ -93,7 +93,7 @@ def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> st
     """Return the type of the computation, with "autocast" if autocast casts to it."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # else it disables an outer autocast
+        enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # if not, it disables an outer autocast
         autocast = autocast if enabled() else None
     else:
         kinds = Counter(p.dtype for p in parameters)
