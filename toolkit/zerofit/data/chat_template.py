@@ -89,10 +89,10 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[dict[str, Any]], prompt: bool) -> str:
         chat = ChatMessages(messages=list(messages))
-        (found,) = self._limited(lambda renderer, chat: list(renderer.written(chat, prompt)), [chat])
+        (found,) = self._limited(lambda renderer, chat: [renderer.written(chat, prompt)[0]], [chat])
         if isinstance(found, str):
             raise UserError(_unusable(found, hint="--chat-template names another"))
-        return _bytes_safe(*found, ())[0]
+        return _bytes_safe(found[0], (), ())[0]
 
     def _limited(self, work: Callable[[Renderer, ChatMessages], Any], chats: Sequence[ChatMessages]) -> list[Any]:
         """Return what `work` makes of each conversation, or the reason why it makes nothing. Raises UserError."""
