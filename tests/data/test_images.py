@@ -117,7 +117,7 @@ def test_mnist_from_data_root(tmp_path, opened):
 
 def test_torchvision_sets_lie_in_the_chosen_cache(cache, opened, refused):
     (problem,) = refused("image", data="fashion-mnist")
-    assert f"is not (or not whole) in {cache / 'data'}:" in problem.message
+    assert f"is missing or incomplete in {cache / 'data'}:" in problem.message
     write_fashion_mnist(cache / "data")
     assert len(opened("image", data="fashion-mnist").train) == 30
 

@@ -118,12 +118,12 @@ def test_a_models_own_order_of_classes_is_kept(tmp_path):
 @pytest.mark.parametrize(
     "task, rows, said",
     [
-        ("classify", [{"text": "a", "label": 0.5}] * 2, "need a class"),
-        ("classify", [{"text": 7, "label": "x"}] * 2, "'text' is int, need a string"),
+        ("classify", [{"text": "a", "label": 0.5}] * 2, "not a class"),
+        ("classify", [{"text": 7, "label": "x"}] * 2, "'text' is int, not a string"),
         ("classify", [{"text": "a", "label": "x"}] * 2, "1 classes; 2 to 1,000"),
         ("classify", [{"review": "a", "label": "x"}] * 2, "no 'text'; there is review, label"),
         ("tag", [{"tokens": ["a", "b"], "tags": ["O"]}] * 2, "a list of 2 tags"),
-        ("seq2seq-lm", [{"source": "a", "target": ["b"]}] * 2, "need a string"),
+        ("seq2seq-lm", [{"source": "a", "target": ["b"]}] * 2, "not a string"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, task, rows, said):

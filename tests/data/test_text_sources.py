@@ -148,7 +148,7 @@ def test_notes_tell_of_padding(tmp_path, opened):
     (tmp_path / "a.txt").write_text("0123456789\n" * 105)
     data = opened(data=f"text:{tmp_path}/a.txt", seq_len=16)
     rest = (data.train.tokens - 1) % 16
-    assert rest and f"the last training sequence holds {rest} of 16 tokens" in data.notes[0]
+    assert rest and f"the last training sequence has {rest} of 16 tokens" in data.notes[0]
 
 
 def test_pysource_opens(opened):

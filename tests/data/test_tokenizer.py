@@ -73,12 +73,12 @@ def test_files_of_a_vocabulary_are_read_as_transformers_reads_them(folder, tmp_p
 @pytest.mark.parametrize(
     ("files", "message", "hint"),
     [
-        ({"config.json": '{"model_type": "gpt2"}'}, "no files of a tokenizer", "--tokenizer bytes"),
-        ({"config.json": '{"model_type": "llama"}', "tokenizer.model": "spm"}, "could not be opened", "sentencepiece"),
+        ({"config.json": '{"model_type": "gpt2"}'}, "no tokenizer files", "--tokenizer bytes"),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.model": "spm"}, "cannot open", "sentencepiece"),
         ({"config.json": '{"model_type": "bert"}', "tokenizer_config.json": "{}"}, "no vocabulary", "tokenizer.json"),
         ({"config.json": '{"model_type": "gpt2"}', "tokenizer_config.json": "{}"}, "no vocabulary", "tokenizer.json"),
-        ({"tokenizer.json": "[1"}, "could not be opened", "tokenizer.json"),
-        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'}, "could not be opened", "bytes"),
+        ({"tokenizer.json": "[1"}, "cannot open", "tokenizer.json"),
+        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'}, "cannot open", "bytes"),
     ],
 )
 def test_a_folder_without_a_vocabulary_is_refused(tmp_path, text, refused, files, message, hint):

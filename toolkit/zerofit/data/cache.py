@@ -1,4 +1,4 @@
-"""The cache of prepared data: locks between the processes that share it, and its errors."""
+"""The cache of prepared data: locks between processes that share it, and its errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zerofit.spec.files import cache_root
 
 @contextmanager
 def cache_errors(name: str) -> Iterator[None]:
-    """Turn a full disk, or a file that may not be read or written, into a UserError "cache" about the data `name`."""
+    """Turn an OSError (full disk, missing permission) into a UserError "cache" about the data `name`."""
     try:
         yield
     except OSError as error:
         message = f"{name}: {error.strerror or error}: {error.filename or cache_root()}"
-        hint = f"check permissions and free space; ZEROFIT_CACHE=FOLDER replaces {cache_root()}"
+        hint = f"check permissions and free space; ZEROFIT_CACHE=FOLDER sets another cache than {cache_root()}"
         raise UserError(Problem(kind="cache", message=message, hint=hint)) from error
 
 
@@ -26,7 +26,7 @@ def cache_errors(name: str) -> Iterator[None]:
 def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
     """Hold the lock file `path`. `text` ("another process ...") is shown while another process holds it.
 
-    The operating system drops the lock of a process that dies, however it dies.
+    The operating system releases the lock when a process dies.
     """
     from filelock import FileLock, Timeout
 

@@ -1,4 +1,4 @@
-"""Stable hashes and choices: the same on every machine, process and run (unlike Python's own `hash`)."""
+"""Stable hashes and choices, the same on every machine, process and run (unlike Python's own `hash`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Mix uint64 into uint64 of the same shape (SplitMix64). Vectorised, without state."""
+    """Mix uint64 into uint64 of the same shape (SplitMix64); vectorised, stateless."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -22,7 +22,7 @@ def sample_hashes(keys: object, stream: int) -> np.ndarray:
 
 
 def cell_hashes(keys: object, columns: int, stream: int) -> np.ndarray:
-    """Return a (keys, columns) table of uint64, each a pure function of its key, its column and `stream`."""
+    """Return uint64 (keys, columns), each a pure function of its key, its column and `stream`."""
     rows = sample_hashes(keys, stream)[:, None]
     return mix64(rows + np.arange(columns, dtype=np.uint64)[None, :] * np.uint64(0xD1342543DE82EF95))
 
@@ -33,7 +33,7 @@ def name_hash(name: str) -> int:
 
 
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
-    """Return the hash up to which (inclusive) samples are held out: a share of them, and at least one.
+    """Return the hash up to which (inclusive) samples are held out: a share of them, at least one.
 
     `hashes` (uint64) must not be empty.
     """
@@ -42,7 +42,7 @@ def held_out_limit(hashes: np.ndarray, share: float) -> int:
 
 
 def stratified_fifth(labels: np.ndarray) -> np.ndarray:
-    """Return a bool mask over the samples: 20 % of each class, the same on every machine."""
+    """Return a bool mask over the samples with 20 % of each class, the same on every machine."""
     mask = np.zeros(len(labels), dtype=bool)
     generator = np.random.Generator(np.random.Philox(key=8))
     for label in np.unique(labels):

@@ -1,6 +1,6 @@
-"""Text from a data set of the Hugging Face hub, or from a folder that the `datasets` library can read.
+"""Text from a data set on the Hugging Face hub, or from a folder that the `datasets` library can read.
 
-The hub is not asked for half a minute when this machine cannot reach it.
+If this machine cannot reach the hub, no time is spent on retries.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
-ROWS = 256  # read at a time
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}  # of files, by their names
+ROWS = 256  # rows read at a time
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}  # by file suffix
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 @contextmanager
 def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
-    """Let hub clients use only what they have on the disk if the hub has no address on this machine.
+    """Make hub clients use only local files if this machine cannot resolve the hub's address.
 
-    Left alone, they try each file five times and longer each time before they give up. `clients` are the modules
-    that hold a flag HF_HUB_OFFLINE, besides huggingface_hub's own.
+    Otherwise they retry each file five times with growing delays. `clients`: modules with a flag HF_HUB_OFFLINE,
+    besides huggingface_hub's own.
     """
     from huggingface_hub import constants
 
@@ -58,18 +58,18 @@ def _reachable(endpoint: str) -> bool:
 
 
 def open_hf(run: Run, argument: str) -> Source:
-    """Open NAME or NAME:CONFIG, one document per row: the column `run.text_field`, or a conversation.
+    """Open NAME or NAME:CONFIG with one document per row: the column `run.text_field`, or a conversation.
 
-    NAME may be a local folder or file.
-
-    The split `train` is trained on; `validation` (or test) is held out where there is one, else 5 % of the rows by
-    hash of the row number (with fewer than 20 rows: the last 5 % of each). Raises UserError "hf" or "text-field".
+    NAME may be a local folder or file. The split `train` is for training. `validation` (or test) is held out if there
+    is one, else 5 % of the rows by hash of the row number (with fewer than 20 rows the last 5 % of each). Raises
+    UserError "hf" or "text-field".
     """
     splits = load_splits(argument)
     train = splits.get("train")
     if train is None:
-        message = f"--data hf:{argument} has no split called train; it has {', '.join(splits)}"
-        raise UserError(Problem(kind="hf", message=message, hint="prepare one, or --data jsonl:GLOB", where="--data"))
+        message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
+        hint = "add a split 'train', or use --data jsonl:GLOB"
+        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
     valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
     found = {"name": f"hf:{argument}", "train": train, "valid": valid}
     first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
@@ -85,13 +85,13 @@ def open_hf(run: Run, argument: str) -> Source:
 
 
 def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
-    """Open the splits of NAME or NAME:CONFIG, or of a file, or as streams of rows. Raises UserError "hf"."""
+    """Open the splits of NAME or NAME:CONFIG or of a file, optionally as streams. Raises UserError "hf"."""
     import datasets.config
 
     name, _, named = argument.partition(":")
     config = named or None
 
-    datasets.disable_progress_bars()  # every rank opens the data; ours shows what takes long
+    datasets.disable_progress_bars()  # every rank opens the data; zerofit shows its own progress
     path = Path(name).expanduser()
     try:
         if (path / "dataset_dict.json").is_file():
@@ -108,8 +108,8 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
         with hub_if_reachable(datasets.config):
             return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
-        message = f"--data hf:{name} could not be opened: {' '.join(str(error).split())[:300]}"
-        hint = "a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
+        message = f"cannot open --data hf:{name}: {' '.join(str(error).split())[:300]}"
+        hint = "use a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
         raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data")) from error
 
 
@@ -120,15 +120,15 @@ class HfSet(Source):
     name: str
     train: Any
     valid: Any | None
-    what: str  # a column, or a form of conversations
+    what: str  # a column, or a format of conversations
 
     def fingerprint(self) -> str:
-        """Return the library's own, of the files behind the data and all that was done to them."""
+        """Return the library's fingerprint, which covers files and processing."""
         valid = self.valid._fingerprint if self.valid is not None else ""
         return text_digest(self.train._fingerprint, valid, self.what)
 
     def survey(self, progress: Reporter) -> Survey:
-        """Take the fingerprint for the content: reading it again would find nothing new."""
+        """Use the fingerprint as content hash, so the content is not read again."""
         return Survey(self.fingerprint(), len(self.train))
 
 
@@ -137,7 +137,7 @@ class HfSource(HfSet, TextSource):
     """Rows with a text in one column."""
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See TextSource.pieces; rows whose field is not a string are named."""
+        """See TextSource.pieces; reports rows whose field is not a string."""
         problems: list[Problem] = []
         limit = held_out_hash(map(str, range(documents)), documents)
         for row, text in self._rows(self.train, "train", problems):
@@ -157,8 +157,8 @@ class HfSource(HfSet, TextSource):
                     yield row, text
                     continue
                 where = f"{self.name}: {label}[{row}]"
-                message = f"{where}: {self.what!r} is {type(text).__name__}, need a string"
-                hint = "--text-field names another column"
+                message = f"{where}: {self.what!r} is {type(text).__name__}, not a string"
+                hint = "set --text-field to another column"
                 problems.append(Problem(kind="text-field", message=message, hint=hint, where=where))
                 if len(problems) >= NAMED:
                     raise UserError(*problems)
@@ -171,7 +171,7 @@ class HfChats(HfSet, ChatSource):
     form: ChatForm
 
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
-        """See ChatSource.pieces; without a validation split 5 % of the rows are held out, and at least one."""
+        """See ChatSource.pieces; without a validation split 5 % of the rows, at least one, are held out."""
         limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
             for number, row in enumerate(map(_without_nulls, split or ())):
@@ -179,7 +179,7 @@ class HfChats(HfSet, ChatSource):
                 if isinstance(found, ChatMessages):
                     yield ChatPiece(found, where, split is self.valid or name_hash(str(number)) <= limit)
                     continue
-                hint = f"the columns are those of the {self.form.title} form"
+                hint = f"the columns have the {self.form.title} format"
                 yield Problem(kind="bad-chat", message=f"{where}: {found}", hint=hint, where=where)
 
 

@@ -1,4 +1,4 @@
-"""Image files: which are one, and their pixels as people see them."""
+"""Image files: how to find them, and their pixels as people see them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
-# folders that systems and programs put beside a user's own; those with a dot in front are left out too
+# folders created by systems and programs, skipped like those that start with a dot
 _SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
-_LARGEST = 65535  # of 16 bits
+_LARGEST = 65535  # of 16-bit values
 
 
 def is_own(name: str) -> bool:
-    """Return whether a file or folder is the user's, and not one that a system has put there."""
+    """Return whether a file or folder belongs to the user, not to a system."""
     return not name.startswith(".") and name.lower() not in _SYSTEM
 
 
 def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the paths of all image files under a folder, and what the system knows of them."""
+    """Yield paths and stat results of all image files under a folder."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if not is_own(entry.name):
@@ -37,22 +37,22 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Return an opened file's image with 8 bits a colour; of 16 bits the upper 8, as Pillow does with colours of 16.
+    """Return an opened image with 8 bits per colour; of 16 bits the upper 8, as Pillow does with 16-bit colours.
 
-    `upright`: turned as its EXIF tag says, as programs show it.
-    Raises ValueError for numbers of which nothing says which is white. (Pillow itself cuts all of them off at 255.)
+    `upright`: rotated by its EXIF tag, as programs show it. Raises ValueError for numbers without a known white level,
+    which Pillow itself would cut off at 255.
     """
     import numpy as np
     from PIL import Image, ImageOps
 
     seen = image
     if upright:
-        with suppress(Exception):  # a tag that is broken turns nothing
+        with suppress(Exception):  # ignore a broken tag
             seen = ImageOps.exif_transpose(image)
     if not image.mode.startswith(("I", "F")):
         return seen.convert("RGB")
     values = np.asarray(seen)
     wide = image.mode == "I" and image.format != "PNG"  # PNG has 16 bits at most
     if image.mode == "F" or wide or (values.size and not 0 <= values.min() <= values.max() <= _LARGEST):
-        raise ValueError(f"its pixels are numbers of mode {image.mode}, without a white; save it with 8 or 16 bits")
+        raise ValueError(f"its pixels (mode {image.mode}) have no known white level; save it with 8 or 16 bits")
     return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")

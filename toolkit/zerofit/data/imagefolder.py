@@ -1,4 +1,4 @@
-"""Folders of image files, one folder per class; each file is decoded once before training to see that it can be."""
+"""Folders of image files, one per class; each file is decoded once before training to check it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from zerofit.spec.run import Run
 VALID_NAMES = ("val", "valid", "validation", "test")
 VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
-FORMAT = "images-2"  # raise it when other files can be read
-NAMED = 20  # files that an error lists
+FORMAT = "images-2"  # raise it when the set of readable files changes
+NAMED = 20  # limit of files in an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFile:
     """One file of an image folder."""
 
-    name: str  # relative to the folder that the user named
+    name: str  # relative to the user's folder
     label: int
-    stamp: tuple[int, int]  # size in bytes, time of change in ns
+    stamp: tuple[int, int]  # size in bytes, modification time in ns
 
     @property
     def identity(self) -> int:
-        """64 bits of name, size and time of change."""
+        """64-bit hash of name, size and modification time."""
         return name_hash(f"{self.name}\0{self.stamp[0]}\0{self.stamp[1]}")
 
 
 def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (valid, validation, test) beside it.
+    """Open PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (or valid, validation, test).
 
-    Without such a folder a tenth of the files, by the hash of their relative names, is held out. Each file is decoded
-    once to see that it can be (remembered by name, size and time). Training: RandomResizedCrop and flip; validation:
-    Resize and CenterCrop; a GAN gets no random crops, and values in -1..1.
-    Raises UserError "data-missing", "no-classes", "unknown-class", "bad-image" or "empty-data".
+    Without a validation folder 10 % of the files, by the hash of their relative names, are held out. Each file is
+    decoded once to check it (cached by name, size and time). Training uses RandomResizedCrop and flips, validation
+    Resize and CenterCrop; a GAN gets no random crops, and values in -1..1. Raises UserError "data-missing",
+    "no-classes", "unknown-class", "bad-image" or "empty-data".
     """
     root = Path(name.removeprefix("imagefolder:")).expanduser().absolute()
     folders = _split_folders(root)
@@ -79,7 +79,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
 
 @dataclass(frozen=True, kw_only=True)
 class FolderImages(LabelledDataset):
-    """Image files that are decoded, cut and resized when a batch asks for them."""
+    """Image files, decoded, cropped and resized when a batch needs them."""
 
     root: Path
     files: tuple[str, ...]  # relative to root
@@ -93,12 +93,12 @@ class FolderImages(LabelledDataset):
         return len(self.files)
 
     def of(self, files: list[ImageFile], style: str) -> FolderImages:
-        """Return the same with other files and another style."""
+        """Return the same images with other files and another style."""
         labels = np.array([file.label for file in files], dtype=np.int64)
         return replace(self, files=tuple(file.name for file in files), labels=labels, style=style)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch. Raises OSError, with the path, for a file that has become unreadable."""
+        """See Dataset.batch. Raises OSError with the path of a file that has become unreadable."""
         import torch
 
         transform = _transform(self.style, self.size)
@@ -113,13 +113,13 @@ class FolderImages(LabelledDataset):
         from PIL import Image
 
         path = self.root / self.files[index]
-        # Not torch.manual_seed, which would reseed the accelerator's generator (dropout) as well.
+        # torch.manual_seed would also reseed the accelerator's generator (dropout).
         torch.default_generator.manual_seed(int(key))
         try:
             with Image.open(path) as image:
                 return transform(as_rgb(image, upright=True))
         except Exception as error:
-            raise OSError(f"{path} could be read when the run began and no longer can: {error}") from error
+            raise OSError(f"{path} was readable when the run started but no longer is: {error}") from error
 
 
 def _transform(style: str, size: int):
@@ -134,11 +134,11 @@ def _transform(style: str, size: int):
 
 
 def _split_folders(root: Path) -> list[Path]:
-    """Return [train, valid], or the one folder that is to be divided."""
+    """Return [train, valid], or one folder to split."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         message = f"--data imagefolder: {root} {what}"
-        hint = "imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
+        hint = "use imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
     if not (root / "train").is_dir():
         return [root]
@@ -149,8 +149,8 @@ def _split_folders(root: Path) -> list[Path]:
 def _class_names(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and is_own(entry.name))
     if not names:
-        message = f"{folder} holds no folders; each class is a folder of image files"
-        hint = f"move the images into {folder}/CLASS/, one folder per class (one is enough for a GAN)"
+        message = f"{folder} has no folders; each class needs a folder of image files"
+        hint = f"move the images into {folder}/CLASS/, one folder per class (a GAN needs only one)"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
     return names
 
@@ -174,11 +174,11 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
 
 
 def _refuse_other_folders(folder: Path, without: list[str]) -> None:
-    """Raise UserError for folders that have files, and no image among them: annotations (COCO) or labels (YOLO)."""
+    """Raise UserError for folders with files but no images: annotations (COCO) or labels (YOLO)."""
     others = [name for name in without if any(files for _, _, files in os.walk(folder / name))]
     if others:
-        message = f"{folder} has folders of other files than images: {', '.join(others[:NAMED])}; each would be a class"
-        hint = "PATH/CLASS/*.jpg: one folder for each class; annotations and labels are not read, move them away"
+        message = f"{folder} has folders without images: {', '.join(others[:NAMED])}; each would become a class"
+        hint = "use one folder per class, PATH/CLASS/*.jpg; move annotations and labels away, they are not read"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
 
 
@@ -193,8 +193,8 @@ def _held_out(files: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]
 def _refuse_empty(root: Path, train: list[ImageFile], valid: list[ImageFile]) -> None:
     for part, files in (("training", train), ("validation", valid)):
         if not files:
-            message = f"{root} holds no readable {part} images ({', '.join(sorted(SUFFIXES))})"
-            hint = "imagefolder:PATH with at least two images under PATH/CLASS/"
+            message = f"{root} has no readable {part} images ({', '.join(sorted(SUFFIXES))})"
+            hint = "use imagefolder:PATH with at least two images under PATH/CLASS/"
             raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
 
 
@@ -210,7 +210,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
 
 
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
-    """Return the reasons, by name, of files that cannot be decoded. Decodes only what was not seen before."""
+    """Return files that cannot be decoded, with reasons. Decodes only files not checked before."""
     store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"
     text = f"another process checks the images in {root}"
     with cache_errors(str(root)):
@@ -218,7 +218,7 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
         bad, fresh = _compare(store, files)
         if fresh:
             with waiting_lock(store.with_suffix(".lock"), text, progress):
-                bad, fresh = _compare(store, files)  # whoever held the lock may have checked them
+                bad, fresh = _compare(store, files)  # another process may have checked them meanwhile
                 bad |= _decode_all(root, fresh, progress) if fresh else {}
                 _remember(store, files, bad)
     return bad
@@ -227,15 +227,15 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
 def _bad_images(root: Path, bad: dict[str, str]) -> Problem:
     named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
     more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-    message = f"{len(bad)} images in {root} cannot be decoded: {'; '.join(named)}{more}"
-    hint = "--skip-bad leaves them out, counted in the report"
+    message = f"cannot decode {len(bad)} images in {root}: {'; '.join(named)}{more}"
+    hint = "--skip-bad skips and counts them"
     return Problem(kind="bad-image", message=message, hint=hint, where="--data")
 
 
 def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
-    """Return {name: reason} of files known to be broken, and the files of which nothing is known."""
+    """Return {name: reason} of files known to be broken, and the files not checked yet."""
     try:
-        # {identity: reason} of bad files, identities of good ones
+        # bad files as {identity: reason}, identities of good files
         broken, good = json.loads(store.read_text())["bad"], np.load(store.with_suffix(".npy"))
     except (OSError, ValueError, KeyError, EOFError):  # the store is missing or damaged
         broken, good = {}, np.empty(0, np.uint64)
@@ -245,7 +245,7 @@ def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[
 
 
 def _decode_all(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
-    """Decode in threads: the decoders release the interpreter's lock."""
+    """Decode in threads, since the decoders release the interpreter's lock."""
     bad = {}
     threads = len(os.sched_getaffinity(0))
     text = f"checking the images in {root}"
@@ -262,7 +262,7 @@ def _decode_all(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
 
 
 def _why_unreadable(path: Path) -> str:
-    """Return the decoder's complaint, "" when the whole file decodes."""
+    """Return the decoder's error; "" if the file decodes completely."""
     from PIL import Image
 
     try:

@@ -1,4 +1,4 @@
-"""The values of a JSON file that has them over several lines: an array's elements, or one after the other."""
+"""Values of a JSON file that spread over several lines: an array's elements, or consecutive values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonElement(NamedTuple):
-    """The text of one value, and where it begins."""
+    """The text of one value and its position."""
 
     raw: bytes
     line: int  # from 1
@@ -22,29 +22,29 @@ class JsonElement(NamedTuple):
 
 
 def is_spread(line: bytes) -> bool:
-    """Return whether a file whose first line this is has values over several lines, or one array of them."""
+    """Return whether a file with this first line has an array, or values spread over several lines."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         return True
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return line.endswith(b"\n") and text.startswith("{") and error.pos >= len(text)  # it goes on in the next line
+        return line.endswith(b"\n") and text.startswith("{") and error.pos >= len(text)  # it continues on the next line
     except (RecursionError, ValueError):
         pass
     return False
 
 
 def elements(file: IO[bytes]) -> Iterator[JsonElement]:
-    """Yield the elements of an array, or values that follow each other; the last is what cannot be read, if any.
+    """Yield the elements of an array, or consecutive values; if something is unreadable, it comes last.
 
-    A part of the file at a time is in memory, at least one element. What is no UTF-8 is kept as it is.
+    Only a part of the file is in memory at a time, at least one element. Bytes that are not UTF-8 are kept.
     """
     text = _Window(file)
     array = text.next() == "["
     if array:
         text.at += 1
-    separated = True  # an element may begin here
+    separated = True  # an element may start here
     while character := text.next():
         if array and character == "]":
             text.at += 1
@@ -64,7 +64,7 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
 
 
 class _Window:
-    """The part of a file from which elements are taken."""
+    """The part of a file that is in memory."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._decoder = file, json.JSONDecoder()
@@ -73,7 +73,7 @@ class _Window:
         self._more()
 
     def next(self) -> str:
-        """Return the next character that is no space; "" at the end."""
+        """Return the next character that is not white space; "" at the end."""
         while True:
             found = _SPACE.match(self._text, self.at)
             assert found
@@ -83,7 +83,7 @@ class _Window:
             self._more()
 
     def element(self) -> JsonElement | None:
-        """Return the value that begins here; None where none ends in the file."""
+        """Return the value that starts here; None if it is incomplete or invalid."""
         while True:
             try:
                 _, end = self._decoder.raw_decode(self._text, self.at)
@@ -92,12 +92,12 @@ class _Window:
                 if self._ended:
                     return None
                 self._more()
-            except (RecursionError, ValueError):  # the reader of records says why
+            except (RecursionError, ValueError):  # the reader of records reports the reason
                 return None
         return self._taken(end)
 
     def rest(self) -> JsonElement:
-        """Return what is left, or its beginning."""
+        """Return the remaining text, or its beginning."""
         return self._taken(min(len(self._text), self.at + CHUNK_CHARACTERS))
 
     def _taken(self, end: int) -> JsonElement:
@@ -107,13 +107,13 @@ class _Window:
         return JsonElement(raw, *place)
 
     def _count(self, end: int) -> None:
-        """Go on to `end`, and count the lines up to there."""
+        """Advance to `end` and count lines."""
         if lines := self._text.count("\n", self.at, end):
             self._line, self._line_start = self._line + lines, self._text.rindex("\n", self.at, end) + 1
         self.at = end
 
     def _more(self) -> None:
-        """Read as much again as there is, from the place on that is reached."""
+        """Read more text, at least as much as is left."""
         kept = self._text[self.at :]
         read = self._tail + self._file.read(max(CHUNK_CHARACTERS, len(kept)))
         self._ended = len(read) == len(self._tail)
@@ -124,7 +124,7 @@ class _Window:
 
 
 def _character_end(read: bytes) -> int:
-    """Return where the last character begins that may go on in the next part; all of it where none does."""
+    """Return the start of a last, possibly incomplete character; the length if all are complete."""
     for back in range(1, min(4, len(read)) + 1):
         byte = read[-back]
         if byte >= 0xC0:

@@ -1,4 +1,4 @@
-"""Records of JSON, one a line or in an array: a text in a field of each, or a conversation."""
+"""JSON records, one per line or in an array: each has a text field or a conversation."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from zerofit.spec.run import Run
 class JsonLine(NamedTuple):
     """A record: a line that is not blank, or an element of an array."""
 
-    name: str  # of its file, as it orders and splits
+    name: str  # its file's name, for order and split
     path: Path
-    number: int  # from 1, of the line or the element
+    number: int  # number of the line or element, from 1
     raw: bytes
-    line: int  # that it begins in
-    start: int = 1  # the column that it begins in
+    line: int  # its first line
+    start: int = 1  # its first column
 
     @property
     def key(self) -> str:
-        """The name of the document, by which it is held out or not."""
+        """The name of the document, whose hash decides whether it is held out."""
         return f"{self.name}:{self.number}"
 
     def problem(self, kind: str, message: str, hint: str, line: int = 1, column: int = 1) -> Problem:
-        """Return what is wrong with the record, at a line and a column of it."""
+        """Return a problem of the record, at a line and column within it."""
         where = f"{self.path}:{self.line + line - 1}:{column + (self.start - 1 if line == 1 else 0)}"
         return Problem(kind=kind, message=f"{where}: {message}", hint=hint, where=where)
 
     def read(self) -> dict | Problem:
-        """Return the line's object, or what is wrong with it."""
+        """Return the record's object, or a problem."""
         try:
             row = parse_json(self.raw.decode())
         except UnicodeDecodeError as error:
@@ -60,11 +60,11 @@ class JsonLine(NamedTuple):
             message = f"byte 0x{byte:02x} is not UTF-8"
             return self.problem("bad-jsonl", message, not_utf8_hint(self.path), line, column)
         except Unreadable as error:
-            hint = "each line is one JSON object, or the file one array of objects"
+            hint = "use one JSON object per line, or one array of objects"
             return self.problem("bad-jsonl", f"not JSON: {error.reason}", hint, error.line or 1, error.column or 1)
         if not isinstance(row, dict):
-            message = f"got a JSON {type(row).__name__}, need an object"
-            return self.problem("bad-jsonl", message, '{"text": "..."}, or {"messages": [...]}')
+            message = f"expected a JSON object, got {type(row).__name__}"
+            return self.problem("bad-jsonl", message, 'use {"text": "..."}, or {"messages": [...]}')
         return row
 
 
@@ -72,18 +72,18 @@ class JsonLine(NamedTuple):
 class JsonlSet(FileSet):
     """Files of records, each a document, of which `what` is read."""
 
-    what: str  # a field, or a form of conversations
+    what: str  # a field, or a format of conversations
 
     def fingerprint(self) -> str:
-        """Hash names, sizes and times of change, and name what is read."""
+        """Hash names, sizes, modification times and `what`."""
         return super().fingerprint() + self.what
 
     def survey(self, progress: Reporter) -> Survey:
-        """Count the records: they are the documents."""
+        """Count the records, which are the documents."""
         return Survey(super().survey(progress).digest + self.what, sum(1 for _ in self.lines()))
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield the lines that are not blank; of a file that is an array, or has objects over lines, the elements."""
+        """Yield lines that are not blank; for an array, or objects over several lines, the elements."""
         for name, path in self.files:
             with open_plain(path) as file:
                 first = next(filter(bytes.strip, _bounded_lines(file)), b"")
@@ -107,7 +107,7 @@ class JsonlSource(JsonlSet, TextSource):
     """Files with one document per line, in a field of a JSON object."""
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See TextSource.pieces; up to 20 bad lines are named file:line:column."""
+        """See TextSource.pieces; reports up to 20 bad lines as file:line:column."""
         limit = self.held_out_up_to(documents)
         problems: list[Problem] = []
         for line in self.lines():
@@ -123,27 +123,27 @@ class JsonlSource(JsonlSet, TextSource):
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the beginnings of lines, which tell whether JSON has a record on each; a file can be one line."""
+    """Yield the beginnings of lines, to see whether each has a record; a file may be a single long line."""
     return iter(lambda: file.readline(1 << 16), b"")
 
 
 def _text_of(line: JsonLine, field: str) -> str | Problem:
-    """Return the text of one line, or what is wrong with it."""
+    """Return the text of one line, or a problem."""
     row = line.read()
     if isinstance(row, Problem):
         return row
     if field not in row:
-        message = f"no field {field!r}; there is {', '.join(row) or 'none'}"
+        message = f"no field {field!r}; it has {', '.join(row) or 'none'}"
         return line.problem("bad-jsonl", message, field_hint(row, field))
     if not isinstance(row[field], str):
-        message = f"field {field!r} is {type(row[field]).__name__}, need a string"
-        return line.problem("bad-jsonl", message, "--text-field names another")
+        message = f"field {field!r} is {type(row[field]).__name__}, not a string"
+        return line.problem("bad-jsonl", message, "set --text-field to another field")
     return row[field]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlChats(JsonlSet, ChatSource):
-    """Files with one conversation a line."""
+    """Files with one conversation per line."""
 
     form: ChatForm
 
@@ -165,9 +165,9 @@ class JsonlChats(JsonlSet, ChatSource):
 def open_jsonl(run: Run, argument: str) -> Source:
     """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
 
-    Each is a line that is not blank, or an element of an array. Conversations are recognised by the first record,
-    unless it has the field. With 20 documents or more, 5 % of them (by hash of file and number) are held out; with
-    fewer, the last 5 % of each text, and one conversation. Raises UserError "empty-data" when nothing matches.
+    A record is a line that is not blank, or an element of an array. The first record decides whether there are
+    conversations, unless it has the field. From 20 documents on, 5 % of them (by hash of file and number) are held out;
+    with fewer, the last 5 % of each text, or one conversation. Raises UserError "empty-data" if nothing matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)

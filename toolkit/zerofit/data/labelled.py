@@ -1,4 +1,4 @@
-"""Samples of labelled text: padded to a length, each with its class, its words' tags or the text to write."""
+"""Samples of labelled text, padded to a length, with a class, tags of the words or a target text."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from zerofit.spec.model_facts import IGNORE_INDEX, Task
 from zerofit.spec.run import Run
 
 FORMAT = "labelled-1"  # raise it when files or split rules change
-AT_ONCE = 256  # rows, for the tokenizer's threads
+AT_ONCE = 256  # rows per batch, for the tokenizer's threads
 PARTS = {"ids": "uint32", "types": "bool", "labels": "int32", "starts": "int64", "label_starts": "int64"}
 MOST_CLASSES = 1000
-SHOWN = 10  # class names that a message lists
-MULTIPLE = 8  # of which a batch's width is one, as kernels like it
+SHOWN = 10  # limit of class names in a message
+MULTIPLE = 8  # batch widths are multiples of this, for fast kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledText(Dataset):
-    """Row i: a text, padded at its end, and its labels; those that count in no loss are -100."""
+    """Row i: a text padded at the end, and its labels; those ignored by the loss are -100."""
 
     draws = False
 
     files: dict[str, TokenFile]  # by PARTS
     task: Task
     seq_len: int
-    target_len: int  # of a text to write
+    target_len: int  # tokens of a target text
     pad_id: int
-    order: np.ndarray | None  # int64: the class that each number in the files stands for; None: they are token ids
+    order: np.ndarray | None  # int64: class of each number in the files; None: they are token ids
     pairs: bool
 
     def __len__(self) -> int:
         return len(self.files["starts"].array()) - 1
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return "inputs", "attention_mask", "token_type_ids" of pairs, and "labels"; `keys` are not used."""
+        """Return "inputs", "attention_mask", "token_type_ids" (pairs only) and "labels"; `keys` are unused."""
         import torch
 
         shape = (len(indices), self.seq_len)
@@ -72,13 +72,13 @@ class LabelledText(Dataset):
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
 
     def targets(self, indices: Integers) -> int:
-        """Count the labels that count."""
+        """Count the labels that count in the loss."""
         if self.task == "classify":
             return len(indices)
         return sum(int((self._labels(row) != IGNORE_INDEX).sum()) for row in np.asarray(indices))
 
     def trimmed(self, batch: dict) -> dict:
-        """Cut off what is padding in all samples of a batch, to a multiple of 8 tokens."""
+        """Cut off columns that are padding in all samples, to a multiple of 8 tokens."""
         kept = {"labels": _width(batch["labels"] != IGNORE_INDEX)} if self.task == "seq2seq-lm" else {}
         text = ("inputs", "attention_mask", "token_type_ids", *(("labels",) if self.task == "tag" else ()))
         kept |= dict.fromkeys(text, _width(batch["attention_mask"] != 0))
@@ -94,26 +94,26 @@ class LabelledText(Dataset):
 
 
 def _width(real: Any) -> int:
-    """Return the columns up to the last one in which any row has something."""
+    """Return the number of columns up to the last one used by any row."""
     places = real.any(dim=0).nonzero()
     last = int(places[-1]) + 1 if len(places) else 1
     return min(-(-last // MULTIPLE) * MULTIPLE, real.shape[1])
 
 
 def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence[str], progress: Reporter) -> Data:
-    """Open labelled text as samples of at most `seq_len` tokens, and `run.target_len` of a text to write.
+    """Open labelled text as samples of at most `seq_len` tokens, and target texts of at most `run.target_len`.
 
-    `known`: the classes of a model that is there already, whose order is kept where they are the data's.
+    `known`: the classes of an existing model, whose order is kept if they include the data's.
 
-    Raises UserError with up to 20 rows that cannot be used, and where there is nothing to tell apart.
+    Raises UserError with up to 20 bad rows, and if there are too few or too many classes.
     """
     source, tokenizer = open_rows(name), open_tokenizer(run.tokenizer)
     fields = fields_of(run, task, source)
     encoder = LabelledEncoder(tokenizer=tokenizer, task=task, length=seq_len, target_length=run.target_len or seq_len)
     meta, files = _open_files(source, fields, encoder, progress)
     if not meta["rows"]["train"] or not meta["rows"]["valid"]:
-        message = f"{name} has {meta['rows']['train']} rows to train on and {meta['rows']['valid']} to validate"
-        raise UserError(Problem(kind="data-too-short", message=message, hint="each needs one", where="--data"))
+        message = f"{name} has {meta['rows']['train']} training rows and {meta['rows']['valid']} validation rows"
+        raise UserError(Problem(kind="data-too-short", message=message, hint="both need at least one", where="--data"))
     order, classes = None, ()
     if task != "seq2seq-lm":
         classes = _class_order(name, meta["classes"], known)
@@ -150,47 +150,47 @@ def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs:
 
 
 def text_decoder(tokenizer: Tokenizer) -> Any:
-    """Return what turns ids into text without special tokens."""
+    """Return the function that turns ids into text without special tokens."""
     if tokenizer.loaded is None:
         return tokenizer.decode
     return lambda ids: tokenizer.loaded.decode(ids, skip_special_tokens=True)
 
 
 def _class_order(name: str, found: list[str], known: Sequence[str]) -> list[str]:
-    """Return the classes in the order of their ids. Raises UserError for those that a model does not know."""
+    """Return the classes in the order of their ids. Raises UserError for too few or too many."""
     if known and set(found) <= set(known):
         return list(known)
     numeric = all(one.isdigit() for one in found)
     classes = sorted(found, key=lambda one: (int(one) if numeric else 0, one))
     if not 2 <= len(classes) <= MOST_CLASSES:
-        message = f"--data {name} holds {len(classes)} classes; 2 to {MOST_CLASSES:,} can be told apart"
-        hint = "--label-field names another field; figures (scores, prices) are no classes"
+        message = f"--data {name} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
+        hint = "set --label-field to another field; numbers like scores or prices are not classes"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
     return classes
 
 
 def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> None:
-    """Raise UserError where data has classes that a trained model has not."""
+    """Raise UserError if data have classes that a trained model lacks."""
     if not isinstance(inputs, LabelledTextInputs) or list(inputs.classes) == list(known):
         return
     foreign = [one for one in inputs.classes if one not in known]
-    message = f"--data {name} has classes that the model does not know: {', '.join(foreign[:SHOWN])}"
-    hint = f"it knows {', '.join(known[:SHOWN])} ({nearest(foreign[0], known)})"
+    message = f"--data {name} has classes that the model lacks: {', '.join(foreign[:SHOWN])}"
+    hint = f"the model has {', '.join(known[:SHOWN])} ({nearest(foreign[0], known)})"
     raise UserError(Problem(kind="classes", message=message, hint=hint, where="--data"))
 
 
 def _notes(name: str, meta: dict[str, Any], task: Task, classes: Sequence[str]) -> Iterator[str]:
     rows = meta["rows"]
     what = f", {len(classes)} classes: {', '.join(classes[:SHOWN])}" if classes else ""
-    yield f"{name}: {rows['train']:,} rows to train on and {rows['valid']:,} to validate{what}"
+    yield f"{name}: {rows['train']:,} training rows and {rows['valid']:,} validation rows{what}"
     if meta["cut"]:
-        yield f"{meta['cut']:,} texts are longer than a sample: their ends are left out"
+        yield f"{meta['cut']:,} texts are longer than a sample and were truncated"
 
 
 def _open_files(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
 ) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]]:
-    """Open the files of a source's samples: mapped if they were made before, else made now."""
+    """Open the files of a source's samples, or make them now."""
 
     def write(staging: Path, documents: int) -> None:
         writers = {split: _LabelledWriter(staging, split) for split in SPLITS}
@@ -216,7 +216,7 @@ def _open_files(
 def _encoded(
     source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
 ) -> Iterator[tuple[LabelledRow, EncodedLabelled]]:
-    """Yield all rows with their samples. Raises UserError with what is wrong, at the end or from 20 on."""
+    """Yield all rows with their samples. Raises UserError with all problems at the end, or after 20."""
     problems: list[Problem] = []
     names, found = source.class_names(fields.label), source.rows(documents)
     while len(problems) < NAMED and (block := list(islice(found, AT_ONCE))):
@@ -227,7 +227,7 @@ def _encoded(
                 continue
             labelled = read_row(one.values, fields, encoder.task, names)
             if isinstance(labelled, str):
-                message, hint = f"{one.where}: {labelled}", "--text-field and --label-field name other fields"
+                message, hint = f"{one.where}: {labelled}", "set --text-field and --label-field to other fields"
                 problems.append(Problem(kind="bad-rows", message=message, hint=hint, where=one.where))
             else:
                 rows.append(one)
@@ -260,7 +260,7 @@ class _LabelledWriter:
         self._put("types", sample.types)
 
     def close(self) -> None:
-        """Flush all to the disk."""
+        """Flush all files to disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -268,7 +268,7 @@ class _LabelledWriter:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]] | None:
-    """Return what a finished folder holds; None where there is none or its files have another size than noted."""
+    """Return the content of a complete folder; None if it is missing or has files of wrong size."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):

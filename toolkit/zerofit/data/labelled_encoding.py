@@ -1,4 +1,4 @@
-"""From rows of labelled text to ids: a text and its class, words and their tags, a text and the one to write."""
+"""From rows of labelled text to ids: text with a class, words with tags, or text with a target text."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
 
-BYTES_PAD = 258  # of the tokenizer `bytes`
+BYTES_PAD = 258  # padding id of the tokenizer `bytes`
 
 
 class Labelled(NamedTuple):
-    """One row as it is read."""
+    """One row as read."""
 
-    text: str | list[str]  # words, where each has a tag
+    text: str | list[str]  # words, if each has a tag
     pair: str | None
-    label: str | list[str]  # a class's name, the words' tags, or the text to write
+    label: str | list[str]  # class name, tags of the words, or target text
 
 
 class EncodedLabelled(NamedTuple):
-    """One sample: ids, the part of a pair that each belongs to, and labels."""
+    """One sample: ids, the segment of a pair that each belongs to, and labels."""
 
     ids: np.ndarray
     types: np.ndarray  # zeros without a pair
-    labels: np.ndarray  # a class, one of each id (-100: none), or the ids of the target
-    cut: bool  # longer than a sample
+    labels: np.ndarray  # a class, one per id (-100: none), or ids of the target
+    cut: bool  # truncated to a sample
 
 
 class ClassNames:
-    """Numbers of class names, in the order in which they are first seen."""
+    """Numbers of class names, in order of first occurrence."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -45,14 +45,14 @@ class ClassNames:
 
 
 def read_row(values: Mapping[str, Any], fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
-    """Return what a row holds, or what is wrong with it; `names` are those of numbers that stand for classes."""
+    """Return a row's content, or an error text; `names`: class names for numbers."""
     text, label = value_of(values, fields.text), value_of(values, fields.label)
     pair = value_of(values, fields.pair) if fields.pair else None
     if task == "tag":
         return _read_words(text, label, fields, names)
     for field, value in ((fields.text, text), *(((fields.pair, pair),) if fields.pair else ())):
         if not isinstance(value, str):
-            return f"{field!r} is {type(value).__name__}, need a string"
+            return f"{field!r} is {type(value).__name__}, not a string"
     if task == "seq2seq-lm":
         return Labelled(text, None, label) if isinstance(label, str) else _wrong(fields.label, label, "a string")
     name = _class_name(label, names)
@@ -65,7 +65,7 @@ def _read_words(words: Any, tags: Any, fields: LabelledFields, names: Sequence[s
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         return _wrong(fields.text, words, "a list of words")
     if not isinstance(tags, list) or len(tags) != len(words):
-        return _wrong(fields.label, tags, f"a list of {len(words)} tags, one a word")
+        return _wrong(fields.label, tags, f"a list of {len(words)} tags, one per word")
     found = [_class_name(tag, names) for tag in tags]
     wrong = next((tag for tag, name in zip(tags, found, strict=True) if name is None), None)
     if None in found:
@@ -82,21 +82,21 @@ def _class_name(value: Any, names: Sequence[str]) -> str | None:
 
 
 def _wrong(field: str, value: Any, needed: str) -> str:
-    return f"{field!r} is {str(value)[:40]!r} ({type(value).__name__}), need {needed}"
+    return f"{field!r} is {str(value)[:40]!r} ({type(value).__name__}), not {needed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledEncoder:
-    """A tokenizer at work for one task, with the special tokens that its model expects."""
+    """Tokenizer for one task, with the special tokens that its model expects."""
 
     tokenizer: Tokenizer
     task: Task
-    length: int  # tokens of a text at most
+    length: int  # maximum tokens of a text
     target_length: int
 
     @property
     def pad_id(self) -> int:
-        """The id that fills a sample up."""
+        """The padding id."""
         if self.tokenizer.loaded is None:
             return BYTES_PAD
         own = self.tokenizer.loaded.pad_token_id
@@ -119,7 +119,7 @@ class LabelledEncoder:
         ]
 
     def _tagged(self, text: _Text, row: Labelled, classes: ClassNames) -> EncodedLabelled:
-        """Give each word's tag to its first token."""
+        """Assign each word's tag to its first token."""
         labels, before = np.full(len(text.ids), IGNORE_INDEX), None
         for place, word in enumerate(text.words):
             if word is not None and word != before:
@@ -128,10 +128,10 @@ class LabelledEncoder:
         return EncodedLabelled(text.ids, text.types, labels, text.cut)
 
     def _bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
-        """Put an end-of-document id before, between and after the parts; words begin with a space."""
+        """Put an end-of-document id before, between and after the parts; words start with a space."""
         end, made, spaced = self.tokenizer.eod_id, [], self.task == "tag"
         lead = [] if self.task == "seq2seq-lm" else [end]
-        room = self.length - 1  # the last place is the end's
+        room = self.length - 1  # the last place is for the end id
         for row in rows:
             parts = row.text if isinstance(row.text, list) else [row.text, *([] if row.pair is None else [row.pair])]
             ids: list[int] = list(lead)
@@ -145,7 +145,7 @@ class LabelledEncoder:
         return made
 
     def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
-        """Let transformers' tokenizer put its own special tokens and cut."""
+        """Let transformers' tokenizer add its special tokens and truncate."""
         texts = [row.text for row in rows]
         pairs = [row.pair for row in rows] if rows[0].pair is not None else None
         how = {"is_split_into_words": True} if self.task == "tag" else {}
@@ -156,7 +156,7 @@ class LabelledEncoder:
             types = found["token_type_ids"][place] if "token_type_ids" in found else [0] * len(ids)
             cut = bool(encoding.overflowing) if encoding else len(ids) == self.length
             words = encoding.word_ids if self.task == "tag" and encoding else []
-            if not len(ids):  # an empty text, of a tokenizer that adds nothing
+            if not len(ids):  # an empty text, with a tokenizer that adds nothing
                 ids, types, words = [self.tokenizer.eod_id], [0], [None]
             made.append(_Text(np.array(ids), np.array(types), words, cut))
         return made
@@ -164,20 +164,20 @@ class LabelledEncoder:
     def _called(self, texts: Any, pairs: Any, **how: Any) -> Any:
         loaded = self.tokenizer.loaded
         if how and not loaded.is_fast:
-            message = f"--tokenizer {self.tokenizer.name} does not tell which word a token is of"
-            hint = "--task tag needs a tokenizer with a tokenizer.json"
+            message = f"--tokenizer {self.tokenizer.name} cannot map tokens to words"
+            hint = "use a tokenizer with a tokenizer.json for --task tag"
             raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
         try:
             return loaded(
                 texts, pairs, truncation=True, max_length=self.length, return_attention_mask=False, verbose=False, **how
             )
         except (AssertionError, ValueError, TypeError) as error:
-            message = f"--tokenizer {self.tokenizer.name} does not take this text: {' '.join(str(error).split())[:200]}"
-            hint = "a tokenizer of bytes asks for add_prefix_space in its tokenizer_config.json"
+            message = f"--tokenizer {self.tokenizer.name} rejects this text: {' '.join(str(error).split())[:200]}"
+            hint = "byte-level tokenizers need add_prefix_space in tokenizer_config.json"
             raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from None
 
     def _targets(self, texts: list[str]) -> list[tuple[np.ndarray, bool]]:
-        """Return the ids of targets, each of which ends with the id that ends a document."""
+        """Return the ids of targets, each ending with the end-of-document id."""
         end, loaded = self.tokenizer.eod_id, self.tokenizer.loaded
         if loaded is None:
             rows = self.tokenizer.encode_all(texts)
@@ -195,5 +195,5 @@ class LabelledEncoder:
 class _Text(NamedTuple):
     ids: np.ndarray
     types: np.ndarray
-    words: Sequence[int | None]  # the word that each id is of
+    words: Sequence[int | None]  # the word of each id
     cut: bool

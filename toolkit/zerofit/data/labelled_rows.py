@@ -1,4 +1,4 @@
-"""Rows of labelled text: lines of JSON, a table's lines or rows of a data set, and which of their fields are what."""
+"""Rows of labelled text: lines of JSON, rows of a table or data set, and the meaning of their fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 
 KINDS = ("jsonl", "hf", "csv")
-# by task: the fields of what is read, of a second text, and of what is learned, where the run names none
+# by task: default fields of the text, of a second text, and of the label
 USUAL: dict[str, tuple[str, str, str]] = {
     "classify": ("text", "text_pair", "label"),
     "tag": ("tokens", "", "tags"),
@@ -32,8 +32,8 @@ class LabelledRow(NamedTuple):
     """One row of the data."""
 
     values: Mapping[str, Any]
-    where: str  # it stands, for messages
-    held_out: bool  # it is validation data
+    where: str  # place, for messages
+    held_out: bool  # belongs to validation data
 
 
 class RowSource(Source):
@@ -41,19 +41,19 @@ class RowSource(Source):
 
     @abstractmethod
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """Yield the rows, or what is wrong with them."""
+        """Yield the rows, or problems with them."""
 
     def class_names(self, field: str) -> tuple[str, ...]:
-        """Return the names that the data itself has for the numbers in a field; none where it has none."""
+        """Return the data's own names for the numbers in a field; () if it has none."""
         return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlRows(JsonlSet, RowSource):
-    """Files with one JSON object a line."""
+    """Files with one JSON object per line."""
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; 5 % of the lines are held out, and at least one."""
+        """See RowSource.rows; 5 % of the lines, at least one, are held out."""
         limit = self.held_out_up_to(documents, whole=True)
         for line in self.lines():
             row = line.read()
@@ -68,21 +68,21 @@ class CsvRows(FileSet, RowSource):
     """CSV files whose first line names the columns."""
 
     def survey(self, progress: Reporter) -> Survey:
-        """Count the lines below the first: they are the documents."""
+        """Count the lines after the first, which are the documents."""
         return Survey(super().survey(progress).digest + "csv", sum(1 for _ in self._lines()))
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; 5 % of the lines are held out, and at least one."""
+        """See RowSource.rows; 5 % of the lines, at least one, are held out."""
         limit = held_out_hash((key for key, _, _ in self._lines()), documents, whole=True)
         for key, where, row in self._lines():
             if None in row or None in row.values():
                 message = f"{where}: the line has {'more' if None in row else 'fewer'} cells than there are columns"
-                yield Problem(kind="bad-rows", message=message, hint="quote cells that hold commas", where=where)
+                yield Problem(kind="bad-rows", message=message, hint="quote cells that contain commas", where=where)
             else:
                 yield LabelledRow(row, where, name_hash(key) <= limit)
 
     def _lines(self) -> Iterator[tuple[str, str, dict[Any, Any]]]:
-        """Yield each line's name, place and cells. Raises UserError for what is no UTF-8 or no CSV."""
+        """Yield each line's name, place and cells. Raises UserError for invalid UTF-8 or CSV."""
         for name, path in self.files:
             try:
                 file, delimiter = open_cells(path)
@@ -90,8 +90,8 @@ class CsvRows(FileSet, RowSource):
                     for number, row in enumerate(reader := csv.DictReader(file, delimiter=delimiter), 1):
                         yield f"{name}:{number}", f"{path}:{reader.line_num}", row
             except (ValueError, csv.Error) as error:
-                message = f"{path} cannot be read as CSV: {error}"
-                hint = not_utf8_hint(path) if isinstance(error, UnicodeDecodeError) else "mend the file"
+                message = f"cannot read {path} as CSV: {error}"
+                hint = not_utf8_hint(path) if isinstance(error, UnicodeDecodeError) else "fix the file"
                 raise UserError(Problem(kind="bad-rows", message=message, hint=hint, where="--data")) from None
 
 
@@ -100,7 +100,7 @@ class HfRows(HfSet, RowSource):
     """Rows of a `datasets.Dataset`."""
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; without a validation split 5 % of the rows are held out, and at least one."""
+        """See RowSource.rows; without a validation split 5 % of the rows, at least one, are held out."""
         limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
             for number, row in enumerate(split if split is not None else ()):
@@ -108,7 +108,7 @@ class HfRows(HfSet, RowSource):
                 yield LabelledRow(row, f"{self.name}: {label}[{number}]", held_out)
 
     def class_names(self, field: str) -> tuple[str, ...]:
-        """See RowSource.class_names: those of a ClassLabel, or of a list of them."""
+        """See RowSource.class_names; the names of a ClassLabel, or of a list of them."""
         feature: Any = self.train.features.get(field)
         feature = getattr(feature, "feature", feature)
         return tuple(getattr(feature, "names", None) or ())
@@ -121,8 +121,8 @@ def open_rows(name: str) -> RowSource:
         splits = load_splits(argument)
         valid = next((splits[split] for split in VALID_SPLITS if split in splits), None)
         if "train" not in splits:
-            message = f"--data {name} has no split called train; it has {', '.join(splits)}"
-            raise UserError(Problem(kind="hf", message=message, hint="prepare one", where="--data"))
+            message = f"--data {name} has no split 'train'; it has {', '.join(splits)}"
+            raise UserError(Problem(kind="hf", message=message, hint="add a split 'train'", where="--data"))
         return HfRows(name=name, train=splits["train"], valid=valid, what="rows")
     files = matching_files(word, argument)
     return CsvRows(name=name, files=files) if word == "csv" else JsonlRows(name=name, files=files, what="rows")
@@ -130,7 +130,7 @@ def open_rows(name: str) -> RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledFields:
-    """The fields that are read of each row; a dot looks into an object (translation.de)."""
+    """The fields to read of each row; a dot selects a field in an object (translation.de)."""
 
     text: str
     pair: str | None
@@ -138,9 +138,9 @@ class LabelledFields:
 
 
 def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
-    """Return the fields that the run names, else the usual ones of its task.
+    """Return the fields that the run names, else the defaults of its task.
 
-    Raises UserError with all that the first row does not have.
+    Raises UserError with all fields that the first row lacks.
     """
     text, pair, label = USUAL[task]
     first = next((row for row in source.rows(1) if isinstance(row, LabelledRow)), None)
@@ -154,8 +154,8 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
         if value_of(values, wanted) is None:
             flag = "--" + field.replace("_", "-")
             wanted = text if field == "text_field" and wanted == _UNNAMED else wanted
-            message = f"--data {source.name} has no {wanted!r}; there is {', '.join(map(str, values)) or 'nothing'}"
-            hint = f"{flag} names it ({nearest(wanted, list(map(str, values)))})"
+            message = f"--data {source.name} has no field {wanted!r}; it has {', '.join(map(str, values)) or 'none'}"
+            hint = f"set {flag} ({nearest(wanted, list(map(str, values)))})"
             problems.append(Problem(kind="text-field", message=message, hint=hint, where=flag))
     if problems:
         raise UserError(*problems)
@@ -164,7 +164,7 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
 
 
 def value_of(row: Mapping[str, Any], field: str) -> Any:
-    """Return what a row has in a field, or in one within it; None where there is none."""
+    """Return the value of a row's field, or of a field inside it; None if there is none."""
     if field in row:
         return row[field]
     outer, dot, inner = field.partition(".")

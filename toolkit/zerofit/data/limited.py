@@ -1,4 +1,4 @@
-"""Work that somebody else's program decides, such as a chat template's: in a process of its own, with limits."""
+"""Runs code that depends on foreign input, such as a chat template, in a separate process with limits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from unittest.mock import patch
 
 T = TypeVar("T")
 
-SECONDS = 10  # of processor time for one step: the longest conversations take hundredths
-MORE_BYTES = 1 << 30  # of memory than the process has when it starts
+SECONDS = 10  # processor time per step; the longest conversations need hundredths of a second
+MORE_BYTES = 1 << 30  # limit of additional memory, in bytes
 
 
 class Exceeded(Exception):
-    """Raised with the limit that was exceeded."""
+    """Raised with a text about the exceeded limit."""
 
 
 def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
-    """Yield what `work` makes of each item, as JSON has it. Raises Exceeded.
+    """Yield the result of `work` for each item, passed as JSON. Raises Exceeded.
 
-    The items are worked on in a forked process. `work` calls `begin_step` before each stretch that it cannot bound.
+    The items are processed in a forked process. `work` calls `begin_step` before each part of unbounded length.
     """
     reading, writing = os.pipe()
-    # The library of tokenizers would warn of every fork; the child never tokenizes.
+    # Avoids a warning of tokenizers at every fork; the child never tokenizes.
     with patch.dict(os.environ, TOKENIZERS_PARALLELISM=os.environ.get("TOKENIZERS_PARALLELISM", "true")):
         child = os.fork()
     if child == 0:
@@ -48,16 +48,16 @@ def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
 
 
 def begin_step() -> None:
-    """Give what follows `SECONDS` of processor time, after which the system ends the process."""
+    """Allow `SECONDS` of processor time from here on; then the system kills the process."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 
 def _work(work: Callable[[T], Any], items: Sequence[T], writing: int) -> NoReturn:
-    """Write a line for each item. Ends the process without anything that the parent has registered for its own end."""
+    """Write a line for each item, then exit without running the parent's exit handlers."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
-            signal.signal(number, signal.SIG_DFL)  # the system ends even a call into C
+            signal.signal(number, signal.SIG_DFL)  # the system can then end even a call into C
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         allowed = taken + MORE_BYTES
@@ -76,7 +76,7 @@ def _why_ended(status: int) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         limit = f"{SECONDS} seconds of processor time"
-        return f"takes more than {limit}" if number == signal.SIGPROF else f"was ended by {signal.Signals(number).name}"
+        return f"needs more than {limit}" if number == signal.SIGPROF else f"died of {signal.Signals(number).name}"
     if os.WEXITSTATUS(status) == 2:
-        return f"takes more than {MORE_BYTES >> 30} GiB of memory"
+        return f"needs more than {MORE_BYTES >> 30} GiB of memory"
     return "ended without an answer"

@@ -1,4 +1,4 @@
-"""The order of samples, and batches of training and evaluation in it: made here, or ahead by loader processes."""
+"""The order of samples, and batches of training and evaluation, made here or ahead by loader processes."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from zerofit.data.hashing import mix64, sample_hashes
 from zerofit.data.mixing import MicroSlice, Mixing
 from zerofit.spec.model_facts import IGNORE_INDEX
 
-# Tensors travel from loader processes in shared memory. Containers often have 64 MiB of it, and a process that
-# finds it full dies of SIGBUS without a word; below this much, batches travel through a pipe instead.
+# Loader processes pass tensors in shared memory. Containers often have 64 MiB of it, and a process dies of SIGBUS
+# when it is full. With less than this much free, batches go through a pipe instead.
 ROOMY_BYTES = 1 << 30
-# Making a small micro batch costs as much as making some at once, of about so many bytes together.
+# Small micro batches are made several at a time, of about this many bytes together, at the cost of one.
 _BLOCK_BYTES = 1 << 16
-_ALIGNMENT = 64  # bytes: of torch's own allocations, which kernels may depend on in the last bit
-_PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not by each loader process
-_KEY_STREAM = 0x5EED  # masked samples look the same at every evaluation
+_ALIGNMENT = 64  # bytes, as in torch's allocations, on which the last bit of kernels may depend
+_PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once instead of by each loader process
+_KEY_STREAM = 0x5EED  # makes masked samples the same in every evaluation
 
 
 @dataclass(frozen=True)
 class Order:
-    """An endless stream of sample indices; every `n` positions are one epoch, each sample once in it.
+    """Endless stream of sample indices; every `n` positions are one epoch with each sample once.
 
-    A pure function of seed and position, so that any run can resume anywhere. Ranks, workers and batch sizes do not
-    enter: they only choose which positions they take.
+    It is a pure function of seed and position, so any run can resume anywhere. Ranks, workers and batch sizes only
+    choose their positions.
     """
 
-    n: int  # samples in the data set
+    n: int  # number of samples in the data set
     seed: int
     shuffle: bool = True
-    block: int | None = None  # samples that are shuffled among themselves; all are seen in their order then (a stream)
+    block: int | None = None  # shuffle only within blocks of this many samples, in order (a stream)
 
     @classmethod
     def of(cls, dataset: Dataset, seed: int) -> Order:
-        """Return the order in which a training sees a data set."""
+        """Return the order in which training visits a data set."""
         return cls(len(dataset), seed, block=dataset.ordered_in)
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Return sample indices, int64 (stop - start,), at the positions start <= p < stop. Not to be written to."""
+        """Return sample indices, int64 (stop - start,), at positions start <= p < stop; read-only."""
         parts = []
         while start < stop:
             size = self.block or self.n
@@ -61,7 +61,7 @@ class Order:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def keys(self, start: int, stop: int) -> np.ndarray:
-        """Return one non-negative int64 per position: it fixes the randomness of the sample seen there."""
+        """Return one non-negative int64 per position, which determines the randomness of the sample there."""
         positions = np.arange(start, stop, dtype=np.uint64)
         seed = mix64(np.array([self.seed % 2**64], dtype=np.uint64))
         return (mix64(positions + seed) >> np.uint64(1)).astype(np.int64)
@@ -69,7 +69,7 @@ class Order:
 
 @lru_cache(maxsize=3)
 def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
-    """Return a permutation of n, the identity where `epoch` is None."""
+    """Return a permutation of n; the identity if `epoch` is None."""
     if epoch is None:
         order = np.arange(n)
     else:
@@ -80,7 +80,7 @@ def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
 
 
 def default_workers(data: Data, ranks: int) -> int:
-    """Return the loader processes of a rank: none where a batch is an index operation, else up to 4."""
+    """Return the number of loader processes per rank: 0 if a batch is only indexing, else up to 4."""
     if not data.train.decodes:
         return 0
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
@@ -96,12 +96,11 @@ def micro_batches(
 ) -> Iterator[dict]:
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
-    The ranges are not empty and, but for the last, of one length. They are consumed lazily (2 * workers ahead, or a
-    block of about 64 KiB) and may go on without end. With workers > 0, loader processes live until the iterator is
-    closed; they give exactly what workers=0 gives, in the same order. `indices` is not to be written to. A MicroSlice
-    in place of a range says what of its step the images share; `mixing`: how those with a `before` are mixed.
-    `pinned`: what loader processes give lies in pinned memory (positions are a list then), which a GPU copies while
-    this process goes on.
+    Ranges are not empty and all of one length, except the last. They are consumed lazily (2 * workers ahead, or a block
+    of about 64 KiB) and may be endless. With workers > 0, loader processes live until the iterator is closed; the
+    result is the same as with workers=0, in the same order. `indices` is read-only. A MicroSlice instead of a range has
+    the image settings of its step; `mixing` says how to mix those with a `before`. `pinned`: loader processes return
+    pinned memory (positions are then a list), which a GPU copies while this process continues.
     """
     maker, rest = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(rest, None)
@@ -123,7 +122,7 @@ class _MicroBatches:
         return self._of_step(item) if isinstance(item, MicroSlice) else self._block([item])[0]
 
     def _of_step(self, one: MicroSlice) -> dict:
-        """Return a micro batch whose images have their step's size, or are mixed."""
+        """Return a micro batch with images in their step's size, or mixed."""
         dataset, positions = self.dataset if one.size is None else self.dataset.sized(one.size), one.positions
         indices, keys = (of(positions.start, positions.stop) for of in (self.order.indices, self.order.keys))
         if one.before is None or self.mixing is None:
@@ -134,7 +133,7 @@ class _MicroBatches:
         return {"inputs": images[1:], "labels": labels[1:], "positions": positions, "indices": indices}
 
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
-        """Yield the batches of these positions, several small ones made at a time once their size is known."""
+        """Yield the batches of these positions; make several small ones at a time once their size is known."""
         count = 1
         while ranges := list(islice(slices, count)):
             batches = self._block(ranges)
@@ -142,13 +141,13 @@ class _MicroBatches:
             aligned = not x.is_floating_point() or x[0].nbytes % _ALIGNMENT == 0
             count = max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if aligned else 1
             while batches:
-                yield batches.pop(0)  # so that no reference to it stays here
+                yield batches.pop(0)  # keeps no reference to it here
 
     def _block(self, ranges: list[range]) -> list[dict]:
         indices = np.concatenate([self.order.indices(p.start, p.stop) for p in ranges])
         keys = np.concatenate([self.order.keys(p.start, p.stop) for p in ranges]) if self.dataset.draws else indices
         sizes, whole = [len(p) for p in ranges], self.dataset.batch(indices, keys)
-        # to autograd each part is a tensor of its own, which a model may write to as to any input
+        # autograd treats each part as a separate tensor that a model may write to
         parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in whole.values()), strict=True)
         own_indices = np.split(indices, np.cumsum(sizes)[:-1])
         return [
@@ -158,21 +157,21 @@ class _MicroBatches:
 
 
 def eval_indices(n: int, limit: int | None) -> np.ndarray:
-    """Choose the samples of `n` that an evaluation uses: all, or `limit` of them evenly spread.
+    """Choose the samples of `n` for an evaluation: all, or `limit` of them evenly spaced.
 
-    Spread, because folders of images come sorted by class: the first thousand would be of one class.
+    Evenly spaced, because image folders are sorted by class, so the first thousand would be one class.
     """
     count = n if limit is None else min(limit, n)
     return np.arange(count, dtype=np.int64) * n // max(count, 1)
 
 
 def eval_targets(dataset: Dataset, limit: int | None) -> int:
-    """Count the labels of an evaluation, over all ranks: what the summed loss is divided by."""
+    """Count the labels of an evaluation over all ranks, by which the summed loss is divided."""
     return dataset.targets(eval_indices(len(dataset), limit))
 
 
 def eval_batch_count(n: int, dp: int, micro: int, limit: int | None) -> int:
-    """Count the batches that `eval_batches` gives on every rank."""
+    """Return the number of batches that `eval_batches` yields on every rank."""
     return -(-len(eval_indices(n, limit)) // (dp * micro))
 
 
@@ -181,9 +180,9 @@ def eval_batches(
 ) -> Iterator[dict]:
     """Yield this rank's {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}, in a fixed order.
 
-    Every sample is in one batch of one rank, and every rank gets the same number of batches of `micro` samples. What
-    is missing in the last ones is filled with samples seen before, whose labels are all -100 and whose `real` is
-    False. `workers` and `pinned`: see `micro_batches`.
+    Every sample is in one batch of one rank, and every rank gets the same number of batches of `micro` samples. The
+    last ones are filled with earlier samples whose labels are all -100 and whose `real` is False. `workers` and
+    `pinned`: see `micro_batches`.
     """
     maker = _EvalShare(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
     return _batches(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers, pinned)
@@ -195,7 +194,7 @@ class _EvalShare:
     dp_rank: int
     dp: int
     micro: int
-    chosen: np.ndarray  # int64: the samples of all ranks
+    chosen: np.ndarray  # int64: samples of all ranks
 
     def __getitem__(self, step: int) -> dict:
         import torch
@@ -210,7 +209,7 @@ class _EvalShare:
 
 
 def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int, pinned: bool) -> Iterator[dict]:
-    """Return `maker[item]` for each item, in order: made here, or in `workers` processes."""
+    """Return `maker[item]` for each item in order, made here or in `workers` processes."""
     return _from_processes(maker, items, workers, pinned) if workers else map(maker.__getitem__, items)
 
 
@@ -222,20 +221,22 @@ def _from_processes(
     import torch
     from torch.utils.data import DataLoader
 
-    # "forkserver" and not "fork": by now this process has CUDA, NCCL and tokenizer threads, which no fork survives.
+    # "forkserver", because this process has CUDA, NCCL and tokenizer threads, which do not survive a fork.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     roomy = shutil.disk_usage("/dev/shm").free >= ROOMY_BYTES
     batches = DataLoader(
-        cast(Any, maker),  # torch types it as a Dataset, and takes whatever has __getitem__
+        cast(Any, maker),  # typed as a Dataset, but anything with __getitem__ works
         sampler=items,
         batch_size=None,
-        collate_fn=cast(Any, _unchanged if roomy else _to_arrays),  # typed for a list: batch_size=None gives one
+        collate_fn=cast(
+            Any, _unchanged if roomy else _to_arrays
+        ),  # typed for a list, but batch_size=None passes one item
         num_workers=workers,
         pin_memory=pinned,
         prefetch_factor=2,
         multiprocessing_context=context,
-        generator=torch.Generator(),  # else it would draw from the one that training draws from
+        generator=torch.Generator(),  # otherwise it would use training's generator
     )
     yield from batches if roomy else map(_to_tensors, batches)
 
@@ -245,7 +246,7 @@ def _unchanged(batch: dict) -> dict:
 
 
 def _to_arrays(batch: dict) -> dict:
-    """Make NumPy arrays, which are pickled with their content; tensors are as a reference to shared memory."""
+    """Convert tensors to NumPy arrays, which are pickled by content, not as a reference to shared memory."""
     import torch
 
     return {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
@@ -254,5 +255,5 @@ def _to_arrays(batch: dict) -> dict:
 def _to_tensors(batch: dict) -> dict:
     import torch
 
-    numbers = ("indices", "real")  # that stay arrays
+    numbers = ("indices", "real")  # these stay arrays
     return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) and k not in numbers else v for k, v in batch.items()}

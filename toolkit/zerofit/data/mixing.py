@@ -1,7 +1,7 @@
-"""What the images of a step share: the size that they have by now, and how they are mixed (MixUp, CutMix).
+"""Settings shared by the images of a step: their current size, and how they are mixed (MixUp, CutMix).
 
-An image is mixed with the one before it in the global batch, the first with the last, as torchvision does with a batch.
-A rank that has a part of the batch makes one sample more, so that the images do not depend on the number of ranks.
+An image is mixed with the previous one in the global batch, the first with the last, as in torchvision. A rank with a
+part of the batch makes one extra sample, so that the images do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
-_MIXED, _ERASED = 21, 22  # streams of randomness of a step, and of a sample
+_MIXED, _ERASED = 21, 22  # streams of random numbers per step, and per sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroSlice:
-    """The samples of one micro batch, and what of their step they share."""
+    """The samples of one micro batch, and the settings of their step."""
 
     positions: range
-    size: int | None = None  # pixels of a side; None: the data's
-    before: int | None = None  # the position whose image the first one is mixed with; None: nothing is mixed
-    key: int = 0  # of the step's randomness
+    size: int | None = None  # pixels per side; None: the data's size
+    before: int | None = None  # position of the image to mix the first one with; None: no mixing
+    key: int = 0  # key of the step's random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """MixUp or CutMix of whole batches by torchvision, with equal odds where both are asked for."""
+    """MixUp or CutMix of full batches by torchvision, with equal probability if both are set."""
 
     mixup: float | None
     cutmix: float | None
     classes: int
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix each image (batch, channels, size, size) and label (batch,) with the one before it.
+        """Mix each image (batch, channels, size, size) and label (batch,) with the previous one.
 
-        Labels become float32 (batch, classes). `key` fixes what is drawn, once for all of them.
+        Labels become float32 (batch, classes). `key` determines the random numbers, which all images share.
         """
         import torch
         from torchvision.transforms import v2
@@ -62,7 +62,7 @@ class Mixing:
 
 @dataclass(frozen=True, kw_only=True)
 class StepImages:
-    """What a run asks of the images of each step."""
+    """Settings of a run for the images of each step."""
 
     steps: int
     sizes: ImageSizes | None
@@ -70,7 +70,7 @@ class StepImages:
 
     @classmethod
     def of(cls, run: Run, steps: int, inputs: Inputs | None) -> StepImages | None:
-        """Return what this run asks for; None where it is nothing."""
+        """Return the settings of this run; None if there are none."""
         sizes = ImageSizes.parse(run.image_sizes) if run.image_sizes else None
         mixing = None
         if mixes(run) and isinstance(inputs, ImageInputs):
@@ -78,7 +78,7 @@ class StepImages:
         return cls(steps=steps, sizes=sizes, mixing=mixing) if sizes or mixing else None
 
     def slice(self, positions: range, step: int, batch: range, first_key: int) -> MicroSlice:
-        """Return a micro batch of a step, whose global batch has the positions `batch`, the first with this key."""
+        """Return a micro batch; `batch`: positions of the step's global batch, `first_key`: its first sample's key."""
         size = self.sizes.at(step, self.steps) if self.sizes else None
         if self.mixing is None:
             return MicroSlice(positions=positions, size=size)
@@ -88,20 +88,20 @@ class StepImages:
 
 
 def mixes(run: Run) -> bool:
-    """Return whether a run mixes images, so that labels are probabilities."""
+    """Return whether a run mixes images, which makes labels probabilities."""
     return run.mixup is not None or run.cutmix is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErasedImages(LabelledDataset):
-    """Images of which a rectangle is erased now and then, after they are scaled, by torchvision's RandomErasing."""
+    """Images with a randomly erased rectangle (torchvision's RandomErasing after scaling)."""
 
     images: Dataset
     odds: float
 
     @property
     def decodes(self) -> bool:
-        """Whether loader processes pay."""
+        """Whether loader processes are useful."""
         return self.images.decodes
 
     def __len__(self) -> int:

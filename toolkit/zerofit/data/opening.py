@@ -47,14 +47,14 @@ class SourceKind:
     """One kind of data source."""
 
     media: frozenset[str]  # "image", "masks", "table", "text" or some of them
-    argument: str = ""  # what follows the colon, as shown to the user; "" where nothing may
+    argument: str = ""  # text for the argument after the colon; "" if there is none
     required: bool = False
 
 
 _IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
 _MASKS = frozenset({"masks"})
 
-_MEDIA = {"table": "table", "segmentation": "masks"}  # of tasks without text; the others have images
+_MEDIA = {"table": "table", "segmentation": "masks"}  # tasks without text; all others use images
 
 KINDS: dict[str, SourceKind] = {
     "digits": SourceKind(media=_IMAGE),
@@ -73,7 +73,7 @@ KINDS: dict[str, SourceKind] = {
     "synthetic": SourceKind(media=_IMAGE | _MASKS | _TABLE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
 }
 
-IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take the whole name
+IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # called with the full name
     "digits": open_packaged_set,
     "mnist-5k": open_packaged_set,
     "mnist": open_vision_set,
@@ -84,13 +84,13 @@ IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take
     "synthetic": open_synthetic_images,
 }
 
-TABLE_SOURCES: dict[str, Callable[[str, Run, Reporter], Data]] = {  # take the whole name
+TABLE_SOURCES: dict[str, Callable[[str, Run, Reporter], Data]] = {  # called with the full name
     "csv": open_table,
     "npy": open_table,
     "synthetic": open_synthetic_table,
 }
 
-TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's argument
+TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # called with the name's argument
     "pysource": open_pysource,
     "text": open_text,
     "jsonl": open_jsonl,
@@ -99,35 +99,35 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's arg
 
 
 def default_data(task: Task) -> str:
-    """Return the data of a run that names none: on every machine, and learnable in minutes where a task can be."""
+    """Return the default data of a task: available everywhere, and learnable in minutes if possible."""
     if gives_loss(task) or has_head(task) or task in ("table", "segmentation"):
         return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
 
 def split_name(data: str) -> tuple[str, str]:
-    """Split "text:books/*.txt" into ("text", "books/*.txt"); the argument is "" where there is none.
+    """Split "text:books/*.txt" into ("text", "books/*.txt"); the argument is "" if there is none.
 
-    Raises UserError: "unknown-data", or "data-argument" where an argument is missing or not allowed.
+    Raises UserError: "unknown-data", or "data-argument" if an argument is missing or not allowed.
     """
     word, colon, argument = data.partition(":")
     kind = KINDS.get(word)
     if kind is None:
-        message = f"--data {data}: no such kind of data ({', '.join(KINDS)})"
+        message = f"--data {data}: unknown kind of data ({', '.join(KINDS)})"
         hint = _path_hint(data) or nearest(word, KINDS)
         raise UserError(Problem(kind="unknown-data", message=message, hint=hint, where="--data"))
     shown = f"{word}:{kind.argument}" if kind.argument else word
     if kind.required and not argument:
-        message = f"--data {data} names no {kind.argument}; it is written {shown}"
-        raise UserError(Problem(kind="data-argument", message=message, hint=f"--data {shown}", where="--data"))
+        message = f"--data {data} needs {kind.argument}: {shown}"
+        raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {shown}", where="--data"))
     if colon and not kind.argument:
-        message = f"--data {data}: {word} takes nothing after it, got {argument!r}"
-        raise UserError(Problem(kind="data-argument", message=message, hint=f"--data {word}", where="--data"))
+        message = f"--data {data}: {word} has no argument, got {argument!r}"
+        raise UserError(Problem(kind="data-argument", message=message, hint=f"use --data {word}", where="--data"))
     return word, argument
 
 
 def _path_hint(data: str) -> str:
-    """Suggest what a path that exists most likely means."""
+    """Suggest the data name for an existing path."""
     path = Path(data).expanduser()
     if path.is_dir():
         return f"did you mean imagefolder:{data} or text:{data}/*.txt?"
@@ -135,14 +135,14 @@ def _path_hint(data: str) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """Return the kind of data that a file's name speaks of."""
+    """Return the kind of data for a file name."""
     kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".npy": "npy"}
     kinds |= {".parquet": "hf", ".arrow": "hf"}
     return kinds.get(Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix, "text")
 
 
 def check_data(data: str, task: Task | None) -> None:
-    """Check the name of data, and that such data can feed a task, where that is known (no images to a language model).
+    """Check a data name and, if the task is known, that such data can be used for it.
 
     Raises UserError: those of `split_name`, and "data-task".
     """
@@ -153,30 +153,30 @@ def check_data(data: str, task: Task | None) -> None:
     if has_pairs(task):
         if word in (*LABELLED_KINDS, "synthetic"):
             return
-        message = f"--data {data} holds no labelled text, which the task {task} is trained on"
-        hint = "--data jsonl:GLOB, csv:GLOB, hf:NAME or synthetic"
+        message = f"--data {data} has no labelled text, which the task {task} needs"
+        hint = "use --data jsonl:GLOB, csv:GLOB, hf:NAME or synthetic"
         raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if gives_loss(task) and word != "synthetic":
-        message = f"--data {data}: a model of the task {task} is fed made-up tensors only, to measure memory and speed"
-        hint = "--data synthetic; to train it on your data, take transformers' Trainer (docs/scripts.md)"
+        message = f"--data {data}: zerofit trains {task} models on synthetic tensors only, to measure memory and speed"
+        hint = "use --data synthetic; to train on your data, use transformers' Trainer (docs/scripts.md)"
         raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
         what = {"image": "images", "masks": "images with masks", "table": "table of numbers", "text": "text"}[media]
-        message = f"--data {data} holds no {what}"
-        message += f", which the task {task} is trained on"
-        raise UserError(Problem(kind="data-task", message=message, hint=f"--data one of {fitting}", where="--data"))
+        message = f"--data {data} has no {what}"
+        message += f", which the task {task} needs"
+        raise UserError(Problem(kind="data-task", message=message, hint=f"use --data with {fitting}", where="--data"))
 
 
 def open_data(
     run: Run, task: Task, seq_len: int | None, progress: Reporter, known: Sequence[str] | None = None
 ) -> Data:
-    """Open the data of a run; prepare and cache what that takes.
+    """Open the data of a run; prepare and cache them as needed.
 
-    `seq_len` (tokens per sample) is that of the model, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every
-    process gets the same: the first makes the cache, others find it, or wait for it and say so through `progress`.
-    `known`: the classes of a trained model, in their order; by default those of the model that the run names.
-    Raises UserError with all that is wrong.
+    `seq_len` (tokens per sample) is the model's, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every process
+    gets the same data: the first makes the cache, others find it, or wait for it and report that through `progress`.
+    `known`: the classes of a trained model, in order; by default those of the run's model. Raises UserError with all
+    problems.
     """
     name = run.data or default_data(task)
     check_data(name, task)
@@ -188,7 +188,7 @@ def open_data(
         return open_synthetic_labelled(name, run, task, length)
     if has_pairs(task) and word != "synthetic":
         if run.stream:
-            return _streamed(name, word, argument, run, task, length)  # which says that there is none
+            return _streamed(name, word, argument, run, task, length)  # raises an error
         known = label_names(find(run.model)) if known is None and has_head(task) else known or ()
         return open_labelled(name, run, task, length, known, progress)
     if gives_loss(task):
@@ -206,20 +206,20 @@ def open_data(
     assert source is not None and tokenizer is not None
     if isinstance(source, ChatSource):
         if task != "causal-lm":
-            message = f"--data {name} holds conversations, which a {task} model does not learn to answer"
-            hint = "take a causal language model, or --text-field with a field of plain text"
+            message = f"--data {name} has conversations, but the task is {task}"
+            hint = "use a causal language model, or --text-field with a field of plain text"
             raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
         return open_chats(source, tokenizer, run, length, progress)
     if run.chat_template is not None:
-        message = f"--chat-template: --data {name} holds plain text, not conversations"
-        hint = f"leave it out; conversations have a field {', '.join(CHAT_FIELDS)}"
+        message = f"--chat-template: --data {name} has plain text, not conversations"
+        hint = f"remove it; conversations have a field {', '.join(CHAT_FIELDS)}"
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
     assert isinstance(source, TextSource)
     return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
 
 
 def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images in the size and scaling that pretrained weights know, where their folder says so."""
+    """Open images in the size and scaling of pretrained weights, if their folder has these."""
     if task == "gan":
         return IMAGE_SOURCES[word](name, run, task, progress)
     published = published_images(run)
@@ -231,10 +231,10 @@ def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter)
 
 
 def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length: int) -> Data:
-    """Open a stream. Raises UserError for data or models that have none."""
+    """Open a stream. Raises UserError for data or models that do not support it."""
     if word != "hf" or task != "causal-lm":
-        message = f"--stream reads hf: data for causal language models, not {name} for the task {task}"
-        raise UserError(Problem(kind="stream", message=message, hint="leave it out", where="--stream"))
+        message = f"--stream supports hf: data with causal language models, not {name} with the task {task}"
+        raise UserError(Problem(kind="stream", message=message, hint="remove it", where="--stream"))
     return open_stream(run, argument, _tokenizer_for(run.tokenizer, task), length)
 
 
@@ -242,23 +242,22 @@ def _tokenizer_for(name: str, task: Task) -> Tokenizer:
     tokenizer = open_tokenizer(name)
     if task == "masked-lm" and tokenizer.mask_id is None:
         message = f"--tokenizer {name} has no mask token, which a masked language model needs"
-        hint = "--tokenizer bytes, or one with a mask_token (BERT's)"
+        hint = "use --tokenizer bytes, or one with a mask_token (like BERT's)"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     return tokenizer
 
 
 def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_len: int) -> Data:
-    """Make samples of tokens. Raises UserError without a whole training sample, or without validation tokens."""
+    """Make samples of tokens. Raises UserError without a full training sample or validation tokens."""
     train, valid = tokens.counts["train"], tokens.counts["valid"]
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
-        message += f"; one sample takes {seq_len + 1:,}, validation at least 2"
-        hint = f"more text, or --seq-len {max(1, train // 20)} or less"
+        message += f"; a sample needs {seq_len + 1:,}, validation at least 2"
+        hint = f"add text, or use --seq-len {max(1, train // 20)} or less"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}
     notes = (
-        f"the last {split} sequence holds {count % seq_len} of {seq_len} tokens; "
-        "the rest is padding that the loss ignores"
+        f"the last {split} sequence has {count % seq_len} of {seq_len} tokens; the rest is padding, ignored by the loss"
         for split, count in labels.items()
         if count % seq_len
     )

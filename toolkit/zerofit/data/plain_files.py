@@ -1,4 +1,4 @@
-"""Files of text and data as people keep them: compressed, with a byte order mark, or in a format for other programs."""
+"""Plain files as people have them: compressed, with a byte order mark, or in a format of another program."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import IO, Any
 
 from zerofit.spec.errors import Problem, UserError
 
-SKIPPED_BYTES = 1 << 20  # at a time
+SKIPPED_BYTES = 1 << 20  # bytes skipped at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-# first bytes of a file: what it is, and what reads or converts it
+# first bytes of a file, its type, and how to read or convert it
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a Parquet file", "--data hf:{path} reads it"),
     (b"ARROW1", "an Arrow file", "--data hf:{path} reads it"),
     (b"\xff\xfe", "UTF-16", "iconv -f utf-16 -t utf-8 {path} > NEW converts it"),
     (b"\xfe\xff", "UTF-16", "iconv -f utf-16 -t utf-8 {path} > NEW converts it"),
-    (b"PK\x03\x04", "a zip archive (documents of office programs are, too)", "unzip {path}"),
+    (b"PK\x03\x04", "a zip archive (or an office document)", "unzip {path}"),
     (b"7z\xbc\xaf", "a 7z archive", "7z x {path}"),
     (b"\x04\x22\x4d\x18", "compressed by lz4", "lz4 -d {path}"),
     (b"%PDF", "a PDF file", "pdftotext {path}"),
@@ -30,13 +30,13 @@ _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"\xff\xd8\xff", "an image", "--data imagefolder:PATH reads folders of images"),
     (b"\x93NUMPY", "a NumPy array", "--data npy:{path} reads a table of numbers"),
 )
-_TAR = 257  # where an archive of tar has its name
+_TAR = 257  # position of the magic of a tar archive
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """Open a file's content; gzip, bzip2, xz and zstd are decompressed. Raises UserError, reading does too.
+    """Open a file's content, decompressing gzip, bzip2, xz and zstd. Opening and reading raise UserError.
 
-    The content of a compressed file cannot be sought in, only skipped (`skip`).
+    The content of a compressed file cannot be seeked, only skipped (`skip`).
     """
     try:
         with path.open("rb") as file:
@@ -64,7 +64,7 @@ _DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, whose faults name it."""
+    """The content of a compressed file; errors name the file."""
 
     def __init__(self, path: Path, content: Any):
         self._path, self._content = path, content
@@ -86,9 +86,9 @@ class _Decompressed(io.RawIOBase):
 
 
 def open_cells(path: Path) -> tuple[IO[str], str]:
-    """Open a file for `csv`: its text, and what separates cells (commas, else semicolons, tabs or bars).
+    """Open a file for `csv`; return its text and the delimiter (comma, else semicolon, tab or bar).
 
-    It is UTF-8 with or without a mark, and decompressed. Raises UserError, and UnicodeDecodeError.
+    The text is UTF-8, decompressed, without byte order mark. Raises UserError and UnicodeDecodeError.
     """
     with io.TextIOWrapper(open_plain(path), encoding="utf-8-sig", newline="") as file:
         first = file.readline(SKIPPED_BYTES)
@@ -103,7 +103,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def plain_size(path: Path) -> int:
-    """Return the bytes of a file's content."""
+    """Return the size of a file's decompressed content in bytes."""
     with open_plain(path) as file:
         if file.seekable():
             return path.stat().st_size
@@ -111,7 +111,7 @@ def plain_size(path: Path) -> int:
 
 
 def skip(file: IO[bytes], count: int) -> None:
-    """Read on past so many bytes of an opened file."""
+    """Skip `count` bytes of an opened file."""
     if file.seekable():
         file.seek(count, io.SEEK_CUR)
         return
@@ -120,7 +120,7 @@ def skip(file: IO[bytes], count: int) -> None:
 
 
 def refuse_others(files: Iterable[Path], most: int) -> None:
-    """Raise UserError with up to `most` files that are no text, whatever they are called, and what reads them."""
+    """Raise UserError with up to `most` files that are not text, whatever their names, and how to read them."""
     problems: list[Problem] = []
     for path in files:
         if len(problems) < most and (problem := _other(path)):
@@ -143,5 +143,5 @@ def _other(path: Path) -> Problem | None:
 
 
 def _unreadable(path: Path, error: Exception) -> Problem:
-    message = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-    return Problem(kind="unreadable", message=message, hint="is it whole, and may it be read?", where=str(path))
+    message = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+    return Problem(kind="unreadable", message=message, hint="check its completeness and permissions", where=str(path))

@@ -1,4 +1,4 @@
-"""What is made of a source once, by one process, in a folder of the cache that all processes then read."""
+"""Files made from a source once, by one process, in a cache folder that all processes then read."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation(Generic[T]):
-    """How files are made of a source, and read."""
+    """How to make files from a source, and how to read them."""
 
     source: Source
-    identity: tuple[str, ...]  # all that decides what is made of the source's content
-    write: Callable[[Path, int], None]  # into a folder, from so many documents
-    read: Callable[[Path], T | None]  # None: there is nothing, or it is not whole
+    identity: tuple[str, ...]  # everything besides the source's content that determines the files
+    write: Callable[[Path, int], None]  # writes into a folder, given the number of documents
+    read: Callable[[Path], T | None]  # None: missing or incomplete
 
     def open(self, progress: Reporter) -> T:
-        """Open what was made before, else make it now (or wait for the process that does).
+        """Open existing files, else make them now, or wait for the process that does.
 
         Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
         """
@@ -55,17 +55,17 @@ class Preparation(Generic[T]):
                 assert found is not None, "a cache that was just built cannot be read"
         if source.fingerprint() != before:
             shutil.rmtree(root / key, ignore_errors=True)
-            message = f"{source.name} was written to while it was tokenized"
+            message = f"{source.name} changed while it was tokenized"
             raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
         known.parent.mkdir(exist_ok=True)
         write_text(known, key)
         return found
 
     def _build(self, root: Path, key: str, documents: int) -> None:
-        """Write the files into a staging folder, flush them to the disk, and rename the folder into place."""
+        """Write the files into a staging folder, sync them, and rename the folder."""
         staging = root / f"{key}.build"
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(root / key, ignore_errors=True)  # it is there only if it could not be read
+        shutil.rmtree(root / key, ignore_errors=True)  # exists only if it could not be read
         staging.mkdir()
         try:
             self.write(staging, documents)
@@ -76,7 +76,7 @@ class Preparation(Generic[T]):
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed builds left: staging folders whose lock nobody holds."""
+    """Remove staging folders that killed builds left: those that no process has locked."""
     from filelock import FileLock, Timeout
 
     for staging in root.glob("*.build"):

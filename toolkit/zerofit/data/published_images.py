@@ -1,4 +1,4 @@
-"""Size and scaling of images as pretrained weights were trained with them, where their folder says so."""
+"""Size and scaling of images in the training of pretrained weights, if their folder has them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.foreign import read_json
 from zerofit.spec.run import Run
 
-# transformers', ours, and that of a model some of which take one size only
+# transformers' file, zerofit's, and the config, which may fix the image size
 PREPROCESSOR, CARD, CONFIG = "preprocessor_config.json", "zerofit.json", "config.json"
-RESCALED = 1 / 255  # what pixels are multiplied by first, unless the file says otherwise
-CLOSE = 1e-6  # figures that differ by rounding alone
+RESCALED = 1 / 255  # default factor for pixels
+CLOSE = 1e-6  # tolerance for rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedImages:
-    """Images as weights were trained with them; None where their folder says nothing."""
+    """Images in the training of the weights; None for values that their folder lacks."""
 
     size: int | None = None
-    mean: tuple[float, ...] | None = None  # of pixels between 0 and 1
+    mean: tuple[float, ...] | None = None  # for pixels between 0 and 1
     std: tuple[float, ...] | None = None
 
 
 def published_images(run: Run) -> PublishedImages:
-    """Read what the folder of the run's weights says of images. Raises UserError for a file that does not parse."""
+    """Read the image settings in the folder of the run's weights. Raises UserError for a file that does not parse."""
     folder = next((Path(one).expanduser() for one in (run.pretrained, run.model) if one and Path(one).is_dir()), None)
     if folder is None:
         return PublishedImages()
@@ -46,14 +46,14 @@ def published_images(run: Run) -> PublishedImages:
                 known = published if published.mean else found
                 published = replace(known, size=size)
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                message = f"{file} does not say how images are scaled: {type(error).__name__}: {error}"
-                hint = "is it the file that came with the weights?"
+                message = f"cannot read the scaling of images in {file}: {type(error).__name__}: {error}"
+                hint = "check that it is the file that came with the weights"
                 raise UserError(Problem(kind="bad-value", message=message, hint=hint, where=str(file))) from None
     return published
 
 
 def as_published(data: Data, published: PublishedImages) -> Data:
-    """Return the data with its images scaled as the weights know them."""
+    """Return the data with its images scaled as in the training of the weights."""
     mean, std, inputs = published.mean, published.std, data.inputs
     if not isinstance(inputs, ImageInputs) or mean is None or std is None or len(mean) != inputs.channels:
         return data
@@ -61,7 +61,7 @@ def as_published(data: Data, published: PublishedImages) -> Data:
     if len(old) == 2 * len(mean) and max(abs(a - b) for a, b in zip(old, (*mean, *std), strict=True)) < CLOSE:
         return data
     if inputs.mean is None:
-        return data  # made-up images, which have no pixels
+        return data  # synthetic images have no pixel scaling
     parts = {name: _scaled(getattr(data, name), mean, std) for name in ("train", "valid")}
     return replace(data, **parts, inputs=replace(inputs, mean=mean, std=std))
 
@@ -69,7 +69,7 @@ def as_published(data: Data, published: PublishedImages) -> Data:
 def _scaled(images: Dataset, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:
     if isinstance(images, ErasedImages):
         return replace(images, images=_scaled(images.images, mean, std))
-    known: Any = images  # every source of images with figures has them as its scaling
+    known: Any = images  # every source of images with mean and std has a scaling
     return replace(known, scaling=Scaling.of_units(mean, std, known.scaling.largest))
 
 
@@ -84,7 +84,7 @@ def _of_transformers(found: Mapping[str, Any]) -> PublishedImages:
 
 
 def _pixels(size: Any) -> int | None:
-    """Return the side of square images out of a number, or of the ways in which transformers writes it."""
+    """Return the side of square images from a number or one of transformers' formats."""
     if isinstance(size, Mapping):
         size = size.get("height") or size.get("shortest_edge")
     return int(size) if size else None

@@ -1,4 +1,4 @@
-"""Images with a mask beside each: PATH/images/NAME.jpg and PATH/masks/NAME.png, whose values are classes, 255 none."""
+"""Images with masks: PATH/images/NAME.jpg and PATH/masks/NAME.png with classes as pixel values, 255 for none."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
-UNLABELLED = 255  # the mask's value for pixels of no class
-SMALLEST = 0.25  # share of an image that a random crop has at the least
+UNLABELLED = 255  # mask value of pixels without a class
+SMALLEST = 0.25  # minimum share of an image in a random crop
 USUAL_SIZE = 256
-HINT = "segmentation:PATH with PATH/images/NAME.jpg and PATH/masks/NAME.png, or these in PATH/train and PATH/val"
+HINT = "use segmentation:PATH with PATH/images/NAME.jpg and PATH/masks/NAME.png, or these in PATH/train and PATH/val"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedImage:
-    """An image's file and its mask's, relative to the folder that the user named."""
+    """An image file and its mask file, relative to the user's folder."""
 
     image: str
     mask: str
@@ -43,7 +43,7 @@ class MaskedImage:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentedImages(LabelledDataset):
-    """Images and masks that are decoded, cut, resized and mirrored together when a batch asks for them."""
+    """Images and masks, decoded, cropped, resized and mirrored together when a batch needs them."""
 
     root: Path
     pairs: tuple[MaskedImage, ...]
@@ -56,7 +56,7 @@ class SegmentedImages(LabelledDataset):
         return len(self.pairs)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch; labels are int64 (batch, size, size), -100 where a pixel has no class."""
+        """See Dataset.batch; labels are int64 (batch, size, size), -100 for pixels without a class."""
         import torch
 
         transform = _transform(self.train, self.size)
@@ -90,9 +90,9 @@ def _transform(train: bool, size: int):
 
 
 def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
-    """Open images and masks; without a folder of validation images a tenth, by the hash of the names, is held out.
+    """Open images and masks; without a validation folder 10 %, by the hash of their names, are held out.
 
-    Classes are 0 to the largest value of any mask but 255. All files are decoded once, which is remembered.
+    Classes are 0 to the largest value of any mask except 255. All files are decoded once, with the result cached.
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
     """
     root = Path(name.removeprefix("segmentation:")).expanduser().absolute()
@@ -100,18 +100,18 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
     classes, bad = _checked(root, [pair for part in parts for pair in part], progress)
     if bad and not run.skip_bad:
         named = [f"{root / file}: {reason}" for file, reason in sorted(bad.items())[:NAMED]]
-        message = f"{len(bad)} images or masks cannot be used: {'; '.join(named)}"
-        hint = "--skip-bad leaves them out, counted in the report"
+        message = f"{len(bad)} bad images or masks: {'; '.join(named)}"
+        hint = "--skip-bad skips and counts them"
         raise UserError(Problem(kind="bad-image", message=message, hint=hint, where="--data"))
     good = [[pair for pair in part if pair.image not in bad] for part in parts]
     train, valid = good if len(good) == 2 else _held_out(good[0])
     for what, found in (("training", train), ("validation", valid)):
         if not found:
-            message = f"{root} holds no readable {what} images with masks"
+            message = f"{root} has no readable {what} images with masks"
             raise UserError(Problem(kind="empty-data", message=message, hint=HINT, where="--data"))
     if classes < 2:
-        message = f"the masks in {root} hold one class: there is nothing to tell apart"
-        hint = "a mask's values are classes, 0 the first; 255 has none"
+        message = f"the masks in {root} have only one class, so there is nothing to learn"
+        hint = "mask values are classes from 0; 255 means no class"
         raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
     size = run.image_size or USUAL_SIZE
     images = SegmentedImages(root=root, pairs=tuple(train), size=size, train=True)
@@ -126,14 +126,14 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
 
 
 def _folders(root: Path) -> list[Path]:
-    """Return [train, valid], or the one folder that is to be divided."""
+    """Return [train, valid], or one folder to split."""
     if not (root / "train").is_dir():
         return [root]
     return [root / "train", *[root / one for one in VALID_NAMES if (root / one).is_dir()][:1]]
 
 
 def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
-    """Return the images of a folder that have a mask of the same name, sorted. Raises UserError for one without."""
+    """Return the images of a folder with their masks, sorted. Raises UserError for images without a mask."""
     images, masks = folder / "images", folder / "masks"
     for one in (images, masks):
         if not one.is_dir():
@@ -158,7 +158,7 @@ def _held_out(pairs: list[MaskedImage]) -> tuple[list[MaskedImage], list[MaskedI
 
 
 def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
-    """Return the number of classes, and reasons by image of what cannot be used; remembered by names, sizes, times."""
+    """Return the number of classes, and bad images with reasons; cached by names, sizes and times."""
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
     digest = text_digest(str(root), FORMAT, *(pair.image for pair in pairs), *stamps)
@@ -188,16 +188,16 @@ def _decoded(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
 
 
 def _looked_at(root: Path, pair: MaskedImage) -> tuple[int, str]:
-    """Return a mask's largest class (-1: none), and why the pair cannot be used ("": it can)."""
+    """Return a mask's largest class (-1: none), and why the pair is bad ("": it is good)."""
     from PIL import Image
 
     try:
         with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
             as_rgb(image)
             if mask.mode not in ("1", "L", "P"):
-                return -1, f"its mask is of mode {mask.mode}; a mask has one number below 256 a pixel"
+                return -1, f"its mask has mode {mask.mode}; a mask needs one number below 256 per pixel"
             if mask.size != image.size:
-                return -1, f"its mask is {mask.size[0]}x{mask.size[1]} pixels, it is {image.size[0]}x{image.size[1]}"
+                return -1, f"its mask has {mask.size[0]}x{mask.size[1]} pixels, not {image.size[0]}x{image.size[1]}"
             values = np.array(mask, dtype=np.uint8)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         return -1, " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,7 +1,7 @@
-"""Text that is read as it comes: of a set larger than the disk, a block of tokens at a time.
+"""Streamed text from a set larger than the disk, a block of tokens at a time.
 
-Block after block of windows is tokenized into the cache, by whichever process needs it first, and the oldest go. Beside
-each block lies where the stream stood before it, so that a run that goes on reads on from there.
+Block after block of windows is tokenized into the cache, by the first process that needs it, and the oldest are
+deleted. The position of the stream before each block is stored with it, so that a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ FORMAT = "stream-1"  # raise it when files change
 BLOCK_TOKENS = 1 << 22
 VALID_WINDOWS = 256
 KEPT = 3  # blocks on the disk
-AT_ONCE = 256  # documents, for the tokenizer's threads
+AT_ONCE = 256  # documents per batch, for the tokenizer's threads
 ENDLESS = 1 << 62  # samples
 
 
 class _Reader:
-    """The tokens of a streamed split, without end: after the last row comes the first again."""
+    """The tokens of a streamed split, without end: the first row follows the last."""
 
     def __init__(self, stream: TokenStream, split: str, place: dict[str, Any]):
-        """Begin at a `place` of this split."""
+        """Start at a `place` of this split."""
         self._stream, self._split = stream, split
         self._tokenizer = open_tokenizer(stream.tokenizer)
-        self.passes = 0  # ends that were reached
+        self.passes = 0  # passes over the split
         self._set, self._state = self._opened(), place["rows"]
         if self._state is not None:
             self._set.load_state_dict(self._state)
@@ -57,7 +57,7 @@ class _Reader:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where it stands, as JSON: the rows before those it has read last, and tokens of these that were taken."""
+        """The position as JSON: state before the last rows read, and the number of their tokens used."""
         return {"rows": self._state, "tokens": self._at}
 
     def take(self, count: int) -> np.ndarray:
@@ -73,7 +73,7 @@ class _Reader:
 
     def _read(self) -> None:
         """Read some rows."""
-        if self._begun:  # else it is at its place, which a set does not tell before it is read
+        if self._begun:  # at the start the set's state is unknown before reading
             self._state = self._set.state_dict()
         self._begun, self._at = True, 0
         end = np.uint32(self._tokenizer.eod_id)
@@ -90,8 +90,8 @@ class _Reader:
             for row in self._set:
                 empty = False
                 if not isinstance(row[column], str):
-                    message = f"--data hf:{name}: {column!r} is {type(row[column]).__name__} in a row, need a string"
-                    hint = "--text-field names another column"
+                    message = f"--data hf:{name}: {column!r} is {type(row[column]).__name__} in a row, not a string"
+                    hint = "set --text-field to another column"
                     raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
                 yield row[column]
             if empty and self.passes:
@@ -103,9 +103,9 @@ class _Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
-    """Blocks of tokens of one streamed set; each begins with the last token of the one before."""
+    """Blocks of tokens of a streamed set; each starts with the last token of the previous one."""
 
-    folder: Path  # in the cache: of this set, column, tokenizer and size of blocks
+    folder: Path  # cache folder for this set, column, tokenizer and block size
     name: str
     column: str
     tokenizer: str
@@ -113,7 +113,7 @@ class TokenStream:
     valid_tokens: int
 
     def block(self, number: int) -> TokenFile:
-        """Return a block's tokens, made now (with all before it that it takes) where they are not there."""
+        """Return a block's tokens, made now (with the blocks before it that it needs) if missing."""
         path = self.folder / f"block-{number}.bin"
         with cache_errors(f"hf:{self.name}"):
             if not path.is_file():
@@ -123,22 +123,22 @@ class TokenStream:
         return TokenFile(path, "uint32")
 
     def begin(self, valid_split: str | None) -> TokenFile:
-        """Return the tokens to validate on: of a split of their own, or the first ones, which training leaves out."""
+        """Return the validation tokens: from their own split, or the first ones, which training skips."""
         path, beginning = self.folder / "valid.bin", {"rows": None, "tokens": 0}
         with cache_errors(f"hf:{self.name}"), self._alone():
             if not self._noted(0).is_file():
                 reader = _Reader(self, valid_split or "train", beginning)
                 tokens = reader.take(self.valid_tokens)
                 if reader.passes and valid_split is None:
-                    message = f"--data hf:{self.name} has fewer tokens than the {self.valid_tokens:,} that a stream "
-                    message += "validates on"
-                    raise UserError(Problem(kind="data-too-short", message=message, hint="leave --stream out"))
+                    message = f"--data hf:{self.name} has fewer than the {self.valid_tokens:,} tokens a stream needs "
+                    message += "for validation"
+                    raise UserError(Problem(kind="data-too-short", message=message, hint="remove --stream"))
                 self._write(path, tokens)
                 self._note(0, beginning if valid_split else reader.place, int(tokens[-1]))
         return TokenFile(path, "uint32")
 
     def _make(self, number: int) -> None:
-        """Write this block, and those before it whose beginning is not noted; only the newest stay."""
+        """Write this block and those before it whose position is unknown; only the newest are kept."""
         first = number
         while not self._noted(first).is_file():
             first -= 1
@@ -158,7 +158,7 @@ class TokenStream:
         return self.folder / f"before-{block}.json"
 
     def _note(self, block: int, place: dict[str, Any], last: int) -> None:
-        """Write where the stream stands before a block, and the token that it begins with."""
+        """Store the stream's position before a block, and the token with which it starts."""
         write_json(self._noted(block), {"place": place, "last": last})
 
     def _write(self, path: Path, tokens: np.ndarray) -> None:
@@ -168,7 +168,7 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedText(Dataset):
-    """Window i of an endless stream: as `CausalText` has it, of the block that window i is in."""
+    """Window i of an endless stream: like `CausalText` on the block that contains it."""
 
     draws = False
 
@@ -178,19 +178,19 @@ class StreamedText(Dataset):
 
     @property
     def ordered_in(self) -> int:
-        """Windows of a block, within which samples are shuffled."""
+        """Windows per block, within which samples are shuffled."""
         return self.stream.block_tokens // self.seq_len
 
     def __len__(self) -> int:
         return ENDLESS
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch; `keys` are not used."""
+        """See Dataset.batch; `keys` are unused."""
         import torch
 
         blocks, places = np.divmod(np.asarray(indices, dtype=np.int64), self.ordered_in)
         tokens, made = self.stream.block_tokens + 1, dict[str, Any]()
-        for block in np.unique(blocks).tolist():  # most batches are of one
+        for block in np.unique(blocks).tolist():  # most batches need one block
             mine = np.flatnonzero(blocks == block)
             text = CausalText(file=self.stream.block(block), tokens=tokens, seq_len=self.seq_len, pad_id=self.pad_id)
             for name, rows in text.batch(places[mine], keys).items():
@@ -207,8 +207,8 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
     splits = load_splits(argument, streaming=True)
     columns = splits["train"].column_names if "train" in splits else None
     if not columns or run.text_field not in columns:
-        what = f"no column {run.text_field!r} in a split called train; it has {', '.join(columns or splits)}"
-        hint = f"--text-field: {nearest(run.text_field, columns or [])}"
+        what = f"no column {run.text_field!r} in a split 'train'; it has {', '.join(columns or splits)}"
+        hint = f"set --text-field: {nearest(run.text_field, columns or [])}"
         message = f"--data hf:{argument} has {what}"
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
     windows = max(1, BLOCK_TOKENS // seq_len)
@@ -232,12 +232,12 @@ def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> 
         inputs=TextInputs(vocab_size=tokenizer.vocab_size, seq_len=seq_len),
         decode=tokenizer.decode,
         encode=tokenizer.encode,
-        notes=(f"read as it comes, {windows:,} samples at a time, in an order of their own each time",),
+        notes=(f"streamed and shuffled {windows:,} samples at a time",),
     )
 
 
 def _content(argument: str) -> str:
-    """Return the name of a set; of a local folder also its files, their sizes and times of change."""
+    """Return the name of a set; for a local folder also its files with sizes and modification times."""
     folder = Path(argument.partition(":")[0]).expanduser()
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
     facts = ((path, path.stat()) for path in files)

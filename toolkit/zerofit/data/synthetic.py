@@ -1,4 +1,4 @@
-"""Made-up data that can be learned: for trying out a set-up, and for measuring speed without a disk."""
+"""Synthetic data that can be learned, to try a set-up and to measure speed without a disk."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
-STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # how far the next token lies from this one, equally likely
-ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a made-up table; SPREAD: noise around a class's centre
-LARGE = 128  # pixels of a side from which loader processes pay: 0.5 ms an image of 224
-POOL = 1 << 21  # random values that images share; drawing 150,000 normals an image would take longer than training
+STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # distances to the next token, all equally likely
+ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a synthetic table; SPREAD: noise around a class's centre
+LARGE = 128  # pixels per side from which loader processes are useful (0.5 ms per image of 224)
+POOL = 1 << 21  # random values shared by images; 150,000 new normals per image would take longer than training
 
 
 def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -> Data:
@@ -50,7 +50,7 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
 
 
 def _synthetic_masks(name: str, run: Run) -> Data:
-    """Open images of 4 classes a pixel (`synthetic:N`: N), 64 pixels or --image-size."""
+    """Open images with 4 pixel classes (`synthetic:N`: N), 64 pixels or --image-size."""
     classes, size = _size(name, default=4, what="classes"), run.image_size or 64
     make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
     inputs = SegmentationInputs(channels=3, size=size, classes=classes)
@@ -58,7 +58,7 @@ def _synthetic_masks(name: str, run: Run) -> Data:
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
-    """Open rows of 10 numbers around the centre of their class, of 10 classes (`synthetic:N`: N)."""
+    """Open rows of 10 numbers around the centres of 10 classes (`synthetic:N`: N)."""
     classes = _size(name, default=10, what="classes")
     generator = np.random.Generator(np.random.Philox(key=run.seed))
     centres = generator.standard_normal((classes, FEATURES))
@@ -72,7 +72,7 @@ def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
 
 
 def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open text of a vocabulary of 256 (`synthetic:N`: N); its last id is the mask of a masked language model."""
+    """Open text with a vocabulary of 256 (`synthetic:N`: N); a masked language model's mask is its last id."""
     vocab = _size(name, default=256, what="ids in the vocabulary")
     mask_id = vocab - 1 if task == "masked-lm" else None
     used = vocab if mask_id is None else vocab - 1
@@ -87,9 +87,9 @@ def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open noise in the shapes that the model of a run is fed: ids, pixels, spectrograms. It measures, nothing more."""
+    """Open noise in the shapes of the model's inputs (ids, pixels, spectrograms), only to measure memory and speed."""
     if ":" in name:
-        message, hint = f"--data {name}: the model has its own vocabulary", "--data synthetic"
+        message, hint = f"--data {name}: the model has its own vocabulary", "use --data synthetic"
         raise UserError(Problem(kind="data-argument", message=message, hint=hint, where="--data"))
     fed = Fed(image=(3, run.image_size)) if run.image_size else Fed()
     inputs = named_inputs(find(run.model), dict(run.model_args), seq_len, fed)
@@ -98,7 +98,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
-    """Open tokens of 2 classes (`synthetic:N`: N): a text's is that of its first token, a tag that of its own."""
+    """Open tokens of 2 classes (`synthetic:N`: N): a text has its first token's class, a tag its own token's."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
     how: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
@@ -113,24 +113,24 @@ def _size(name: str, default: int, what: str) -> int:
     if not argument:
         return default
     if not argument.isdigit() or not 2 <= int(argument) <= 1_000_000:
-        message = f"--data {name}: the number of {what} is between 2 and 1,000,000"
-        raise UserError(Problem(kind="data-argument", message=message, hint="--data synthetic", where="--data"))
+        message = f"--data {name}: the number of {what} has to be from 2 to 1,000,000"
+        raise UserError(Problem(kind="data-argument", message=message, hint="use --data synthetic", where="--data"))
     return int(argument)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MadePictures(LabelledDataset):
-    """Pictures that are drawn when they are asked for."""
+    """Pictures that are drawn on demand."""
 
     n: int
-    first: int  # where this split begins in the endless row of samples
+    first: int  # start of this split in the endless row of samples
     classes: int
     size: int
     seed: int
 
     @property
     def decodes(self) -> bool:
-        """Whether pictures are so large that drawing a batch takes longer than a GPU trains on it."""
+        """Whether drawing a batch of such large pictures takes longer than a GPU trains on it."""
         return self.size >= LARGE
 
     def __len__(self) -> int:
@@ -139,10 +139,10 @@ class MadePictures(LabelledDataset):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImages(MadePictures):
-    """A coarse picture for each class under noise; sample i is a pure function of (seed, first + i)."""
+    """A coarse picture per class, with noise; sample i is a pure function of (seed, first + i)."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch; there is no augmentation, `keys` are not used."""
+        """See Dataset.batch; there is no augmentation, so `keys` are unused."""
         import torch
         from torch.nn.functional import interpolate
 
@@ -162,10 +162,10 @@ class SyntheticImages(MadePictures):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticMasks(MadePictures):
-    """Three rectangles in their classes' colours on a background of class 0 and noise; by (seed, first + i) alone."""
+    """Three rectangles in their classes' colours on background 0, with noise; a pure function of (seed, first + i)."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch; there is no augmentation, `keys` are not used."""
+        """See Dataset.batch; there is no augmentation, so `keys` are unused."""
         import torch
 
         colours = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
@@ -183,9 +183,9 @@ class SyntheticMasks(MadePictures):
         return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 
-@lru_cache(maxsize=8)  # images may have another size in each step
+@lru_cache(maxsize=8)  # images may have a different size in each step
 def _noise(classes: int, seed: int, pixels: int) -> np.ndarray:
-    """Return noise float32 (POOL + pixels,) that begins again after POOL."""
+    """Return noise float32 (POOL + pixels,) that repeats after POOL."""
     return np.resize(_drawn(classes, seed)[1], POOL + pixels)
 
 
@@ -199,15 +199,15 @@ def _drawn(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticText(Dataset):
-    """Token walks: each token lies one of STEPS (modulo the vocabulary) after the one before.
+    """Token walks: each token is one of STEPS (modulo the vocabulary) after the previous one.
 
-    Every token is equally frequent, so that the unigram entropy is ln(vocabulary), while a model that sees the token
-    before reaches the 1.75 bits (1.21 nats) of a step. With `mask_id`, samples are made for masked language models.
+    All tokens are equally frequent, so the unigram entropy is ln(vocabulary), while a model that sees the previous
+    token reaches the 1.75 bits (1.21 nats) of a step. With `mask_id`, samples are for masked language models.
     """
 
     n: int
     first: int
-    vocab: int  # tokens that occur
+    vocab: int  # number of tokens used
     seq_len: int
     seed: int
     mask_id: int | None = None
@@ -238,7 +238,7 @@ class SyntheticText(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLabelled(Dataset):
-    """Whole samples of noise, whose classes can be read off their tokens."""
+    """Samples of noise whose classes follow from their tokens."""
 
     n: int
     first: int
@@ -249,7 +249,7 @@ class SyntheticLabelled(Dataset):
         return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return "inputs", "attention_mask" and "labels"; `keys` are not used."""
+        """Return "inputs", "attention_mask" and "labels"; `keys` are unused."""
         import torch
 
         draws = cell_hashes(np.asarray(indices) + self.first, self.inputs.seq_len, self.seed)
@@ -260,13 +260,13 @@ class SyntheticLabelled(Dataset):
         return {name: torch.from_numpy(array) for name, array in made.items()}
 
     def targets(self, indices: Integers) -> int:
-        """Count a label for each sample, or for each token."""
+        """Count one label per sample, or per token."""
         return len(indices) * (self.inputs.seq_len if self.inputs.tags else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticNamed(Dataset):
-    """Noise of a model's own shapes; sample i is a pure function of (seed, first + i)."""
+    """Noise in the shapes of a model's inputs; sample i is a pure function of (seed, first + i)."""
 
     n: int
     first: int
@@ -277,7 +277,7 @@ class SyntheticNamed(Dataset):
         return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return the model's tensors: the first as "inputs", the last as "labels", others by their names."""
+        """Return the model's tensors: the first as "inputs", the last as "labels", others by name."""
         from zerofit.models.build import batch_keys
 
         numbers = np.asarray(indices) + self.first
@@ -285,7 +285,7 @@ class SyntheticNamed(Dataset):
         return {key: self._noise(one, numbers, place) for place, (key, one) in made}
 
     def _noise(self, one: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
-        """Return ids, or float32 between -1 and 1, of (samples, *shape)."""
+        """Return ids, or float32 between -1 and 1, of shape (samples, *shape)."""
         import torch
 
         hashes = cell_hashes(numbers, math.prod(one.shape), 4 * self.seed + place).reshape(-1, *one.shape)

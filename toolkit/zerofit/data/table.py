@@ -1,4 +1,4 @@
-"""Tables of numbers: a CSV file or a NumPy array, one sample a row, one column its class."""
+"""Tables of numbers: a CSV file or NumPy array with one sample per row and a column of classes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
-SHOWN = 5  # broken rows and class names that a message lists
+SHOWN = 5  # limit of broken rows and class names in a message
 MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRows(LabelledDataset):
-    """Rows of features, and their classes."""
+    """Rows of features with their classes."""
 
     features: np.ndarray  # float32 (n, features)
     labels: np.ndarray  # int64 (n,)
@@ -33,7 +33,7 @@ class TableRows(LabelledDataset):
         return len(self.labels)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """Return float32 (batch, features) and int64 (batch,); `keys` are not used."""
+        """Return float32 (batch, features) and int64 (batch,); `keys` are unused."""
         import torch
 
         chosen = np.asarray(indices)
@@ -42,47 +42,47 @@ class TableRows(LabelledDataset):
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """What a file holds; classes are the words of its label column."""
+    """The content of a file; classes are the texts of its label column."""
 
     features: np.ndarray  # float64 (n, features)
-    classes: Sequence[str]  # of the n rows
+    classes: Sequence[str]  # for each of the n rows
     label: str  # the label column's name
-    lines: Sequence[int]  # where each row stands, counted from 1
+    lines: Sequence[int]  # line of each row, from 1
     broken: tuple[str, ...] = ()  # "line 3: why"
 
 
 def open_table(name: str, run: Run, progress: Reporter) -> Data:
     """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; the label column is the named one, or the last.
 
-    A fixed fifth of each class is held out; features are standardised by mean and deviation of the training rows.
-    Raises UserError for rows that are broken (all of their lines, unless `skip_bad`) and labels that are no classes.
+    A fixed fifth of each class is held out. Features are standardised by mean and deviation of the training rows.
+    Raises UserError for broken rows (all of them, unless `skip_bad`) and labels that are not classes.
     """
     kind, _, argument = name.partition(":")
     path, column = _file_and_column(name, argument)
     try:
         table = _read_csv(path, column) if kind == "csv" else _read_npy(path, column)
     except (OSError, EOFError, ValueError, csv.Error) as error:
-        raise _unusable("data-missing", f"{path} cannot be read as {kind}: {error}", f"--data {kind}:FILE") from None
+        raise _unusable("data-missing", f"cannot read {path} as {kind}: {error}", f"use --data {kind}:FILE") from None
     if table.broken and not run.skip_bad:
         shown = "; ".join(table.broken[:SHOWN]) + ("; ..." if len(table.broken) > SHOWN else "")
         message = f"{len(table.broken)} of {len(table.broken) + len(table.lines)} rows of {path} are broken: {shown}"
-        raise _unusable("bad-rows", message, "mend them, or --skip-bad leaves them out")
+        raise _unusable("bad-rows", message, "fix them, or skip them with --skip-bad")
     labels, classes = _as_classes(path, table)
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():
-        raise _unusable("data-too-short", f"{path} has {len(labels)} rows: too few to hold a fifth out", "more rows")
+        raise _unusable("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
     whole = TableRows(features=_standardised(table.features, ~held_out), labels=labels)
     train, valid = (
         replace(whole, features=whole.features[part], labels=labels[part]) for part in (~held_out, held_out)
     )
     notes = [f"{path}: {len(train)} rows to train on and {len(valid)} held out, classes in {table.label!r}"]
-    notes += [f"{len(table.broken)} broken rows are left out"] if table.broken else []
+    notes += [f"{len(table.broken)} broken rows skipped"] if table.broken else []
     inputs = TableInputs(features=whole.features.shape[1], classes=len(classes))
     return Data(name=name, train=train, valid=valid, inputs=inputs, bad_samples=table.broken, notes=tuple(notes))
 
 
 def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
-    """Split "FILE:COLUMN"; a file whose name has a colon is taken as a whole. Raises UserError."""
+    """Split "FILE:COLUMN"; a file whose name contains a colon is not split. Raises UserError."""
     path, column = Path(argument).expanduser(), ""
     if not path.is_file() and ":" in argument:
         before, _, column = argument.rpartition(":")
@@ -90,12 +90,12 @@ def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         kind = name.partition(":")[0]
-        raise _unusable("data-missing", f"--data {name}: {path} {what}", f"--data {kind}:FILE or {kind}:FILE:COLUMN")
+        raise _unusable("data-missing", f"--data {name}: {path} {what}", f"use {kind}:FILE or {kind}:FILE:COLUMN")
     return path, column
 
 
 def _read_csv(path: Path, column: str) -> _Table:
-    """Read a table; its first line names the columns where no cell of it is a number, or it has the named one."""
+    """Read a table; its first line has column names if it has no number, or if it contains the named column."""
     file, delimiter = open_cells(path)
     with file:
         reader = csv.reader(file, delimiter=delimiter)
@@ -126,13 +126,13 @@ def _read_csv(path: Path, column: str) -> _Table:
 
 
 def _read_npy(path: Path, column: str) -> _Table:
-    """Read numbers (rows, columns); lines are rows counted from 1, and so are columns."""
+    """Read an array of numbers (rows, columns); lines and columns are counted from 1."""
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # a header that promises more than the file has fails
-    except Exception as error:  # its header is a Python literal: numpy raises what parsing and using that raises
+        array = np.lib.format.open_memmap(path, mode="r")  # fails if the header promises more than the file has
+    except Exception as error:  # the header is a Python literal, so numpy raises many types
         raise ValueError(f"{type(error).__name__}: {error}"[:200]) from None
     if array.ndim != 2 or array.dtype.kind not in "fiub" or not array.size:
-        raise ValueError("it holds no array of numbers (rows, columns)")
+        raise ValueError("it is not an array of numbers (rows, columns)")
     names = [str(n) for n in range(1, array.shape[1] + 1)]
     label = _label_place(path, names, column)
     array = array.astype(np.float64)
@@ -149,32 +149,32 @@ def _read_npy(path: Path, column: str) -> _Table:
 
 def _label_place(path: Path, names: Sequence[str], column: str) -> int:
     if len(names) < 2:
-        raise ValueError(f"it has {len(names)} column, and takes features and a label")
+        raise ValueError(f"it has {len(names)} column, but needs features and a label")
     if column and column not in names:
         message = f"{path} has no column {column!r} ({', '.join(names[:20])}{', ...' if len(names) > 20 else ''})"
-        raise _unusable("data-argument", message, nearest(column, names) or "name one of them, or none for the last")
+        raise _unusable("data-argument", message, nearest(column, names) or "use one of them, or none for the last")
     return names.index(column) if column else len(names) - 1
 
 
 def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[Sequence[str]]) -> None:
-    """Raise UserError for columns without a single number, which no row's repair would make features."""
+    """Raise UserError for columns without any number, which cannot be features."""
     words = [n for n in range(len(names)) if n != label and rows and all(_number(row[n]) is None for row in rows)]
     if words:
         shown = ", ".join(f"{names[n]!r} ({rows[0][n][:20]!r}, ...)" for n in words[:SHOWN])
-        message = f"{path}: {len(words)} of {len(names)} columns hold no number: {shown}; features are numbers"
-        hint = "number their words or leave the columns out; FILE:COLUMN names the column of the classes"
+        message = f"{path}: {len(words)} of {len(names)} columns have no numbers: {shown}"
+        hint = "replace words by numbers or remove the columns; FILE:COLUMN sets the column of the classes"
         raise _unusable("data-columns", message, hint)
 
 
 def _fault(row: Sequence[str], names: Sequence[str], label: int) -> str:
-    """Return what is wrong with a row; "" for nothing."""
+    """Return the fault of a row; "" if there is none."""
     if len(row) != len(names):
-        return f"{len(row)} cells, the table has {len(names)} columns"
+        return f"{len(row)} cells for {len(names)} columns"
     for place, (cell, name) in enumerate(zip(row, names, strict=True)):
         if place == label and not cell:
             return f"no label in {name!r}"
         if place != label and _number(cell) is None:
-            return f"{cell!r} in {name!r} is no finite number"
+            return f"{cell!r} in {name!r} is not a finite number"
     return ""
 
 
@@ -187,29 +187,29 @@ def _number(cell: str) -> float | None:
 
 
 def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
-    """Return labels int64 (n,) and the classes in their order: of their numbers, else of their words."""
+    """Return labels int64 (n,) and the classes, sorted as numbers or else as words."""
     for word, line in zip(table.classes, table.lines, strict=True):
         value = _number(word)
         if value is not None and value != int(value):
-            message = f"{path}, line {line}: the label {word} is a fraction, and labels are classes here"
-            raise _unusable("data-classes", message, "name the column of the classes: FILE:COLUMN")
+            message = f"{path}, line {line}: the label {word} is a fraction, not a class"
+            raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
     values = {word: _number(word) for word in set(table.classes)}
     first, others = table.classes[:1], set(table.classes[1:])
     if others and [values[word] for word in first] == [None] and all(values[word] is not None for word in others):
-        message = f"{path}, line {table.lines[0]}: the label {first[0]!r} is a word, and all others are numbers"
-        raise _unusable("data-classes", message, f"if it is the column's name: FILE:{first[0]}")
+        message = f"{path}, line {table.lines[0]}: the label {first[0]!r} is a word, but all others are numbers"
+        raise _unusable("data-classes", message, f"if it is the column's name, use FILE:{first[0]}")
     numeric = all(value is not None for value in values.values())
     keys = {word: f"{int(value or 0)}" if numeric else word for word, value in values.items()}  # "1" and "1.0" are one
     classes = sorted(set(keys.values()), key=lambda word: (int(word) if numeric else 0, word))
     if not 2 <= len(classes) <= MOST_CLASSES:
-        message = f"{path}: {table.label!r} holds {len(classes)} classes; 2 to {MOST_CLASSES:,} can be told apart"
-        raise _unusable("data-classes", message, "name the column of the classes: FILE:COLUMN")
+        message = f"{path}: {table.label!r} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
+        raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
     places = {word: n for n, word in enumerate(classes)}
     return np.array([places[keys[word]] for word in table.classes], dtype=np.int64), classes
 
 
 def _standardised(features: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Return float32 (n, features) of mean 0 and deviation 1 over the training rows; constant columns become 0."""
+    """Return float32 (n, features) with mean 0 and deviation 1 over the training rows; constant columns become 0."""
     mean, std = features[train].mean(axis=0), features[train].std(axis=0)
     return ((features - mean) / np.where(std > 0, std, 1.0)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Samples of text: windows of seq_len tokens cut from one long row of them, for causal and masked language models."""
+"""Samples of text: windows of seq_len tokens from one long row, for causal and masked language models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zerofit.data.hashing import cell_hashes
 from zerofit.data.token_cache import TokenFile
 from zerofit.spec.model_facts import IGNORE_INDEX
 
-MASKED_SHARE = 0.15  # of a sample's tokens are targets
+MASKED_SHARE = 0.15  # share of a sample's tokens that are targets
 _WHERE, _HOW, _WHAT = 11, 12, 13  # independent streams of random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TextWindows(Dataset):
-    """Samples that are windows of one row of tokens."""
+    """Windows of one row of tokens."""
 
     file: TokenFile
     tokens: int
@@ -25,12 +25,12 @@ class _TextWindows(Dataset):
     pad_id: int
 
     def _gather(self, indices: Integers, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens int64 (batch, width) from index * L on, padded at the end, and how many are real (batch,)."""
+        """Return tokens int64 (batch, width) from index * L on, padded at the end, and their real counts (batch,)."""
         row, stride = self.file.array(), self.seq_len
         starts = np.asarray(indices, dtype=np.int64) * stride
         real = np.minimum(len(row) - starts, width)
         full = (len(row) - width) // stride + 1 if len(row) >= width else 0
-        # A view of all whole windows: taking rows of it copies each window as one block.
+        # A view of all complete windows, so that each window is copied as one block.
         step = row.itemsize
         whole = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
         windows = np.full((len(starts), width), self.pad_id, dtype=np.int64)
@@ -45,7 +45,7 @@ class _TextWindows(Dataset):
 class CausalText(_TextWindows):
     """Window i: inputs tokens[i*L : (i+1)*L], labels the same shifted by one.
 
-    Every token but the row's very first is a label exactly once. The last window's rest is padding, labels -100.
+    Every token except the first of the row is a label exactly once. The last window is padded, with labels -100.
     """
 
     draws = False
@@ -54,7 +54,7 @@ class CausalText(_TextWindows):
         return -(-(self.tokens - 1) // self.seq_len)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch; `keys` are not used."""
+        """See Dataset.batch; `keys` are unused."""
         import torch
 
         windows, real = self._gather(indices, self.seq_len + 1)
@@ -63,17 +63,17 @@ class CausalText(_TextWindows):
         return {"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
     def targets(self, indices: Integers) -> int:
-        """Count the windows' tokens; fewer in the last one."""
+        """Count the windows' tokens; the last window may have fewer."""
         left = self.tokens - 1 - np.asarray(indices, dtype=np.int64) * self.seq_len
         return int(np.minimum(left, self.seq_len).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedText(_TextWindows):
-    """Window i: tokens[i*L : (i+1)*L] with 15 % of them (exactly, rounded) made targets by the sample's key."""
+    """Window i: tokens[i*L : (i+1)*L], where the sample's key selects exactly 15 % (rounded) as targets."""
 
     mask_id: int
-    ordinary_ids: np.ndarray  # int64: what a token may be replaced with
+    ordinary_ids: np.ndarray  # int64: possible replacements of a token
 
     def __len__(self) -> int:
         return -(-self.tokens // self.seq_len)
@@ -93,17 +93,17 @@ class MaskedText(_TextWindows):
 
 
 def masked_count(real: np.ndarray) -> np.ndarray:
-    """Return the number of targets of samples with `real` tokens: 15 % of them, rounded."""
+    """Return the number of targets in samples with `real` tokens: 15 %, rounded."""
     return np.rint(MASKED_SHARE * np.asarray(real)).astype(np.int64)
 
 
 def mask_tokens(
     tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Corrupt int64 (batch, seq_len) tokens, of which the first `real` (batch,) of each row count.
+    """Corrupt tokens, int64 (batch, seq_len), of which the first `real` (batch,) in each row count.
 
-    Exactly masked_count(real) places of each row, drawn by its key, become targets: 80 % of them become `mask_id`,
-    10 % one of the `ordinary` ids, 10 % stay as they are. Returns (inputs, labels), labels -100 elsewhere.
+    In each row the key selects exactly masked_count(real) places as targets: 80 % of them become `mask_id`, 10 % one of
+    the `ordinary` ids, 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.
     """
     width = tokens.shape[1]
     draws = cell_hashes(keys, width, _WHERE)

@@ -1,4 +1,4 @@
-"""Sources of text: Python's own library, files; documents, a hash of them, and their validation part."""
+"""Sources of text: Python's own library and files, with their documents, hash and validation part."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
-HELD_OUT = 0.05  # share of the text that becomes validation data where a source brings no split of its own
-WHOLE_DOCUMENTS_FROM = 20  # from so many documents on, whole ones are held out
-MANY = 200_000  # so many names are not sorted: their hashes are evenly enough spread
-NAMED = 20  # problems that an error lists
+HELD_OUT = 0.05  # share of the text held out for validation if a source has no split
+WHOLE_DOCUMENTS_FROM = 20  # from this many documents on, full documents are held out
+MANY = 200_000  # more names are not sorted, because their hashes are uniform enough
+NAMED = 20  # limit of problems in an error
 CHUNK_BYTES = 1 << 22
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
@@ -35,8 +35,8 @@ class TextPiece(NamedTuple):
     """Consecutive text of one document."""
 
     text: str
-    held_out: bool  # it is validation text
-    ends: bool  # the document, or its part before the held-out one, ends here
+    held_out: bool  # belongs to validation data
+    ends: bool  # the document or its training part ends here
 
 
 class Survey(NamedTuple):
@@ -47,20 +47,20 @@ class Survey(NamedTuple):
 
 
 class Source(ABC):
-    """Documents, in a fixed order."""
+    """Documents in a fixed order."""
 
     name: str  # as shown to the user
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that changes when a file is added, removed or written to, without reading the files."""
+        """Return a text that changes when a file is added, removed or modified, without reading files."""
 
     @abstractmethod
     def survey(self, progress: Reporter) -> Survey:
         """Hash all content and count the documents. Raises UserError "empty-data"."""
 
     def size_bytes(self) -> int | None:
-        """Return the bytes of text, for the progress bar; None where that is not known."""
+        """Return the bytes of text for the progress bar; None if unknown."""
         return None
 
 
@@ -69,13 +69,13 @@ class TextSource(Source):
 
     @abstractmethod
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """Yield all text, a few MB (or one jsonl line) at a time at most. Raises UserError with every bad place."""
+        """Yield all text, at most a few MB (or one jsonl line) at a time. Raises UserError with all bad places."""
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> int:
-    """Return the name hash up to which documents are validation data: 5 % of them, and at least one.
+    """Return the name hash up to which documents are validation data: 5 % of them, at least one.
 
-    -1 with fewer than 20 documents: then the end of each document is held out, unless they are to stay `whole`.
+    Returns -1 for fewer than 20 documents: then the end of each document is held out, unless `whole` is set.
     """
     if documents < WHOLE_DOCUMENTS_FROM and not whole:
         return -1
@@ -86,7 +86,7 @@ def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> 
 
 
 def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
-    """Yield a document as one piece, or, where documents are few, as its first 95 % and the rest."""
+    """Yield a document in one piece or, if documents are few, in two: its first 95 % and the rest."""
     if limit >= 0:
         yield TextPiece(text, name_hash(name) <= limit, True)
         return
@@ -98,20 +98,20 @@ def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSet(Source):
-    """Files, each one a document."""
+    """Files that are one document each."""
 
     name: str
-    files: tuple[tuple[str, Path], ...]  # (name that orders and splits them, where it is)
+    files: tuple[tuple[str, Path], ...]  # (name for order and split, path)
 
     def fingerprint(self) -> str:
-        """Hash names, sizes and times of change."""
+        """Hash names, sizes and modification times."""
         facts = ((path, path.stat()) for _, path in self.files)
         return text_digest(*(f"{path}\0{s.st_size}\0{s.st_mtime_ns}" for path, s in facts))
 
     def survey(self, progress: Reporter) -> Survey:
         """Hash all names (which decide the split) and all bytes, in order; each file is a document."""
         state = hashlib.blake2b(digest_size=16)
-        with progress.task(f"{self.name}: looking for tokens made before", self.size_bytes(), "bytes") as task:
+        with progress.task(f"{self.name}: looking for cached tokens", self.size_bytes(), "bytes") as task:
             for name, path in self.files:
                 state.update(f"\0{name}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
                 with path.open("rb") as file:
@@ -121,7 +121,7 @@ class FileSet(Source):
         return Survey(state.hexdigest(), len(self.files))
 
     def size_bytes(self) -> int | None:
-        """Sum the files' sizes; None where some are compressed."""
+        """Return the sum of the file sizes; None if some are compressed."""
         if any(is_compressed(path) for _, path in self.files):
             return None
         return sum(path.stat().st_size for _, path in self.files)
@@ -129,12 +129,12 @@ class FileSet(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(FileSet, TextSource):
-    """Files, each one a document of plain text."""
+    """Plain text files that are one document each."""
 
-    errors: str = "strict"  # what happens to bytes that are not UTF-8
+    errors: str = "strict"  # handling of bytes that are not UTF-8
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See Source.pieces; files that are not UTF-8 are named with line and column."""
+        """See Source.pieces; reports files that are not UTF-8 with line and column."""
         limit = held_out_hash((name for name, _ in self.files), documents)
         problems: list[Problem] = []
         for name, path in self.files:
@@ -158,7 +158,7 @@ class FileSource(FileSet, TextSource):
 
 
 def _cut_at_line(path: Path, wanted: int, size: int) -> int:
-    """Return where the first line at or after `wanted` begins; without one, the first character."""
+    """Return the start of the first line at or after `wanted`; without one, of the first character."""
     with open_plain(path) as file:
         skip(file, wanted)
         tail = file.read(CHUNK_BYTES)
@@ -170,7 +170,7 @@ def _cut_at_line(path: Path, wanted: int, size: int) -> int:
 
 
 def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[TextPiece]:
-    """Yield bytes start..stop of a file, in pieces that end with a line where lines are not absurdly long."""
+    """Yield bytes start..stop of a file, in pieces that end with a line unless lines are very long."""
     decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")(errors)
     with open_plain(path) as file:
         skip(file, start)
@@ -182,7 +182,7 @@ def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) 
 
 
 def _not_utf8(path: Path) -> Problem:
-    """Name the first place of a file that is not UTF-8 as file:line:column (columns count bytes, from 1)."""
+    """Return a problem for the first byte that is not UTF-8, as file:line:column (columns count bytes, from 1)."""
     with open_plain(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -195,25 +195,25 @@ def _not_utf8(path: Path) -> Problem:
 
 
 def not_utf8_hint(path: Path) -> str:
-    """Return what to do with a file that is text in another encoding."""
-    return f"iconv -f ENCODING -t utf-8 {path} > NEW converts it (latin1, cp1252, gb18030, ...)"
+    """Return the hint for a file in another encoding."""
+    return f"convert it: iconv -f ENCODING -t utf-8 {path} > NEW (latin1, cp1252, gb18030, ...)"
 
 
 def open_pysource(run: Run, argument: str) -> Source:
-    """Open the Python files of the running interpreter's standard library, ordered by relative path.
+    """Open the Python files of the interpreter's standard library, ordered by relative path.
 
-    Without installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
+    Skips installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = tuple((name, root / name) for name in sorted(_library_files(root)))
     if not files:
-        message = f"--data pysource: {root} holds no Python source (a stripped interpreter?)"
-        raise UserError(Problem(kind="empty-data", message=message, hint="--data text:GLOB", where="--data"))
+        message = f"--data pysource: no Python source in {root} (a stripped interpreter?)"
+        raise UserError(Problem(kind="empty-data", message=message, hint="use --data text:GLOB", where="--data"))
     return FileSource(name="pysource", files=files, errors="replace")
 
 
 def _library_files(root: Path) -> Iterator[str]:
-    """Yield relative paths of Python files, without walking through installed packages, often far more."""
+    """Yield relative paths of Python files, skipping installed packages, which are often far more."""
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
         yield from (Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py"))
@@ -222,20 +222,20 @@ def _library_files(root: Path) -> Iterator[str]:
 def open_text(run: Run, argument: str) -> Source:
     """Open files as documents, UTF-8, ordered by path.
 
-    With 20 files or more, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer,
-    the last 5 % of the bytes of each, cut at a line's end. Raises UserError "empty-data" when nothing matches.
+    From 20 files on, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer, the last
+    5 % of the bytes of each, cut at the end of a line. Raises UserError "empty-data" if nothing matches.
     """
     return FileSource(name=f"text:{argument}", files=matching_files("text", argument))
 
 
 def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
-    """Return (path relative to the fixed part of the pattern, path): a moved folder keeps its split and its cache."""
+    """Return (path relative to the fixed part of the pattern, path), so that a moved folder keeps split and cache."""
     full = str(Path(pattern).expanduser())
     found = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
     if not found:
         message = f"--data {kind}:{pattern} matches no file"
         folder = Path(full).is_dir()
-        hint = f"a folder needs a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
+        hint = f"use a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
         raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
     refuse_others(found, NAMED)
     root = Path(glob.escape(full) if Path(full).is_file() else full).absolute()

@@ -1,4 +1,4 @@
-"""Tokens on the disk: made once, by one process, and then mapped into memory by all."""
+"""Tokens on disk: made once by one process, then memory-mapped by all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_CHARACTERS, BATCH_PIECES = 1 << 20, 1024
 
 
 class TokenFile:
-    """Token ids in a file, mapped when first used; a pickle holds the path and not the tokens."""
+    """Token ids in a file, mapped on first use; a pickle contains only the path."""
 
     def __init__(self, path: Path, dtype: str):
         self.path, self.dtype = path, dtype
@@ -35,7 +35,7 @@ class TokenFile:
     def array(self) -> np.ndarray:
         """Return all ids, uint16 or uint32 (tokens,), read-only."""
         if self._array is None:
-            empty = not self.path.stat().st_size  # which cannot be mapped
+            empty = not self.path.stat().st_size  # an empty file cannot be mapped
             self._array = np.empty(0, self.dtype) if empty else np.memmap(self.path, dtype=self.dtype, mode="r")
         return self._array
 
@@ -46,12 +46,12 @@ class Tokens:
 
     train: TokenFile
     valid: TokenFile
-    counts: dict[str, int]  # tokens a split
+    counts: dict[str, int]  # tokens per split
     unigram_entropy_nats: float  # see Data.unigram_entropy_nats
 
 
 def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
-    """Open the tokens of a source: mapped if they were made before, else made now (or by the process that does it).
+    """Open the tokens of a source: existing ones, else make them now, or wait for the process that does.
 
     Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
     """
@@ -73,7 +73,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) ->
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield lists large enough to keep a tokenizer's threads busy, small enough for any memory."""
+    """Yield batches large enough for the tokenizer's threads, small enough for memory."""
     batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
@@ -87,7 +87,7 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _Writer:
-    """One split's file of ids, with their hash and how often each occurs."""
+    """One split's file of ids, with their hash and counts."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -97,14 +97,14 @@ class _Writer:
         self._unigrams = np.zeros(tokenizer.vocab_size, dtype=np.int64)
 
     def add(self, ids: np.ndarray, ends: bool) -> None:
-        """Append a piece and, where its document ends, the end-of-document id."""
+        """Append a piece and, if its document ends, the end-of-document id."""
         tokens = np.append(ids.astype(self._dtype), np.array([self._eod_id] * ends, dtype=self._dtype))
         self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
         self._hash.update(tokens.data)
         self._file.write(tokens.data)
 
     def close(self) -> dict:
-        """Flush to the disk and return what meta.json holds about the file."""
+        """Flush to disk and return the file's entry in meta.json."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -114,7 +114,7 @@ class _Writer:
 
 
 def _read(folder: Path) -> Tokens | None:
-    """Return the tokens in a finished folder; None where there is none or its files have another size than noted."""
+    """Return the tokens of a complete folder; None if it is missing or has files of wrong size."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         files = {split: TokenFile(folder / f"{split}.bin", meta[split]["dtype"]) for split in SPLITS}

@@ -1,4 +1,4 @@
-"""Tokenizers: plain bytes, or one of transformers' from a folder, a tokenizer.json or the hub."""
+"""Tokenizers: plain bytes, or a transformers tokenizer from a folder, a tokenizer.json or the hub."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from zerofit.spec.foreign import Unreadable, read_json
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _MASK_TOKENS = ("[MASK]", "<mask>")
-_KNOWN = "--tokenizer bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
-_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # transformers' and those it converts
+_KNOWN = "use bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
+_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)  # transformers' and convertible ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +34,18 @@ class Tokenizer:
     """Turns text into ids and back."""
 
     name: str
-    identity: str  # hash of all that decides which ids a text becomes
-    vocab_size: int  # every id is below it
-    eod_id: int  # put after each document
+    identity: str  # hash of everything that determines a text's ids
+    vocab_size: int  # upper bound of ids
+    eod_id: int  # follows each document
     mask_id: int | None
-    ordinary_ids: np.ndarray  # int64: the ids that are not special tokens
+    ordinary_ids: np.ndarray  # int64: ids that are not special tokens
     encode_all: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[list[int]], str]
-    loaded: Any = None  # transformers' own tokenizer; None for bytes
+    loaded: Any = None  # the transformers tokenizer; None for bytes
 
     @cached_property
     def added_ids(self) -> np.ndarray:
-        """Return the ids of tokens that stand for themselves, such as those that end a turn, int64."""
+        """Return the ids of added tokens (those that end a turn, for example), int64."""
         added = self.loaded.added_tokens_decoder if self.loaded is not None else ()
         return np.array(sorted(added), dtype=np.int64)
 
@@ -51,7 +57,7 @@ class Tokenizer:
 def open_tokenizer(name: str) -> Tokenizer:
     """Open `bytes`, a folder with a tokenizer, a tokenizer.json, or a name on the Hugging Face hub.
 
-    Remote code is never run. Raises UserError "tokenizer".
+    Never runs remote code. Raises UserError "tokenizer".
     """
     if name == "bytes" or was_trained_on_bytes(Path(name).expanduser()):
         return _bytes_tokenizer()
@@ -59,12 +65,12 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has files of a tokenizer, or is of a model that zerofit trained on bytes."""
+    """Return whether a model's folder has tokenizer files, or a model that zerofit trained on bytes."""
     return any(next(folder.glob(pattern), None) for pattern in _FILES) or was_trained_on_bytes(folder)
 
 
 def was_trained_on_bytes(folder: Path) -> bool:
-    """Return whether zerofit has trained the model in a folder on bytes, which have no files."""
+    """Return whether zerofit trained the model in a folder on bytes, which need no files."""
     try:
         return read_json(folder / CARD).get("tokenizer") == "bytes"
     except (OSError, Unreadable):
@@ -72,7 +78,7 @@ def was_trained_on_bytes(folder: Path) -> bool:
 
 
 def _bytes_tokenizer() -> Tokenizer:
-    """Make ids of 256 bytes, end of document, mask, padding (258) and a spare (a vocabulary divisible by 4)."""
+    """Return a tokenizer of 256 bytes, end of document, mask, padding (258) and a spare id (divisible by 4)."""
     return Tokenizer(
         name="bytes",
         identity="bytes-1",
@@ -88,13 +94,13 @@ def _bytes_tokenizer() -> Tokenizer:
 def _transformers_tokenizer(name: str) -> Tokenizer:
     loaded = load_transformers(name)
     vocab = loaded.get_vocab()
-    if set(vocab.values()) <= {*loaded.all_special_ids, *loaded.added_tokens_decoder}:  # made of no file at all
-        message = f"--tokenizer {name} has no vocabulary: {len(vocab)} special tokens are all that it can write"
+    if set(vocab.values()) <= {*loaded.all_special_ids, *loaded.added_tokens_decoder}:  # no file was found
+        message = f"--tokenizer {name} has no vocabulary, only {len(vocab)} special tokens"
         raise UserError(Problem(kind="tokenizer", message=message, hint=_KNOWN, where="--tokenizer"))
     end = _first_id(vocab, (loaded.eos_token, loaded.sep_token, *_END_TOKENS))
     if end is None:
         message = f"--tokenizer {name} has no token that ends a document (eos_token or sep_token)"
-        hint = "set eos_token in its tokenizer_config.json, or --tokenizer bytes"
+        hint = "set eos_token in its tokenizer_config.json, or use --tokenizer bytes"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     mask = _first_id(vocab, (loaded.mask_token, *_MASK_TOKENS))
     special = {*loaded.all_special_ids, end, mask}
@@ -118,14 +124,14 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
     )
 
 
-def load_transformers(name: str) -> Any:  # transformers types special tokens and decode() as wide unions
+def load_transformers(name: str) -> Any:  # Any: transformers' types of special tokens and decode() are wide unions
     """Open a transformers tokenizer from a folder, a tokenizer.json or the hub. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name).expanduser()
     if path.is_dir() and not has_tokenizer(path):
-        message = f"{name} has no files of a tokenizer: raw bytes would be ids that its weights have not learned"
-        hint = "--tokenizer FOLDER names the one of its training; --tokenizer bytes trains on raw bytes"
+        message = f"{name} has no tokenizer files, and its weights were not trained on bytes"
+        hint = "use --tokenizer FOLDER with its training tokenizer; --tokenizer bytes trains on raw bytes"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
@@ -136,12 +142,12 @@ def load_transformers(name: str) -> Any:  # transformers types special tokens an
             return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         with hub_if_reachable():
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # transformers, tokenizers and the hub client raise a dozen unrelated types
-        message = f"--tokenizer {name} could not be opened: {' '.join(str(error).split())[:200]}"
+    except Exception as error:  # transformers, tokenizers and the hub client raise many unrelated types
+        message = f"cannot open --tokenizer {name}: {' '.join(str(error).split())[:200]}"
         hint = "did you mean bytes?" if get_close_matches(name, ["bytes"]) else _KNOWN
         if path.is_dir() and not (path / "tokenizer.json").is_file():
             make = f"AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"
-            hint = f"make a tokenizer.json where sentencepiece and tiktoken are installed: {make}; or --tokenizer bytes"
+            hint = f"with sentencepiece and tiktoken installed, make a tokenizer.json: {make}; or use --tokenizer bytes"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from error
 
 
