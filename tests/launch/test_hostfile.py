@@ -78,7 +78,7 @@ def test_many_hosts_are_read_in_linear_time(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
 def test_an_empty_one_and_a_missing_one(tmp_path, text):
-    assert "names no host" in problems_of(tmp_path, text)[0].message
+    assert "no host in the hostfile" in problems_of(tmp_path, text)[0].message
     with pytest.raises(UserError, match="cannot read the hostfile"):
         read_hostfile(tmp_path / "nowhere")
 

@@ -24,7 +24,7 @@ def killed(start: Start, after: int, code: int, name: str) -> None:
     start.after(after)
     start.kill(1)
     assert start.wait() == code, start.text
-    assert start.text.count(f"error: rank 1 on {name} was killed from outside (SIGKILL)") == 1, start.text
+    assert start.text.count(f"error: rank 1 on {name} was killed (SIGKILL)") == 1, start.text
     assert start.workers() == {}
     assert start.faults()[-1]["kind"] == "killed"
 
@@ -37,7 +37,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint(tmp_path):
     start.kill(1)
     assert start.wait() == 0, start.text
     assert [fault["kind"] for fault in start.faults()] == ["killed"]
-    assert "rank 1 on localhost was killed from outside (SIGKILL)" in start.text
+    assert "rank 1 on localhost was killed (SIGKILL)" in start.text
     assert start.text.count("checking the run, the model and the data") == 2
     assert (start.result()["steps"], start.steps()) == (STEPS, list(range(1, STEPS + 1)))
     assert int(start.result()["resumed_from"][-8:]) >= 20

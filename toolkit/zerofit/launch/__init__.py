@@ -1,1 +1,1 @@
-"""Starting ranks through the deepspeed launcher, and what becomes of them."""
+"""Starting ranks through the deepspeed launcher, and the outcome of a start."""

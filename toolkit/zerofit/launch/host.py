@@ -1,4 +1,4 @@
-"""This host: its devices, the environment of its ranks, the way to other hosts, processes that a start has left."""
+"""This host: its devices, the environment of its ranks, its route to other hosts, left-over processes of a start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zerofit.spec.model_facts import Machine
 RUN_ID = "ZEROFIT_RUN"  # in the environment of every process of a start
 WAIT_S = 5.0
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
-# what DeepSpeed's builder reads of it (op_builder/builder.py, compute_capability_args): "8.0;9.0+PTX", not torch's
-# "9.0a" or "Hopper"
+# the format that DeepSpeed's builder reads (op_builder/builder.py, compute_capability_args): "8.0;9.0+PTX", not
+# torch's "9.0a" or "Hopper"
 _ARCHITECTURES = re.compile(r"[; ]*(\d+\.\d+(\+PTX)?[; ]*)*")
 
 
 def this_machine() -> Machine:
-    """Return what ranks can run on here: all GPUs, else the CPU."""
+    """Return the devices that ranks can use on this host: all GPUs, else the CPU."""
     import torch
 
     cores = usable_cores()
@@ -47,23 +47,23 @@ def this_machine() -> Machine:
         devices=cpu_ranks(cores),
         cores=cores,
         device_name=f"CPU ({platform.machine()})",
-        fp16=torch.ops.mkldnn._is_mkldnn_fp16_supported(),  # what DeepSpeed's CPU accelerator asks
-        bf16=True,  # torch computes it everywhere, slowly where the processor has no instructions for it
+        fp16=torch.ops.mkldnn._is_mkldnn_fp16_supported(),  # the check of DeepSpeed's CPU accelerator
+        bf16=True,  # torch supports it on any CPU, slowly without native instructions
     )
 
 
 def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of so many ranks on one host: accelerator, threads a rank, a place for compiled ops.
+    """Return the environment of `ranks` on one host: accelerator, threads per rank, a folder for compiled ops.
 
-    What is set already (in `base`, else here) stays, but for architectures to compile for that DeepSpeed cannot read.
+    Variables set in `base` (default: this environment) stay, except architectures that DeepSpeed cannot parse.
     """
     env = dict(os.environ if base is None else base)
     env.setdefault("DS_ACCELERATOR", accelerator)
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not stand in for the standard library's
+    env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not replace the standard library's
     if not _ARCHITECTURES.fullmatch(env.get(ARCH_LIST, "")):
-        env[ARCH_LIST] = ""  # DeepSpeed's builder ends in a ValueError at it, and asks the devices where it is empty
+        env[ARCH_LIST] = ""  # DeepSpeed's builder raises ValueError for it; if empty, it queries the devices
     if accelerator == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         env.setdefault("LOCAL_SIZE", str(ranks))
@@ -71,14 +71,14 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
 
 
 def ops_folder() -> Path:
-    """Return where compiled C++ ops lie; two environments that shared one folder would rebuild each other's."""
+    """Return the folder of compiled C++ ops; each environment has its own, or they would rebuild each other's ops."""
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]
     return cache_root() / "ops" / key
 
 
 def address_to(other: str) -> str | None:
-    """Return this host's address on the way to another one (a name or an IPv4 address); None where there is no way."""
+    """Return this host's address on the route to another host (name or IPv4 address); None without a route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((other, 9))  # sends nothing
@@ -88,25 +88,25 @@ def address_to(other: str) -> str | None:
 
 
 def interface_to(other: str) -> str | None:
-    """Return this host's interface on the way to another one; None where there is no way but its own loopback."""
+    """Return this host's interface on the route to another host; None if there is only loopback."""
     own = address_to(other)
     return None if own is None or own.startswith("127.") else interface_of(own)
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this address of this host's."""
+    """Return the name of this host's interface with this address."""
     plain, rows = address.split("%")[0], psutil.net_if_addrs().items()
     return next((name for name, found in rows if any(one.address.split("%")[0] == plain for one in found)), None)
 
 
 def others() -> Iterator[psutil.Process]:
-    """Return all processes on this host but this one and those that it descends from."""
+    """Return all processes on this host except this one and its ancestors."""
     spared = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     return (process for process in psutil.process_iter() if process.pid not in spared)
 
 
 def run_id_of(pid: int) -> str | None:
-    """Return the run id in a process's environment; None where there is none, or it is another user's process."""
+    """Return the run id in a process's environment; None without one or for another user's process."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -117,7 +117,7 @@ def run_id_of(pid: int) -> str | None:
 
 
 def end_all(run_id: str) -> int:
-    """Kill every process of a start on this host, but this one and those that it descends from; return how many."""
+    """Kill every process of a start on this host except this one and its ancestors; return their number."""
     found = [process for process in others() if run_id_of(process.pid) == run_id]
     for process in found:
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Hosts and their slots: the hostfile of the deepspeed launcher, read strictly, and its include and exclude filters."""
+"""Hosts and their slots: the deepspeed launcher's hostfile, read strictly, with its include and exclude filters."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from pathlib import Path
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.units import MOST_RANKS
 
-# what a host may be called: no character that a shell, pdsh (commas, %, brackets) or ssh (a leading dash) would read
+# valid host names: no characters special to a shell, pdsh (commas, %, brackets) or ssh (a leading dash)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-MOST_SLOTS = 4096  # ranks on a host: more than the cores of any
+MOST_SLOTS = 4096  # ranks per host; no host has more cores
 LINE = re.compile(r"(?P<name>\S+)(?:(?P<gap>\s+)(?P<rest>.*))?")
 SLOTS = re.compile(r"slots=(?P<count>\d+)\s*(?P<more>.*)")
 
 
 @dataclass(frozen=True)
 class Host:
-    """One node, and the devices on it that ranks may use."""
+    """A node, and its devices that ranks may use."""
 
     name: str
-    slots: int  # ranks on it
-    devices: tuple[int, ...] | None = None  # their device ids; None: the first `slots` ones
+    slots: int  # number of ranks
+    devices: tuple[int, ...] | None = None  # device ids; None: the first `slots`
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Device ids, one a rank."""
+        """Device ids, one per rank."""
         return self.devices if self.devices is not None else tuple(range(self.slots))
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Read the hosts in order: lines `name slots=N`, blank lines and # comments. Raises UserError with all faults."""
+    """Read the hosts in order: lines `name slots=N`, blank lines and # comments. Raises UserError with all problems."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        hint = "one line a host: `node1 slots=8`; for this machine alone take `zerofit train`"
+        hint = "write one line per host: `node1 slots=8`; for this machine alone use `zerofit train`"
         problem = Problem(kind="hostfile", message=f"cannot read the hostfile: {error}", hint=hint, where=str(path))
         raise UserError(problem) from None
     problems, hosts, lines = Problems(), list[Host](), dict[str, int]()
@@ -48,13 +48,13 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
                 hosts.append(host)
                 lines[host.name] = number
     if not hosts and not problems:
-        problems.add("hostfile", "the hostfile names no host", "one line a host: `node1 slots=8`", str(path))
+        problems.add("hostfile", "no host in the hostfile", "write one line per host: `node1 slots=8`", str(path))
     problems.raise_if_any()
     return tuple(hosts)
 
 
 def _host(content: str, place: str, before: dict[str, int], problems: Problems) -> Host | None:
-    """Return one line's host; what is wrong with it is noted with line and column."""
+    """Return one line's host; add its problems with line and column."""
     indent = len(content) - len(content.lstrip())
     match = LINE.fullmatch(content.strip())
     assert match
@@ -63,32 +63,32 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
     at = indent + len(name) + len(match["gap"] or "") + 1
     if not NAME.fullmatch(name):
         message = f"{name!r} is not a valid host name: letters, digits, '.', '-' and '_' are allowed"
-        hint = "give users, ports and other options of ssh in ~/.ssh/config"
+        hint = "put users, ports and other ssh options into ~/.ssh/config"
         problems.add("hostfile", message, hint, f"{place}:{column}")
         return None
     if name in before:
-        message = f"{name} stands here a second time, after line {before[name]}"
-        problems.add("hostfile", message, "give all its slots in one line", f"{place}:{column}")
+        message = f"{name} is listed twice, first in line {before[name]}"
+        problems.add("hostfile", message, "put all its slots in one line", f"{place}:{column}")
         return None
     slots = SLOTS.fullmatch(rest)
     if not slots or not 0 < int(slots["count"][:9]) <= MOST_SLOTS:
         message = f"{name} needs `slots=` and its number of ranks, 1 to {MOST_SLOTS}; got {rest[:80]!r}"
-        problems.add("hostfile", message, f"{name} slots=8", f"{place}:{at}")
+        problems.add("hostfile", message, f"write {name} slots=8", f"{place}:{at}")
         return None
     if slots["more"]:
         where = f"{place}:{at + slots.start('more')}"
-        problems.add("hostfile", f"{slots['more']!r} after the slots of {name} means nothing", "remove it", where)
+        problems.add("hostfile", f"unknown text {slots['more']!r} after the slots of {name}", "remove it", where)
         return None
     return Host(name, int(slots["count"]))
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """Return the hosts that a filter leaves: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
+    """Return the hosts left by a filter: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
 
-    Raises UserError for names and devices that the hostfile does not have, and where nothing is left.
+    Raises UserError for names and devices that are not in the hostfile, and if no host is left.
     """
     if include and exclude:
-        problem = Problem(kind="conflict", message="--include and --exclude are both given", hint="give one of them")
+        problem = Problem(kind="conflict", message="--include and --exclude are both given", hint="use one of them")
         raise UserError(problem)
     if not include and not exclude:
         return tuple(hosts)
@@ -109,7 +109,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
 
 
 def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems) -> dict[str, set[int]]:
-    """Return the devices that a filter names, by host: those of all its parts together, as DeepSpeed takes them."""
+    """Return the devices that a filter names, by host; parts for the same host add up, as in DeepSpeed."""
     picked, whole = dict[str, set[int]](), set[str]()
     for part in text.split("@"):
         name, colon, ids = part.partition(":")
@@ -117,29 +117,29 @@ def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems)
             problems.add("hostfile", f"{name!r} is not in the hostfile", nearest(name, hosts), flag)
             continue
         if colon and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", ids):
-            message = f"{part!r}: after the colon stand device ids, as in {name}:0,2"
-            problems.add("hostfile", message, "no spaces and no ranges", flag)
+            message = f"{part!r}: device ids have to follow the colon, as in {name}:0,2"
+            problems.add("hostfile", message, "use no spaces and no ranges", flag)
             continue
-        if name in picked and (not colon or name in whole):  # DeepSpeed would take the devices alone
-            message = f"{name} is named as a whole and once more"
-            problems.add("hostfile", message, "name it once, or its devices alone", flag)
+        if name in picked and (not colon or name in whole):  # DeepSpeed would use only the listed devices
+            message = f"{name} is named twice, once without devices"
+            problems.add("hostfile", message, "name it once, or only with devices", flag)
         whole |= set() if colon else {name}
         wanted = {int(i) for i in ids.split(",")} if colon else set(hosts[name].ids)
         beyond = sorted(wanted.difference(hosts[name].ids))
         if beyond:
             message = f"{name} has devices 0 to {hosts[name].slots - 1}, not {', '.join(map(str, beyond))}"
-            problems.add("hostfile", message, "raise its slots in the hostfile, or take others", flag)
+            problems.add("hostfile", message, "raise its slots in the hostfile, or use other devices", flag)
         picked[name] = picked.get(name, set()) | wanted
     return picked
 
 
 def check_size(nodes: int, slots: int, problems: Problems) -> None:
-    """Note nodes with more ranks in all than there can be."""
+    """Add a problem for more ranks in total than are possible."""
     if nodes * slots > MOST_RANKS:
-        message = f"--nodes {nodes} with --slots {slots}, and {MOST_RANKS:,} ranks in all are the most"
-        problems.add("bad-value", message, "take fewer", "--nodes and --slots")
+        message = f"--nodes {nodes} with --slots {slots} exceeds the limit of {MOST_RANKS:,} ranks"
+        problems.add("bad-value", message, "use fewer", "--nodes and --slots")
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
-    """Write a hostfile with these hosts, for DeepSpeed's runner."""
+    """Write a hostfile of these hosts for DeepSpeed's runner."""
     path.write_text("".join(f"{host.name} slots={max(host.ids) + 1}\n" for host in hosts), encoding="utf-8")

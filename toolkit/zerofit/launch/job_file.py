@@ -1,4 +1,4 @@
-"""Files for a scheduler: what of a user's text they can hold; written once, never over another."""
+"""Files for a scheduler: checks of user text, and writing without overwriting."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from typing import Literal
 
 from zerofit.spec.errors import Problem, Problems, UserError
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # POSIX, 8.1: names of environment variables
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # names of environment variables (POSIX, 8.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerJob:
-    """The content of a file for any scheduler. Everything is data: no value of it is read by a shell or expanded."""
+    """The content of a file for any scheduler. All values are data: no shell reads or expands them."""
 
     name: str
-    run: str  # run file, run folder or model: what `zerofit launch` takes
-    output: str  # run folder, on a file system that all nodes share
+    run: str  # run file, run folder or model, as for `zerofit launch`
+    output: str  # run folder on a shared file system
     nodes: int
-    slots: int  # ranks on a node: GPUs, or processors for ranks on the CPU
-    device: Literal["gpu", "cpu"]  # of a rank
+    slots: int  # ranks per node: GPUs, or processors for CPU ranks
+    device: Literal["gpu", "cpu"]  # device of each rank
     flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
     env: Mapping[str, str] = field(default_factory=dict)  # for all ranks, written into the file
 
     def texts(self) -> list[tuple[str, str]]:
-        """Return what stands in the file as it was given, each text with its knob."""
+        """Return the texts that go into the file unchanged, each with its flag."""
         words = [("--output", self.output), ("RUN", self.run), *(("RUN", flag) for flag in self.flags)]
         return [*words, *(("--env", value) for value in self.env.values())]
 
 
 def check_counts(counts: Mapping[str, int], problems: Problems) -> None:
-    """Note numbers, each under its knob, that are below 1."""
+    """Add problems for numbers below 1, each with its flag."""
     for knob, value in counts.items():
         if value < 1:
             problems.add("bad-value", f"got {value}; at least 1 is needed", "", knob)
 
 
 def check_texts(texts: Iterable[tuple[str, str]], problems: Problems) -> None:
-    """Note the texts, each with its knob, that no UTF-8 file of commands can hold."""
+    """Add problems for texts, each with its flag, that a UTF-8 file of commands cannot contain."""
     for knob, text in texts:
         found = next((ch for ch in text if ch in "\0\r" or "\ud800" <= ch <= "\udfff"), None)
         if found:
-            message = f"{text!r} has the character {found!r}, which the file cannot hold"
-            problems.add("bad-value", message, "take it out", knob)
+            message = f"{text!r} has the character {found!r}, which the file cannot contain"
+            problems.add("bad-value", message, "remove it", knob)
 
 
 def check_line(knob: str, text: str, problems: Problems, longest: int = 1000) -> None:
-    """Note a text that has to stand on one line of at most `longest` characters and does not."""
+    """Add a problem for a text that is not one line of at most `longest` characters."""
     found = next((ch for ch in text if not ch.isprintable()), None)
     if found:
         problems.add("bad-value", f"{text!r} has the character {found!r}; one line of text is allowed", "", knob)
@@ -59,7 +59,7 @@ def check_line(knob: str, text: str, problems: Problems, longest: int = 1000) ->
 
 
 def check_environment(names: Iterable[str], problems: Problems) -> None:
-    """Note names that no shell takes as a variable's."""
+    """Add problems for names that are not valid names of environment variables."""
     for name in names:
         if not NAME.fullmatch(name):
             message = f"{name!r} is not the name of an environment variable (letters, digits and _, no digit first)"
@@ -67,9 +67,9 @@ def check_environment(names: Iterable[str], problems: Problems) -> None:
 
 
 def write_once(path: Path, text: str, mode: int = 0o666) -> bool:
-    """Write a text file (UTF-8) and return whether it is new; `mode` is cut by the umask.
+    """Write a text file (UTF-8) and return whether it is new; the umask applies to `mode`.
 
-    Raises UserError rather than changing a file that differs.
+    Raises UserError instead of overwriting a different file.
     """
     data = text.encode()
     try:
@@ -79,8 +79,8 @@ def write_once(path: Path, text: str, mode: int = 0o666) -> bool:
     except FileExistsError:
         if path.is_file() and path.read_bytes() == data:
             return False
-        message, hint = f"{path} exists already and holds something else", "remove it, or write to another file"
+        message, hint = f"{path} exists with other content", "remove it, or write to another file"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where=str(path))) from None
     except OSError as error:
-        message, hint = f"cannot write {path}: {error.strerror}", "name a file in a folder that exists"
+        message, hint = f"cannot write {path}: {error.strerror}", "use a file in an existing folder"
         raise UserError(Problem(kind="unwritable", message=message, hint=hint, where=str(path))) from None

@@ -1,8 +1,8 @@
 """Manifests for Kubeflow: a TrainJob with its runtime (Trainer 2), or a PyTorchJob (Training Operator 1).
 
-Each pod is a node: it runs `zerofit launch --no-ssh`, whose arguments Kubernetes hands over without a shell. What the
-operator knows of the pod (its number, the first pod's address) it puts into the environment, and Kubernetes into the
-arguments: `$(NAME)` (kubernetes.io/docs, "Define a Command and Arguments for a Container").
+Each pod is a node. It runs `zerofit launch --no-ssh`, whose arguments Kubernetes passes without a shell. The operator
+puts the pod's number and the first pod's address into the environment, and Kubernetes expands them in the arguments as
+`$(NAME)` (kubernetes.io/docs, "Define a Command and Arguments for a Container").
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zerofit.spec.errors import Problems
 Kind = Literal["trainjob", "pytorchjob"]
 Data = dict[str, Any]
 
-BAD_INPUT = 2  # zerofit's exit code for what no restart mends
-# JobSet and the operator name pods and services after the job: NAME-worker-123-abcde within the 63 letters of DNS
+BAD_INPUT = 2  # zerofit's exit code for errors that a restart cannot fix
+# JobSet and the operator derive DNS names (at most 63 letters) from the job: NAME-worker-123-abcde
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # RFC 1123 subdomain, as PersistentVolumeClaims are named
-# Trainer 2 reads these of a job template to find the pods that train (pkg/constants, AncestorTrainer)
+CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # RFC 1123 subdomain, like names of PersistentVolumeClaims
+# labels by which Trainer 2 finds the training pods (pkg/constants, AncestorTrainer)
 TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 VARIABLES = {
     "trainjob": ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-    "pytorchjob": ("RANK", "MASTER_ADDR", "MASTER_PORT"),  # RANK: the pod's number, not a process's
+    "pytorchjob": ("RANK", "MASTER_ADDR", "MASTER_PORT"),  # here RANK is the pod's number
 }
 
 
@@ -36,40 +36,40 @@ VARIABLES = {
 class KubernetesJob(SchedulerJob):
     """The content of a manifest."""
 
-    image: str  # has zerofit on its PATH
+    image: str  # with zerofit on its PATH
     claim: str  # PersistentVolumeClaim (ReadWriteMany) for run folders and data, mounted in every pod
-    mount: str = "/zerofit"  # where it is mounted; paths in `run` and `output` that are not absolute start there
-    max_restarts: int = 10  # of all pods, from the newest checkpoint
-    grace_s: int = 300  # seconds that a pod has to save a checkpoint when it is evicted
-    secret_env: tuple[str, ...] = ()  # variables whose values come from the Secret `secret`, under the same keys
+    mount: str = "/zerofit"  # mount point; relative paths in `run` and `output` start there
+    max_restarts: int = 10  # restarts of all pods from the newest checkpoint
+    grace_s: int = 300  # seconds for an evicted pod to save a checkpoint
+    secret_env: tuple[str, ...] = ()  # variables with values from the same keys of the Secret `secret`
 
     @property
     def secret(self) -> str:
-        """Name of the Secret that holds what the manifest must not."""
+        """Name of the Secret with values that must not be in the manifest."""
         return f"{self.name}-env"
 
 
 def manifest_text(job: KubernetesJob, kind: Kind) -> str:
-    """Return the manifest as YAML. Raises UserError with everything in the job that cannot be written."""
+    """Return the manifest as YAML. Raises UserError with all problems of the job."""
     _check(job)
     documents = _train_job(job) if kind == "trainjob" else [_pytorch_job(job)]
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what occurs twice out twice: no anchors."""
+    """YAML dumper without anchors: repeated data are repeated in the output."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True: data is written out wherever it occurs."""
+        """Return True, so that repeated data are written out."""
         return True
 
 
 def _train_job(job: KubernetesJob) -> list[Data]:
-    """Return a runtime of this job's own, since volumes are a runtime's affair, and the job."""
+    """Return a runtime for this job, which defines its volumes, and the job."""
     pod = {"restartPolicy": "Never", **_pod(job, "node", {})}
     bad_input = {"containerName": "node", "operator": "In", "values": [BAD_INPUT]}
     jobs = {
-        "backoffLimit": 0,  # one pod alone cannot go on: JobSet starts all of them again
+        "backoffLimit": 0,  # a single pod cannot continue: JobSet restarts all of them
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bad_input}]},
         "template": {"spec": pod},
     }
@@ -88,7 +88,7 @@ def _train_job(job: KubernetesJob) -> list[Data]:
 
 
 def _pytorch_job(job: KubernetesJob) -> Data:
-    """Make pod 0 the master, the others workers; containers start again where they are: no pod goes on alone."""
+    """Return a job with pod 0 as master and the others as workers; failed containers restart in their pods."""
     container = {**_command(job, "pytorchjob"), "resources": _resources(job)}
     template = {"spec": _pod(job, "pytorch", container)}
     replicas = {"Master": 1} | ({"Worker": job.nodes - 1} if job.nodes > 1 else {})
@@ -105,7 +105,7 @@ def _pytorch_job(job: KubernetesJob) -> Data:
 
 
 def _pod(job: KubernetesJob, name: str, container: Data) -> Data:
-    """Return a pod with the shared volume, and shared memory beyond Docker's 64 MiB, which loaders and NCCL use up."""
+    """Return a pod with the shared volume and more shared memory than Docker's 64 MiB, for loaders and NCCL."""
     mounts = [{"name": "runs", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     volumes = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -129,7 +129,7 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
 
 
 def _literal(text: str) -> str:
-    """Return a text that Kubernetes expands to itself: `$$` is one `$`."""
+    """Return a text that Kubernetes leaves unchanged: `$$` stands for `$`."""
     return text.replace("$", "$$")
 
 
@@ -143,8 +143,8 @@ def _check(job: KubernetesJob) -> None:
     if job.max_restarts < 0:
         problems.add("bad-value", f"got {job.max_restarts}; at least 0 is needed", "", "--max-restarts")
     if not LABEL.fullmatch(job.name):
-        hint = "write a-z, 0-9 and -, a letter first, no - last, at most 40"
-        problems.add("bad-value", f"Kubernetes takes no job called {job.name!r}", hint, "--job-name")
+        hint = "use at most 40 of a-z, 0-9 and -, starting with a letter and not ending in -"
+        problems.add("bad-value", f"Kubernetes does not allow the job name {job.name!r}", hint, "--job-name")
     if not CLAIM.fullmatch(job.claim):
         message = f"{job.claim!r} is not the name of a claim"
         problems.add("bad-value", message, "`kubectl get pvc` lists them", "--claim")
@@ -158,5 +158,5 @@ def _check(job: KubernetesJob) -> None:
         problems.add("bad-value", f"{job.mount!r}: an absolute path without : and .. is needed", "", "--mount")
     elif not output.is_relative_to(mount) or ".." in output.parts:
         message = f"{job.output} is not on the shared volume, which is mounted at {job.mount}"
-        problems.add("bad-value", message, "name a folder there: every pod reads and writes it", "--output")
+        problems.add("bad-value", message, "use a folder on it, which every pod reads and writes", "--output")
     problems.raise_if_any()

@@ -1,4 +1,4 @@
-"""The site of one start's ranks, and the launcher's process on this machine, from its arguments to its end."""
+"""The launch site of one start's ranks, and the launcher's process on this machine."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from zerofit.spec.run_folder import Job, RunFolder
 
 HERE = "localhost"
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
-GRACE_S = 10.0  # for a launcher whose ranks have ended
+GRACE_S = 10.0  # time for a launcher to exit after its ranks
 GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSite:
-    """Hosts and devices for the ranks; made by `launch.local` for this machine and by `launch.runner` for many."""
+    """Hosts and devices for the ranks; made by `launch.local` for this machine and by `launch.runner` for several."""
 
-    hosts: tuple[str, ...]  # one a rank
-    addresses: Mapping[str, str]  # for each host: this command's address as seen from there
-    master: tuple[str, int]  # where rank 0 will listen
+    hosts: tuple[str, ...]  # one per rank
+    addresses: Mapping[str, str]  # by host: this command's address as seen from there
+    master: tuple[str, int]  # address and port of rank 0
     accelerator: str  # "cuda" or "cpu"
-    argv: Callable[[str], list[str]]  # the launcher's command, from the launch spec as one argument
-    env: Callable[[str], Mapping[str, str]]  # the launcher's environment, from the start's run id
-    cwd: str | None = None  # the launcher's; None: this command's
-    forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks beside what their host sets
-    interfaces: Mapping[str, str] = field(default_factory=dict)  # for each host: the network interface to the others
-    again: str = "zerofit train"  # the command that goes on with the run folder, given after it
-    coming_s: float = 180.0  # until a guard must have reported: ssh, Python and file systems on their first day
-    timeout_s: float  # without a heartbeat for so long, the ranks are ended
-    sweep: Callable[[str], list[str]] | None = None  # ends what has a run id on all hosts; returns notes for the user
+    argv: Callable[[str], list[str]]  # returns the launcher's command for a launch spec argument
+    env: Callable[[str], Mapping[str, str]]  # returns the launcher's environment for a run id
+    cwd: str | None = None  # working directory of the launcher; None: this command's
+    forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks on top of their host's
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: the network interface to the others
+    again: str = "zerofit train"  # command that resumes a run folder, its argument
+    coming_s: float = 180.0  # limit for a guard to report, with slow ssh, Python and cold file systems
+    timeout_s: float  # limit without a heartbeat before ranks are killed
+    sweep: Callable[[str], list[str]] | None = (
+        None  # kills processes of a run id on all hosts; returns notes for the user
+    )
 
 
 def launcher(ranks: int, port: int) -> list[str]:
-    """Return the deepspeed launcher of one node (`deepspeed.launcher.launch`), without the multi-node runner before it.
+    """Return the command of the deepspeed launcher for one node (`deepspeed.launcher.launch`), without its runner.
 
-    The runner looks for a hostfile of the machine's and exits 0 when this launcher is killed; one node needs neither.
-    The launcher and its ranks end with this process.
+    The multi-node runner looks for the machine's hostfile and exits 0 when this launcher is killed; one node does not
+    need it. The launcher and its ranks end with this process.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), LAUNCHER]
@@ -77,15 +79,19 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing has at this moment, of those that no system gives away unasked.
+    """Return a free TCP port in a range from which no system assigns ports.
 
-    Rank 0 listens seconds later, when it has imported torch: a port that the system chose may be another's by then.
+    Rank 0 listens seconds later, after importing torch. By then another process could have a port assigned by the
+    system.
     """
     for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-    message, hint = f"no free port in {NEVER_GIVEN.start} to {NEVER_GIVEN.stop - 1}", "end what listens on them"
+    message, hint = (
+        f"no free port in {NEVER_GIVEN.start} to {NEVER_GIVEN.stop - 1}",
+        "stop processes that use them",
+    )
     raise UserError(Problem(kind="ranks", message=message, hint=hint))
 
 
@@ -93,7 +99,7 @@ def free_port() -> int:
 def started(
     folder: RunFolder, argv: Sequence[str], env: Mapping[str, str], cwd: str | None, *, handle_signals: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the launcher's process while the block lasts; nothing of it is left on this host, however the block ends."""
+    """Run the launcher's process during the block; kill what is left of it on this host at the end."""
     with _requests_handed_on(folder) if handle_signals else nullcontext():
         with (folder.logs / "launcher.log").open("ab") as log:
             process = subprocess.Popen(
@@ -107,9 +113,9 @@ def started(
 
 @contextmanager
 def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
-    """Hand the first request to stop (SIGTERM, SIGUSR1, a closed terminal) on to the ranks, which save and end.
+    """Pass the first stop request (SIGTERM, SIGUSR1, a closed terminal) to the ranks, which save and stop.
 
-    One that comes later ends the block as Ctrl-C does, with KeyboardInterrupt.
+    A later request ends the block with KeyboardInterrupt, like Ctrl-C.
     """
     asked: list[float] = []
 
@@ -128,9 +134,9 @@ def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the launcher, whose ranks have been told to end, and kill what is left of its session.
+    """Wait for the launcher, whose ranks were told to stop, and kill what is left of its session.
 
-    It is not asked to end: DeepSpeed's runner would answer with a `pkill` on all hosts, which hits other runs too.
+    It gets no SIGTERM: DeepSpeed's runner would run `pkill` on all hosts, which also kills other runs.
     """
     try:
         process.wait(GRACE_S)

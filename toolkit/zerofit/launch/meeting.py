@@ -1,6 +1,6 @@
-"""The meeting of a launcher's processes before their run starts: they report, and the first gives them orders.
+"""Meeting of a launcher's processes before their run starts: they report, and the first gives orders.
 
-Over torch's TCPStore at the port that all of them know: torchrun's own store, else one of the first process.
+It uses torch's TCPStore at a port that all of them know: torchrun's own store, else one of the first process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from zerofit.launch.world import World
 from zerofit.spec.errors import Problem, RunFailed, UserError
 
-PATIENCE_S = 300.0  # for all processes to come: each imports torch first
+PATIENCE_S = 300.0  # for all processes to arrive, each after importing torch
 LEAVING_S = 10.0  # for all processes to read the last order
 LOOK_S = 0.1
 SAID_S = 5.0
@@ -26,7 +26,7 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Have torch, imported within the block, not tell on standard error of each try to connect."""
+    """Keep torch, imported within the block, from logging every connection attempt on standard error."""
     told = LOG_LEVEL in os.environ
     os.environ.setdefault(LOG_LEVEL, "ERROR")
     try:
@@ -37,10 +37,10 @@ def quiet_torch() -> Iterator[None]:
 
 
 class Meeting:
-    """One process's place in the meeting."""
+    """One process's side of the meeting."""
 
     def __init__(self, world: World):
-        """Open the store, or connect to it. Raises UserError where its port is taken, RunFailed where none is there."""
+        """Open or connect to the store. Raises UserError if its port is taken, RunFailed if it is unreachable."""
         with quiet_torch():
             from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -53,24 +53,24 @@ class Meeting:
         except RuntimeError as error:
             raise (self._taken(error) if opens else self._unreachable(error)) from None
         self._store = PrefixStore(f"zerofit/{world.job}/{world.attempt}", store)
-        # what outlives a restart by torchrun, whose store does
+        # survives restarts by torchrun, like its store
         self._kept = PrefixStore(f"zerofit/{world.job}", store) if world.agent_store else None
 
     def report(self, facts: Any) -> None:
-        """Tell the first process about this one."""
+        """Send facts about this process to the first one."""
         self._store.set(f"rank-{self._world.rank}", json.dumps(facts))
 
     def reports(self, say: Callable[[str], None]) -> list[Any]:
-        """Return what each process has reported, in the order of ranks. Raises RunFailed where some do not come."""
+        """Return the report of each process, in the order of ranks. Raises RunFailed if some are missing."""
         keys = [f"rank-{rank}" for rank in range(self._world.size)]
         return [json.loads(text) for text in self._all(keys, PATIENCE_S, say)]
 
     def order(self, **order: Any) -> None:
-        """Give the other processes an order."""
+        """Send an order to the other processes."""
         self._store.set(f"order-{next(self._orders)}", json.dumps(order))
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """Yield the first process's orders as they come. Raises RunFailed where it does not come, or is gone."""
+        """Yield the first process's orders. Raises RunFailed if it does not arrive or has died."""
         for number in itertools.count():
             try:
                 if number == 0:
@@ -86,40 +86,40 @@ class Meeting:
         self._store.set(f"answer-{self._world.rank}", text)
 
     def answers(self) -> dict[int, str]:
-        """Return what the other processes answer, by rank. Raises RunFailed where some do not."""
+        """Return the other processes' answers by rank. Raises RunFailed if some are missing."""
         ranks = range(1, self._world.size)
         found = self._all([f"answer-{rank}" for rank in ranks], PATIENCE_S, lambda _: None)
         return {rank: text.decode() for rank, text in zip(ranks, found, strict=True)}
 
     def leave(self) -> None:
-        """Tell the first process that its last order was read."""
+        """Confirm to the first process that its last order was read."""
         self._store.add("left", 1)
 
     def dismiss(self, code: int) -> None:
-        """Have the other processes end with this exit code, and wait until they have read so."""
+        """Order the other processes to exit with this code, and wait until they have read it."""
         self.order(exit=code)
         deadline = time.monotonic() + LEAVING_S
         while self._store.add("left", 0) < self._world.size - 1 and time.monotonic() < deadline:
             time.sleep(LOOK_S)
 
     def keep(self, name: str, text: str) -> None:
-        """Keep a text for the starts that follow in this job, where torchrun's store does."""
+        """Store a text for later starts of this job, if torchrun's store is used."""
         if self._kept:
             self._kept.set(name, text)
 
     def kept(self, name: str) -> str | None:
-        """Return what an earlier start has kept; None where there is nothing."""
+        """Return a text stored by an earlier start; None if there is none."""
         return self._kept.get(name).decode() if self._kept and self._kept.check([name]) else None
 
     def _all(self, keys: Sequence[str], patience_s: float, say: Callable[[str], None]) -> list[bytes]:
-        """Return the values of all keys once they are there; `say` hears who is waited for."""
+        """Return the values of all keys once they exist; `say` gets messages about missing processes."""
         deadline, said = time.monotonic() + patience_s, time.monotonic()
         while not self._store.check(list(keys)):
             missing = [key.rpartition("-")[2] for key in keys if not self._store.check([key])]
             who = f"{len(missing)} of {self._world.size} processes (rank {', '.join(missing[:5])})"
             if missing and time.monotonic() > deadline:
                 message = f"{who} did not report within {patience_s:.0f} s"
-                hint = f"every process that {self._world.launcher} starts has to run the same command"
+                hint = f"every process started by {self._world.launcher} has to run the same command"
                 raise RunFailed(Problem(kind="not-started", message=message, hint=hint))
             if missing and time.monotonic() - said > SAID_S:
                 said = time.monotonic()
@@ -135,7 +135,7 @@ class Meeting:
 
     def _unreachable(self, error: RuntimeError) -> RunFailed:
         host, port = self._world.master
-        lost = f"rank {self._world.rank} has lost the first process at {host} port {port}"
+        lost = f"rank {self._world.rank} lost the first process at {host} port {port}"
         message = f"{lost}: {str(error).splitlines()[0]}"
-        hint = "rank 0 says why it has ended; else set MASTER_ADDR to an address of its host that this one reaches"
+        hint = "see rank 0's output; if it runs, set MASTER_ADDR to an address of its host that this host can reach"
         return RunFailed(Problem(kind="leader", message=message, hint=hint, where="MASTER_ADDR"))

@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ ops, compiled before the ranks start and only where the run needs them."""
+"""DeepSpeed's C++ ops, compiled before the ranks start, and only those that the run needs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zerofit.spec.model_facts import Machine
 OFFLOADS = ("offload_optimizer", "offload_param")
 TRAINING = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "QuantizerBuilder")  # see `needed_ops`
 REMOTE = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "smb3", "ceph", "fuse.sshfs", "9p", "afs", "wekafs"}
-QUIET_S = 600.0  # without a change, after which a build on another host that shares the folder counts as dead
+QUIET_S = 600.0  # time without changes after which a build on another host counts as dead
 POLL_S = 0.5
 
 
 def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
-    """Return the names of the op builders that the engine will ask for under this DeepSpeed JSON."""
+    """Return the names of the op builders that the engine needs with this DeepSpeed JSON."""
     zero = config.get("zero_optimization", {})
     devices = [zero.get(part, {}).get("device", "none") for part in OFFLOADS]
     kind = config.get("optimizer", {}).get("type", "").lower()
@@ -49,7 +49,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 
 
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
-    """Return what a machine lacks for the NVMe offload of this DeepSpeed JSON; `found` there, by default here."""
+    """Return what is missing for this DeepSpeed JSON's NVMe offload; `found`: parts on another machine, else here."""
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
     nvme = [part for part, one in blocks.items() if isinstance(one, Mapping) and one.get("device") == "nvme"]
@@ -58,7 +58,7 @@ def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None 
     missing = [part for part, there in (libaio() if found is None else found).items() if not there]
     if not missing:
         return []
-    message = f"NVMe offload needs libaio, whose {' and '.join(missing)} the compiler does not find"
+    message = f"NVMe offload needs libaio, but the compiler does not find its {' and '.join(missing)}"
     hint = f"{LIBAIO_HINT}, or offload to the CPU"
     if missing == ["compiler"]:
         message, hint = "NVMe offload compiles one of DeepSpeed's C++ ops, but there is no C++ compiler", "install g++"
@@ -66,16 +66,16 @@ def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None 
 
 
 def _prebuilt(op: str) -> bool:
-    """Return whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1)."""
+    """Return whether DeepSpeed was installed with this op prebuilt (DS_BUILD_OPS=1)."""
     spec = importlib.util.find_spec("deepspeed")
     return bool(spec and spec.origin and list(Path(spec.origin).parent.glob(f"ops/*/{op}_op*.so")))
 
 
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
-    """Compile each op that is not there yet, saying every half second how long it has taken. Raises RunFailed.
+    """Compile each missing op and report the elapsed time every half second. Raises RunFailed.
 
-    One process builds at a time, and a build ends with the process that asked for it. torch's lock files that a killed
-    build has left in the folder are removed; those of a build that lives are waited for.
+    One process builds at a time, and a build ends with the process that requested it. Lock files of torch left by
+    killed builds are removed; those of running builds are waited for.
     """
     missing = [op for op in ops if not _is_built(env, op)]
     if not missing:
@@ -91,18 +91,18 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 
 
 def _built(env: Mapping[str, str], op: str) -> Path:
-    """Return the file that says that this environment has compiled an op on this host, whose processor and GPU count.
+    """Return the file that marks an op as compiled by this environment on this host (for its processor and GPU).
 
-    To find that out by DeepSpeed's builder takes a process that imports DeepSpeed: 6 s. A rank loads the op by it
-    anyway, and compiles what is missing after all.
+    Asking DeepSpeed's builder takes a process that imports DeepSpeed: 6 s. A rank uses the builder anyway and compiles
+    what is missing.
     """
     return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"
 
 
 def _is_built(env: Mapping[str, str], op: str) -> bool:
-    """Return whether an op was compiled since its sources and torch's headers were installed.
+    """Return whether an op was compiled after its sources and torch's headers were installed.
 
-    Newer ones of the same version, too, are compiled again: by a rank, without a word, where nobody did before.
+    A reinstall of the same version counts too: otherwise a rank would silently recompile the op.
     """
     built = _built(env, op)
     specs = [importlib.util.find_spec(name) for name in ("torch", "deepspeed")]
@@ -129,16 +129,16 @@ def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None
             except subprocess.TimeoutExpired:
                 continue
     finally:
-        end_session(process.pid)  # ninja and the compilers it has started
+        end_session(process.pid)  # ninja and its compilers
         process.wait()
     if process.returncode:
-        hint = LIBAIO_HINT if op == "AsyncIOBuilder" else "it needs a C++ compiler, ninja and the Python headers"
-        message = f"DeepSpeed's {op} does not build here: {' | '.join(output.strip().splitlines()[-3:])}"
+        hint = LIBAIO_HINT if op == "AsyncIOBuilder" else "install a C++ compiler, ninja and the Python headers"
+        message = f"cannot compile DeepSpeed's {op}: {' | '.join(output.strip().splitlines()[-3:])}"
         raise RunFailed(Problem(kind="op-build", message=message, hint=hint, where=op))
 
 
 def end_session(session: int) -> None:
-    """Kill every process of a session: ninja puts each compiler into a process group of its own."""
+    """Kill every process of a session: ninja puts each compiler into a separate process group."""
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session and process.pid != os.getpid():
@@ -148,9 +148,9 @@ def end_session(session: int) -> None:
 
 
 def build(parent: int, op: str) -> None:
-    """Compile an op, or find it compiled; ends with its parent: `python -m zerofit.launch.ops PARENT OP`.
+    """Compile an op unless it is compiled; ends with its parent: `python -m zerofit.launch.ops PARENT OP`.
 
-    An AssertionError where this machine lacks what it needs.
+    Raises AssertionError if this machine lacks what the op needs.
     """
 
     def end(*_: object) -> None:
@@ -161,26 +161,26 @@ def build(parent: int, op: str) -> None:
     end_with_parent(parent, signal.SIGTERM)
     from deepspeed.accelerator import get_accelerator
 
-    accelerator: Any = get_accelerator()  # DeepSpeed annotates nothing of it
+    accelerator: Any = get_accelerator()  # DeepSpeed has no type annotations for it
     builder = accelerator.get_op_builder(op)()
     assert builder.is_compatible(verbose=True), f"{op} is not compatible with this machine"
     builder.load()
 
 
 def locks_by_existence() -> bool:
-    """Return whether the installed torch takes a lock file that exists for a lock that is held."""
+    """Return whether the installed torch treats an existing lock file as a held lock."""
     spec = importlib.util.find_spec("torch")
     assert spec and spec.origin
     return "FileBaton" in (Path(spec.origin).parent / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
 
 
 def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
-    """Remove each lock file of op builds whose owner was killed, and wait for those whose owner lives.
+    """Remove lock files of op builds whose owner was killed, and wait for those whose owner is alive.
 
-    torch 2.14 locks `FOLDER/OP/lock` in the kernel, which forgets the lock with its holder: there is nothing to clear.
-    Older ones create the file for a build, keep it open, and remove it at the end (torch.utils.file_baton); who finds
-    one waits for it without a word, for ever if its owner was killed. It does not name its owner, but the kernel knows
-    who has it open.
+    torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases it when the holder dies, so nothing is to do. Older
+    versions create the file for a build, keep it open, and remove it at the end (torch.utils.file_baton). Others wait
+    for it silently, forever if its owner was killed. The file does not name its owner, but the kernel knows which
+    process has it open.
     """
     if not locks_by_existence():
         return
@@ -195,7 +195,7 @@ def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
 
 
 def lock_owner(lock: Path) -> str | None:
-    """Say who builds in the lock's folder, in words; None where nobody does any more."""
+    """Return a description of who builds in the lock's folder; None if nobody does."""
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _at_work(process.pid, lock.parent):
             return f"process {process.pid}"
@@ -207,11 +207,11 @@ def lock_owner(lock: Path) -> str | None:
 
 
 def _at_work(pid: int, folder: Path) -> bool:
-    """Return whether a process has the folder as its own or something in it open: its lock, a compiler's output."""
+    """Return whether a process works in the folder or has a file in it open: its lock, a compiler's output."""
     place = Path(f"/proc/{pid}")
     try:
         links = [place / "cwd", *(place / "fd").iterdir()]
-    except OSError:  # ended, or another user's, who cannot write there
+    except OSError:  # it has ended, or belongs to another user, who cannot write there
         return False
     real = os.path.realpath(folder)
     for link in links:
@@ -232,7 +232,7 @@ def _changed(path: Path) -> float:
 
 
 def _file_system(path: Path) -> str:
-    """Return the kind of the file system that a path lies on."""
+    """Return the type of the file system of a path."""
     real = os.path.realpath(path)
     mounts = [p for p in psutil.disk_partitions(all=True) if os.path.commonpath([real, p.mountpoint]) == p.mountpoint]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""

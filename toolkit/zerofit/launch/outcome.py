@@ -1,4 +1,4 @@
-"""The outcome of a run: its result, or the first error of the first rank that failed."""
+"""The outcome of a run: its result, or the first error of the first failed rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def outcome(
     seen: Problem | None = None,
     heard: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the result that rank 0 left.
+    """Return the result that rank 0 wrote.
 
-    `again`: the command that goes on with a run folder. `seen`: what was seen to go wrong from outside. `heard`: what
-    ranks have reported, besides what lies in the folder (whose disk may be full).
+    `again`: the command that resumes a run folder. `seen`: the failure seen from outside. `heard`: failures that ranks
+    reported, besides those in the folder (whose disk may be full).
 
-    Raises RunFailed with the one cause that a user should see, DoesNotFit where a host that the command could not ask
-    has too little memory, and Stopped where the ranks were asked to stop.
+    Raises RunFailed with the cause, DoesNotFit if a host that the command could not examine has too little memory, and
+    Stopped if the ranks stopped on request.
     """
     written = []
     for path in folder.logs.glob("rank-*.error.json"):
-        with suppress(Unreadable):  # cut where the disk was full
+        with suppress(Unreadable):  # truncated if the disk was full
             written.append(read_json(path))
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
     failures.sort(key=lambda failure: failure.get("time_s", 0.0))
-    # a rank that lost its peers is a consequence; the cause is the first of the others, or what was seen from outside
+    # losing a peer is a consequence; the cause is the first other failure, or the one seen from outside
     causes = [failure for failure in failures if failure["problems"][0]["kind"] != "peer-lost"]
     if causes:
         cause = _reported(folder, causes[0])
@@ -46,8 +46,8 @@ def outcome(
         raise RunFailed(_reported(folder, failures[0]))
     if folder.stopped.exists():
         done = read_json(folder.stopped)
-        message = f"stopped on request after step {done['step']} of {done['steps']}; a checkpoint of it is saved"
-        hint = f"`{again} {shlex.quote(str(folder.path))}` goes on from there"
+        message = f"stopped on request after step {done['step']} of {done['steps']}; a checkpoint is saved"
+        hint = f"resume with `{again} {shlex.quote(str(folder.path))}`"
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path)))
     if folder.result.exists():
         return read_json(folder.result)
@@ -58,16 +58,16 @@ def _reported(folder: RunFolder, failure: dict[str, Any]) -> Problem:
     problem = Problem(**failure["problems"][0])
     host = f" on {failure['host']}" if "host" in failure else ""
     message = f"rank {failure['rank']}{host}: {problem.message}"
-    return replace(problem, message=message, hint=problem.hint or f"its log: {folder.rank_log(failure['rank'])}")
+    return replace(problem, message=message, hint=problem.hint or f"see its log: {folder.rank_log(failure['rank'])}")
 
 
 def _silent_end(folder: RunFolder, code: int) -> Problem:
-    """Explain the end of ranks that were killed and report nothing; the launcher's log names their exit code."""
+    """Explain why ranks ended without a report; the launcher's log has their exit code."""
     log = folder.logs / "launcher.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     if -code == signal.SIGKILL or "return code = -9" in text:
-        message = "a rank was killed from outside (SIGKILL), most often by the kernel for want of host memory"
-        hint = "lower --micro-batch, take fewer ranks on this host, or look into the kernel's log (dmesg)"
+        message = "a rank was killed (SIGKILL), most often by the kernel because host memory ran out"
+        hint = "lower --micro-batch, use fewer ranks on this host, or check the kernel log (dmesg)"
         return Problem(kind="killed", message=message, hint=hint, where=str(log))
     message = f"the ranks ended without a result (exit code {code})"
     return Problem(kind="launcher", message=message, hint=f"see {log}", where=str(log))

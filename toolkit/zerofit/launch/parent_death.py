@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them is gone: a killed command must not leave ranks that train on."""
+"""Processes that end with the process that started them, so that a killed command leaves no ranks training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ COMMAND = "zerofit.cli"
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this signal when the parent ends, and end now if the parent (a process id) is gone already.
+    """Make the kernel send this signal when the parent ends; exit now if the parent (a process id) has ended already.
 
-    Linux only; elsewhere nothing happens.
+    Does nothing except on Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -32,14 +32,14 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 def main() -> None:
     """Run a module that ends with process PID: `python -m zerofit.launch.parent_death PID MODULE ARGS...`.
 
-    A stop request that a scheduler sends to all processes (SIGUSR1) is left to the ranks, which save.
+    Ignores a scheduler's stop request to all processes (SIGUSR1): the ranks handle it and save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     module = sys.argv[2]
-    if module == COMMAND:  # a trial of the tuner is stopped by SIGINT, which a shell's background jobs ignore
+    if module == COMMAND:  # SIGINT stops a tuning trial, but background jobs of a shell ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if module == LAUNCHER:  # it looks at its ranks once a second, and sleeps once more after the last one's end
+    if module == LAUNCHER:  # poll ranks more often than once a second, and exit sooner after the last
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))
     sys.argv = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""The file that Slurm runs: `zerofit launch` in an allocation, saved before the limit and queued again."""
+"""The sbatch file: runs `zerofit launch` in an allocation, saves before the time limit and requeues the job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 LONGEST_LEAD_S = 65535  # sbatch(1), --signal
 
 HEAD = """\
-# USR1, which Slurm sends to this shell only, asks the run to save a checkpoint and to end: once, since a second request
-# would end it without. TERM comes from Slurm to every process of the job, so that it is not handed on.
+# Slurm sends USR1 to this shell only. It asks the run to save and stop; it is passed on once, since a second request
+# would stop the run without saving. Slurm sends TERM to every process of the job, so it is not passed on.
 asked=0 told=0 interrupted=0 child=
 tell() {
   if [[ $told == 0 && -n $child ]]; then
@@ -29,7 +29,7 @@ trap 'asked=1 interrupted=1 told=1; [[ -n $child ]] || exit 143' TERM
 """
 
 BODY = """\
-# srun (since Slurm 22.05) takes the processors of a rank from its own variable only
+# srun (since Slurm 22.05) reads the processors per rank only from this variable
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 fi
@@ -41,13 +41,13 @@ while true; do
   interrupted=0
   wait "$child"
   code=$?
-  [[ $interrupted == 1 ]] || break # a signal ends `wait`; the run goes on until it has saved
+  [[ $interrupted == 1 ]] || break # a signal interrupts `wait`; the run continues until it has saved
 done
 """
 
 REQUEUE = """\
-# 75: stopped with a checkpoint saved. 130 and 138: asked before there was anything to save. A job that was cancelled is
-# not RUNNING any more and stays so, one that Slurm has queued again is PENDING.
+# 75: stopped with a checkpoint. 130 and 138: stopped before there was anything to save. A cancelled job is no longer
+# RUNNING and stays so; a job that Slurm has requeued is PENDING.
 if [[ $code == 75 || ($asked == 1 && ($code == 130 || $code == 138)) ]]; then
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
   echo "zerofit stopped on request (exit code $code) in job $SLURM_JOB_ID ($state)" >&2
@@ -60,21 +60,21 @@ fi
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob(SchedulerJob):
-    """The content of an sbatch file; `setup` alone is read by a shell."""
+    """The content of an sbatch file; a shell interprets only `setup`."""
 
-    time: str  # limit, in Slurm's words: "90" (minutes), "12:00:00", "2-12"
-    save_s: int = 300  # seconds before the limit at which the run is asked to save and end
+    time: str  # limit in Slurm's format: "90" (minutes), "12:00:00", "2-12"
+    save_s: int = 300  # the run saves and stops this long before the limit
     partition: str | None = None
     account: str | None = None
-    requeue: bool = True  # go on by itself after pre-emption, a lost node, or the time limit
-    log: str = "slurm-%j.log"  # where the job's output goes: a pattern of Slurm's, %j is the job's number
-    env_file: str | None = None  # absolute path of a file of `export` lines (`env_file_text`), which the job reads
-    env_file_names: tuple[str, ...] = ()  # variables that it sets, for all ranks
-    setup: str = ""  # a shell command that makes `zerofit` available, such as "source /opt/venv/bin/activate"
+    requeue: bool = True  # continue after pre-emption, a lost node, or the time limit
+    log: str = "slurm-%j.log"  # output file; %j is the job's number
+    env_file: str | None = None  # absolute path of a file of `export` lines (`env_file_text`) for the job
+    env_file_names: tuple[str, ...] = ()  # variables set in it, for all ranks
+    setup: str = ""  # shell command that makes `zerofit` available, like "source /opt/venv/bin/activate"
 
 
 def sbatch_text(job: SlurmJob) -> str:
-    """Return the sbatch file, clean under shellcheck. Raises UserError with everything that cannot be written."""
+    """Return the sbatch file, clean under shellcheck. Raises UserError with all problems."""
     _check(job)
     options = {
         "job-name": job.name,
@@ -93,7 +93,7 @@ def sbatch_text(job: SlurmJob) -> str:
     lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue", "", HEAD]
     if job.setup:
         lines += ["# shellcheck disable=all", "{", f"  {job.setup}", "} || exit", ""]
-    lines += ["# Text in single quotes stands for itself.", "# shellcheck disable=SC2016,SC1003,SC1090,SC1091", "{"]
+    lines += ["# Text in single quotes is literal.", "# shellcheck disable=SC2016,SC1003,SC1090,SC1091", "{"]
     if job.env_file:
         lines += [f"  . {shlex.quote(job.env_file)} || exit"]
     lines += [f"  export {name}={shlex.quote(value)}" for name, value in job.env.items()]
@@ -104,7 +104,7 @@ def sbatch_text(job: SlurmJob) -> str:
 
 
 def env_file_text(env: Mapping[str, str]) -> str:
-    """Return the shell lines that set these variables. Raises UserError for what such a file cannot hold."""
+    """Return the shell lines that set these variables. Raises UserError for unsupported names and values."""
     problems = Problems()
     check_texts([("--env", value) for value in env.values()], problems)
     check_environment(env, problems)
@@ -113,7 +113,7 @@ def env_file_text(env: Mapping[str, str]) -> str:
 
 
 def _sbatch_quote(value: str) -> str:
-    """Quote a value as sbatch reads a `#SBATCH` line: in double quotes, a backslash before `"` and `\\`."""
+    """Quote a value for a `#SBATCH` line: double quotes, with a backslash before `"` and `\\`."""
     if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -125,10 +125,10 @@ def _check(job: SlurmJob) -> None:
     named = {"--job-name": job.name, "--partition": job.partition, "--account": job.account, "--log": job.log}
     for knob, text in named.items():
         if text == "":
-            problems.add("bad-value", "it is empty", "leave it out" if knob != "--job-name" else "", knob)
+            problems.add("bad-value", "it is empty", "remove it" if knob != "--job-name" else "", knob)
         check_line(knob, text or "", problems)
     if "\\" in job.log:
-        problems.add("bad-value", f"{job.log!r}: Slurm reads a backslash as its own sign", "rename the file", "--log")
+        problems.add("bad-value", f"{job.log!r}: Slurm interprets backslashes", "rename the file", "--log")
     check_line("--setup", job.setup, problems)
     check_texts(job.texts(), problems)
     check_environment([*job.env, *job.env_file_names], problems)
@@ -140,17 +140,17 @@ def _check_time(job: SlurmJob, problems: Problems) -> None:
     limit_s = seconds(job.time)
     if limit_s is None:
         hint = 'write minutes ("90"), "hours:minutes:seconds" or "days-hours:minutes:seconds"'
-        problems.add("bad-value", f"{job.time!r} is not a time limit of Slurm", hint, "--time")
+        problems.add("bad-value", f"{job.time!r} is not a Slurm time limit", hint, "--time")
     elif not 1 <= job.save_s <= LONGEST_LEAD_S:
         message = f"got {job.save_s} s; from 1 to {LONGEST_LEAD_S} are allowed"
         problems.add("bad-value", message, "", "--save-before-limit")
     elif limit_s <= job.save_s + 60:  # Slurm may send the signal a minute early: sbatch(1), --signal
-        message = f"a limit of {limit_s} s leaves no time to train if it is saved {job.save_s} s before"
+        message = f"a limit of {limit_s} s leaves no time to train, since saving starts {job.save_s} s before it"
         problems.add("bad-value", message, "raise --time, or lower --save-before-limit", "--time")
 
 
 def seconds(time: str) -> int | None:
-    """Return a time limit of Slurm's in seconds; None if it is none, or 0."""
+    """Return a Slurm time limit in seconds; None if it is invalid or 0."""
     found = TIME.fullmatch(time) if time.isascii() else None
     if not found:
         return None
@@ -158,6 +158,6 @@ def seconds(time: str) -> int | None:
     if found["days"]:
         parts = [*parts, 0, 0][:3]  # hours come first
     elif len(parts) < 3:
-        parts = [0, *parts, 0][:3]  # minutes do
+        parts = [0, *parts, 0][:3]  # minutes come first
     hours, minutes, secs = parts
     return int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + secs or None

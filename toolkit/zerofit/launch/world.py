@@ -1,7 +1,7 @@
-"""The world of ranks that a launcher has started this process in, read from its environment.
+"""The ranks that a launcher has started this process with, read from its environment.
 
-deepspeed, torchrun and accelerate set RANK and its kin, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI PMI_*, and
-srun SLURM_PROCID. The innermost launcher is the one that counts: torchrun started by srun sets RANK.
+deepspeed, torchrun and accelerate set RANK and related variables, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI
+PMI_*, and srun SLURM_PROCID. The innermost launcher counts: torchrun started by srun sets RANK.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from zerofit.spec.units import MOST_RANKS
 
 KIND = "world"
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500  # torch's
+DEFAULT_PORT = 29500  # torch's default
 NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range and IANA's dynamic ports
 
 
 class Names(NamedTuple):
-    """The variables in which a kind of launcher gives a process its place."""
+    """The variables by which a kind of launcher tells a process its rank."""
 
     launcher: str
     rank: str
     size: str
     local_rank: str
-    local_sizes: tuple[str, ...]  # ranks on this host, in the first of these that is set
-    job: tuple[str, ...]  # what tells this job from others; the same on all hosts
+    local_sizes: tuple[str, ...]  # ranks on this host: the first of these that is set
+    job: tuple[str, ...]  # identify this job; the same on all hosts
 
 
 NAMES = (
@@ -53,37 +53,37 @@ NAMES = (
 PLAIN, SLURM = NAMES[0], NAMES[-1]
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 OTHERS = (RESTARTS, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
-# what accelerate sets for its own Accelerator object, which no rank of zerofit's makes
+# variables of accelerate for its Accelerator object, which zerofit does not use
 ACCELERATE, ACCELERATES = "ACCELERATE_MIXED_PRECISION", ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 ACCELERATES += ("KMP_AFFINITY", "KMP_BLOCKTIME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among those that a launcher has started."""
+    """This process's place among the processes of a launcher."""
 
-    launcher: str  # its command, for messages
+    launcher: str  # name of its command, for messages
     rank: int
     size: int
     local_rank: int
-    master: tuple[str, int]  # address of the first rank's host, and the port where the processes meet
-    job: str = ""  # tells this job from another one that meets at the same port
-    attempt: int = 1  # 1, and one more for each restart by torchrun
-    agent_store: bool = False  # torchrun itself listens at the port
+    master: tuple[str, int]  # address of rank 0's host, and the port for the meeting
+    job: str = ""  # identifies this job among those at the same port
+    attempt: int = 1  # 1, plus 1 for each restart by torchrun
+    agent_store: bool = False  # torchrun itself listens on the port
 
     @property
     def place(self) -> dict[str, str]:
-        """The variables by which a guard knows its rank."""
+        """The variables that give a guard its rank."""
         return {PLAIN.rank: str(self.rank), PLAIN.local_rank: str(self.local_rank)}
 
 
 def given_world(env: Mapping[str, str]) -> World | None:
-    """Return the world that a launcher's variables describe; None where none has started this process.
+    """Return the world that a launcher's variables describe; None if no launcher started this process.
 
-    A Slurm step of one task is none: there `zerofit train` takes all devices of the node, as in a shell that
-    `srun --pty` has started. Nor are the variables of a pod (RANK and WORLD_SIZE without LOCAL_RANK) while it is alone.
+    A Slurm step of one task is None: there `zerofit train` uses all devices of the node, as in a shell from `srun
+    --pty`. So are the variables of a single pod (RANK and WORLD_SIZE without LOCAL_RANK).
 
-    Raises UserError with everything that is missing or contradicts itself.
+    Raises UserError with everything that is missing or contradictory.
     """
     names = next((names for names in NAMES if _is_given(names, env)), None)
     if names is None:
@@ -102,10 +102,8 @@ def given_world(env: Mapping[str, str]) -> World | None:
     port = _port(env, job, problems)
     address = env.get("MASTER_ADDR") or _first_host(names, env, local_size == size)
     if not address and size:
-        hint = "name the host of rank 0: " + (
-            "mpirun -x MASTER_ADDR=HOST" if names is not PLAIN else "MASTER_ADDR=HOST"
-        )
-        problems.add(KIND, f"MASTER_ADDR is not set, and {size} ranks are on several hosts", hint, "MASTER_ADDR")
+        hint = "set the host of rank 0: " + ("mpirun -x MASTER_ADDR=HOST" if names is not PLAIN else "MASTER_ADDR=HOST")
+        problems.add(KIND, f"MASTER_ADDR is not set, but {size} ranks are on several hosts", hint, "MASTER_ADDR")
     problems.raise_if_any()
     assert rank is not None and size is not None and local_rank is not None
     return World(
@@ -121,13 +119,13 @@ def given_world(env: Mapping[str, str]) -> World | None:
 
 
 def is_first(env: Mapping[str, str]) -> bool:
-    """Return whether this is the process of rank 0, as far as the environment tells."""
+    """Return whether this is the process of rank 0, according to the environment."""
     ranks = [env[names.rank] for names in NAMES if _is_given(names, env)]
     return not ranks or ranks[0] == "0"
 
 
 def leave_world(env: MutableMapping[str, str]) -> None:
-    """Take the launcher's variables away, so that nothing that this process starts waits for the other ranks."""
+    """Remove the launcher's variables, so that child processes do not wait for the other ranks."""
     for names in NAMES:
         for name in (names.rank, names.size, names.local_rank, *names.local_sizes):
             env.pop(name, None)
@@ -136,10 +134,10 @@ def leave_world(env: MutableMapping[str, str]) -> None:
 
 
 def drop_settings(env: MutableMapping[str, str]) -> None:
-    """Take away what a launcher sets for trainings that it knows: accelerate's own, and threads a process.
+    """Remove settings that launchers make for other trainings: accelerate's variables, and threads per process.
 
-    torchrun gives a process one thread unless OMP_NUM_THREADS is set, accelerate a number of its own: zerofit shares
-    the cores of a host among its ranks.
+    torchrun sets one thread per process unless OMP_NUM_THREADS is set, and accelerate sets a number too. zerofit
+    divides the cores of a host among its ranks.
     """
     theirs = ACCELERATE in env
     if theirs or ("TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1"):
@@ -150,17 +148,17 @@ def drop_settings(env: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One process of a world, as it describes itself to the first."""
+    """One process of a world, as it reports itself to the first."""
 
     host: str
     local_rank: int
-    cores: tuple[int, ...]  # that it may use
-    gpus: int | None  # that it may see; None: all
+    cores: tuple[int, ...]  # cores that it may use
+    gpus: int | None  # GPUs that it may see; None: all
     versions: Mapping[str, str]
 
     @classmethod
     def here(cls, world: World, versions: Mapping[str, str]) -> Member:
-        """Return this process."""
+        """Return the member for this process."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return cls(
             host=socket.gethostname(),
@@ -172,10 +170,10 @@ class Member:
 
 
 def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
-    """Return the hosts of these processes, given in the order of their ranks: local rank 0 begins the next host.
+    """Return the hosts of these processes, in the order of their ranks; local rank 0 starts the next host.
 
-    Two hosts of one name (containers) are told apart by a number. Raises UserError where ranks are dealt out in turns,
-    where software differs, and where a rank sees only a GPU of its own.
+    Hosts with the same name (containers) get a number. Raises UserError if ranks are distributed in turns, software
+    differs, or a rank sees only one GPU.
     """
     problems, hosts = Problems(), list[list[Member]]()
     for rank, member in enumerate(members):
@@ -183,16 +181,16 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
             hosts.append([])
         if not hosts or member.local_rank != len(hosts[-1]) or member.host != (hosts[-1] or [member])[0].host:
             message = (
-                f"rank {rank} is local rank {member.local_rank} on {member.host}, and a host's ranks have to follow"
+                f"rank {rank} is local rank {member.local_rank} on {member.host}, but ranks of a host have to follow"
             )
-            hint = "deal ranks out host by host: mpirun --map-by slot, srun -m block"
+            hint = "distribute ranks host by host: mpirun --map-by slot, srun -m block"
             problems.add(KIND, f"{message} each other", hint, member.host)
             break
         hosts[-1].append(member)
     for host in () if problems else hosts:
         seen = min((member.gpus for member in host if member.gpus is not None), default=None)
         if on_gpus and seen is not None and seen < len(host):
-            message = f"each of {len(host)} ranks on {host[0].host} sees {seen} of its GPUs"
+            message = f"each of {len(host)} ranks on {host[0].host} sees only {seen} of its GPUs"
             hint = "let all ranks see all GPUs of their host: srun --gpus-per-node=N, without --gpus-per-task"
             problems.add(KIND, message, hint, "CUDA_VISIBLE_DEVICES")
     for member in members:
@@ -209,7 +207,7 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
 
 
 def threads_of(members: Sequence[Member], hosts: Sequence[Host]) -> int | None:
-    """Return the threads of a rank where the launcher has bound each to cores of its own; None where it has not."""
+    """Return the threads per rank if the launcher has bound each to its own cores, else None."""
     bound, first = list[int](), 0
     for host in hosts:
         cores = [member.cores for member in members[first : first + host.slots]]
@@ -223,43 +221,43 @@ def threads_of(members: Sequence[Member], hosts: Sequence[Host]) -> int | None:
 def _is_given(names: Names, env: Mapping[str, str]) -> bool:
     if names is SLURM:
         return "SLURM_STEP_ID" in env and env.get(names.size, "1") != "1" and names.rank in env
-    if names is PLAIN and names.local_rank not in env:  # a pod's or a script's own, unless nothing else tells more
+    if names is PLAIN and names.local_rank not in env:  # set by a pod or script; counts only without another launcher
         inner = any(_is_given(other, env) for other in NAMES[1:])
         return names.rank in env and env.get(names.size) != "1" and not inner
-    # Slurm's own PMI sets PMI_RANK, too, and no local rank
+    # Slurm's PMI also sets PMI_RANK, but no local rank
     return names.rank in env and (names is not NAMES[2] or names.local_rank in env)
 
 
 def _number(name: str, env: Mapping[str, str], least: int, most: int | None, problems: Problems) -> int | None:
-    """Return a variable's number; what is wrong with it is noted."""
+    """Return a variable's number, or add a problem and return None."""
     text = env.get(name)
     if text is None:
-        hint = "start zerofit with a launcher that sets it (deepspeed, torchrun, srun, mpirun), or unset the others"
-        problems.add(KIND, f"{name} is not set, and other variables of a launcher are", hint, name)
+        hint = "use a launcher that sets it (deepspeed, torchrun, srun, mpirun), or unset the other variables"
+        problems.add(KIND, f"{name} is not set, but other variables of a launcher are", hint, name)
     elif not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (most or MOST_RANKS):
-        problems.add(KIND, f"{name} is {text!r}; {least} to {most or MOST_RANKS} are possible", "", name)
+        problems.add(KIND, f"{name} is {text!r}, not a number from {least} to {most or MOST_RANKS}", "", name)
     else:
         return int(text)
     return None
 
 
 def _port(env: Mapping[str, str], job: str, problems: Problems) -> int:
-    """Return MASTER_PORT; else a port that is made of the job's number, the same on all hosts."""
+    """Return MASTER_PORT, else a port computed from the job's number, the same on all hosts."""
     text = env.get("MASTER_PORT")
     if not text:
         return NEVER_GIVEN[zlib.crc32(job.encode()) % len(NEVER_GIVEN)] if job else DEFAULT_PORT
     if re.fullmatch(r"[0-9]{1,5}", text) and 0 < int(text) < 65536:
         return int(text)
-    problems.add(KIND, f"MASTER_PORT is {text!r}; 1 to 65535 are possible", "", "MASTER_PORT")
+    problems.add(KIND, f"MASTER_PORT is {text!r}, not a number from 1 to 65535", "", "MASTER_PORT")
     return DEFAULT_PORT
 
 
 def _first_host(names: Names, env: Mapping[str, str], one_host: bool) -> str:
-    """Return the host of rank 0, where the launcher tells; "" where it does not."""
+    """Return the host of rank 0 if the launcher provides it, else ""."""
     if one_host or env.get(names.size) == "1" or (names is SLURM and env.get("SLURM_STEP_NUM_NODES") == "1"):
         return LOOPBACK
     nodes = env.get("SLURM_STEP_NODELIST", "") if names is SLURM else ""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # of "n[08-9,12],m1"
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # e.g. of "n[08-9,12],m1"
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
@@ -274,7 +272,7 @@ def _launcher(names: Names, env: Mapping[str, str]) -> str:
 
 
 def refused_in(world: World, command: str) -> UserError:
-    """Return the error of a command that starts ranks itself, inside a launcher's world."""
-    message = f"zerofit {command} starts ranks itself, and {world.launcher} has started {world.size} processes of it"
-    hint = f"give {world.launcher} `zerofit train`, which joins them; or start `zerofit {command}` without it"
+    """Return the error of a command that starts ranks itself but was started by a launcher."""
+    message = f"zerofit {command} starts ranks itself, but {world.launcher} has started {world.size} processes"
+    hint = f"use `zerofit train` with {world.launcher}, or run `zerofit {command}` without it"
     return UserError(Problem(kind=KIND, message=message, hint=hint, where=world.launcher))

@@ -1,1 +1,1 @@
-"""While ranks run: a guard beside each, one watch over all of them, and the verdict when something goes wrong."""
+"""Supervision of running ranks: a guard per rank, one watch over all of them, and the verdict on failures."""

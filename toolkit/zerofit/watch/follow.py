@@ -1,4 +1,4 @@
-"""A process that a launcher has started beside the first one of its world: it waits, and becomes its rank's guard."""
+"""A launcher's process other than the first: it waits, then becomes its rank's guard."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import JOINED
 
-SEEN_S = 15.0  # a network file system shows a new folder late
-LAST_S = 0.5  # for the first process to end before this one
+SEEN_S = 15.0  # network file systems show new folders late
+LAST_S = 0.5  # lets the first process end before this one
 
 
 def follow(world: World) -> int:
-    """Wait for the first process, and become the guard of this rank; return an exit code where none is needed.
+    """Wait for the first process and become the guard of this rank, or return an exit code if none is needed.
 
-    Raises RunFailed where the first process cannot be reached.
+    Raises RunFailed if the first process cannot be reached.
     """
     end_with_parent(os.getppid())
     meeting = Meeting(world)
@@ -42,10 +42,10 @@ def follow(world: World) -> int:
 
 
 def _seen(folder: Path) -> str:
-    """Return "" once this host shows the run folder, else why it does not."""
+    """Return "" once this host sees the run folder, else why it does not."""
     deadline = time.monotonic() + SEEN_S
     while not RunFolder(folder).plan.is_file():
         if time.monotonic() > deadline:
-            return f"{folder} is not there"
+            return f"{folder} does not exist"
         time.sleep(0.2)
-    return "" if os.access(RunFolder(folder).logs, os.W_OK) else f"{folder} cannot be written"
+    return "" if os.access(RunFolder(folder).logs, os.W_OK) else f"{folder} is not writable"

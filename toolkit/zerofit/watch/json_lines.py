@@ -1,4 +1,4 @@
-"""Lines of JSON over a stream socket, on both sides without waiting."""
+"""Non-blocking lines of JSON over a stream socket."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from zerofit.spec.foreign import Unreadable, parse_json
 
 CHUNK = 65536
-LONGEST = 1 << 20  # bytes of one line, and of what a peer leaves unread: one that goes beyond is none of ours
+LONGEST = 1 << 20  # limit in bytes of a line and of unread data; zerofit's own peers stay below
 
 
 class ConnectionLost(Exception):
-    """The other side is gone."""
+    """Raised when the other side is gone."""
 
 
 class JsonLineSocket:
     """One connection."""
 
     def __init__(self, connection: socket.socket, timeout_s: float):
-        """Take over a connection, lost when the other side's kernel has not answered for `timeout_s` seconds."""
-        self.socket, self.longest = connection, LONGEST  # bytes of the next line
+        """Take over a connection; it is lost if the other side's kernel does not answer for `timeout_s` seconds."""
+        self.socket, self.longest = connection, LONGEST  # limit of the next line
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
@@ -38,14 +38,14 @@ class JsonLineSocket:
         return self.socket.fileno()
 
     def send(self, value: dict[str, Any]) -> None:
-        """Hand a line to the kernel, or keep what it does not take for the next call. Raises ConnectionLost."""
+        """Send a line, buffering what the kernel does not accept yet. Raises ConnectionLost."""
         self._out += json.dumps(value).encode() + b"\n"
         self.flush()
         if len(self._out) > LONGEST:
-            raise ConnectionLost("nothing is read there")
+            raise ConnectionLost("the other side does not read")
 
     def flush(self) -> None:
-        """Try again to send what is waiting. Raises ConnectionLost."""
+        """Retry sending buffered data. Raises ConnectionLost."""
         try:
             while self._out:
                 self._out = self._out[self.socket.send(self._out) :]
@@ -55,7 +55,7 @@ class JsonLineSocket:
             raise ConnectionLost(str(error)) from error
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Return whole lines that have come. Raises ConnectionLost once the other side has closed, or for no JSON."""
+        """Yield complete lines. Raises ConnectionLost if the other side has closed, or for invalid JSON."""
         closed = False
         while len(self._in) <= self.longest:
             try:
@@ -71,23 +71,23 @@ class JsonLineSocket:
         *lines, self._in = self._in.split(b"\n")
         for line in lines:
             if len(line) > self.longest:
-                raise ConnectionLost("a line that is too long")
+                raise ConnectionLost("line too long")
             try:
                 value = parse_json(line)
             except Unreadable as error:
-                raise ConnectionLost("no JSON") from error
+                raise ConnectionLost("invalid JSON") from error
             if not isinstance(value, dict):
-                raise ConnectionLost("no JSON object")
+                raise ConnectionLost("not a JSON object")
             yield value
         if len(self._in) > self.longest:
-            raise ConnectionLost("a line that is too long")
+            raise ConnectionLost("line too long")
         if closed:
             raise ConnectionLost("closed")
 
     def finish(self, seconds: float) -> None:
-        """End the connection once the other side has read everything, or after so long.
+        """Close the connection once the other side has read everything, or after `seconds`.
 
-        Closed with something unread in it, a connection is reset, and what was sent last may be lost (RFC 2525, 2.17).
+        Closing with unread data resets a connection, and the data sent last may be lost (RFC 2525, 2.17).
         """
         with suppress(OSError, ConnectionLost):
             self.socket.setblocking(True)
@@ -100,5 +100,5 @@ class JsonLineSocket:
         self.close()
 
     def close(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         self.socket.close()

@@ -1,6 +1,6 @@
-"""The launch spec: a file in the run folder that tells each rank's guard what to start and whom to report to.
+"""The launch spec: a file in the run folder that tells each rank's guard what to start and where to report.
 
-Nothing of the user's goes through a shell this way.
+So no user text goes through a shell.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from zerofit.spec.files import write_json
 
-HEARTBEAT_FD = "ZEROFIT_HEARTBEAT_FD"  # in a rank's environment: the descriptor of the pipe to its guard
-HOST_NAME = "ZEROFIT_HOST"  # there, where ranks run on several hosts: the host's name in the hostfile
-JOINED = "--joined"  # argument of a guard that a launcher of the user's has started
-RANK_NAMES = (  # who says which rank this is: the deepspeed launcher, Slurm, OpenMPI, MPICH
+HEARTBEAT_FD = "ZEROFIT_HEARTBEAT_FD"  # variable of a rank: descriptor of the pipe to its guard
+HOST_NAME = "ZEROFIT_HOST"  # variable of a rank, with several hosts: the host's name in the hostfile
+JOINED = "--joined"  # argument of a guard that the user's launcher has started
+RANK_NAMES = (  # rank and local rank by the deepspeed launcher, Slurm, OpenMPI, MPICH
     ("RANK", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -32,18 +32,18 @@ class LaunchSpec:
     """One start of a run on its hosts."""
 
     folder: str  # the run folder
-    token: str  # secret of this start: guards authenticate with it
-    run_id: str  # in the environment of all its processes, so that orphans can be told
-    attempt: int  # 1, and one more for each restart
-    hosts: tuple[str, ...]  # one a rank
-    watch: dict[str, tuple[str, int]]  # for each host: address and port of the command that watches
-    master: tuple[str, int]  # address and port where rank 0 listens
+    token: str  # secret of this start, with which guards authenticate
+    run_id: str  # in the environment of all its processes, to find orphans
+    attempt: int  # 1, plus 1 for each restart
+    hosts: tuple[str, ...]  # one per rank
+    watch: dict[str, tuple[str, int]]  # by host: address and port of the watching command
+    master: tuple[str, int]  # address and port of rank 0
     accelerator: str  # "cuda" or "cpu"
-    coming_s: float  # until a guard must have reported
-    timeout_s: float  # without a heartbeat for so long, the ranks are ended
+    coming_s: float  # limit for a guard to report
+    timeout_s: float  # limit without a heartbeat before ranks are killed
     environment: dict[str, str] = field(default_factory=dict)  # for all ranks
-    interfaces: dict[str, str] = field(default_factory=dict)  # for each host: the network interface to the master
-    cwd: str = "/"  # where the command was started; the user's own modules are found there
+    interfaces: dict[str, str] = field(default_factory=dict)  # by host: the network interface to the master
+    cwd: str = "/"  # working directory of the command, where the user's modules are
 
     @property
     def world_size(self) -> int:
@@ -51,29 +51,29 @@ class LaunchSpec:
         return len(self.hosts)
 
     def write(self, path: Path) -> None:
-        """Write for `read`; only the owner can read the secret."""
+        """Write the spec; only the owner can read the secret."""
         write_json(path, asdict(self), mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> LaunchSpec:
-        """Read what `write` has written."""
+        """Read a written spec."""
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         pairs = {"watch": {k: tuple(v) for k, v in value["watch"].items()}, "master": tuple(value["master"])}
         return cls(**{**value, **pairs, "hosts": tuple(value["hosts"])})
 
 
 def rank_group(run_id: str, rank: int) -> str:
-    """Return the name of the control group that a rank on a CPU may make for itself."""
+    """Return the name of the control group that a CPU rank may create for itself."""
     return f"zerofit-{run_id}-{rank}"
 
 
 def as_argument(path: Path) -> str:
-    """Return a path in letters that mean nothing to any shell, to pdsh or to DeepSpeed."""
+    """Return a path encoded in letters without special meaning to shells, pdsh or DeepSpeed."""
     return base64.urlsafe_b64encode(os.fsencode(path)).decode().rstrip("=")
 
 
 def from_argument(text: str) -> Path:
-    """Return the path that `as_argument` was given. Raises ValueError."""
+    """Return the path that `as_argument` encoded. Raises ValueError."""
     try:
         return Path(os.fsdecode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))))
     except binascii.Error as error:
@@ -81,7 +81,7 @@ def from_argument(text: str) -> Path:
 
 
 def rank_of(env: Mapping[str, str], names: Sequence[tuple[str, str]] = RANK_NAMES) -> tuple[int, int]:
-    """Return rank and local rank from what the launcher has set. Raises KeyError where none did."""
+    """Return rank and local rank from the launcher's variables. Raises KeyError if there are none."""
     for rank, local in names:
         if rank in env:
             return int(env[rank]), int(env.get(local, 0))

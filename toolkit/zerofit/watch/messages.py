@@ -1,6 +1,6 @@
-"""The messages of guards to the command: what each may contain, checked before anything is done with it.
+"""Messages from guards to the command, validated before use.
 
-Types are exact (true is no rank, "5" no number), numbers have limits, and no further keys are allowed.
+Types are strict (true is not a rank, "5" is not a number), numbers have limits, and other keys are forbidden.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class InvalidMessage(ValueError):
-    """A message that no guard sends."""
+    """Raised for a message that no guard sends."""
 
 
 class _Exact(BaseModel):
@@ -22,7 +22,7 @@ class _Exact(BaseModel):
 
 
 class Hello(_Exact):
-    """The first message of a connection: the key of the start, and whose guard this is."""
+    """The first message of a connection: the key of the start, and the guard's rank."""
 
     hello: str
     rank: Count
@@ -46,7 +46,7 @@ class RankBeat(_Exact):
 
 
 class Beat(RankBeat):
-    """The same with the guard's look at its rank's process."""
+    """A rank's heartbeat with its guard's facts about the process."""
 
     silent_s: Seconds = 0.0
     state: str = ""
@@ -54,7 +54,7 @@ class Beat(RankBeat):
 
 
 class RankProblem(_Exact):
-    """One of `spec.errors.Problem`."""
+    """A `spec.errors.Problem`."""
 
     kind: str
     message: str
@@ -63,7 +63,7 @@ class RankProblem(_Exact):
 
 
 class RankFailure(_Exact):
-    """A rank's own report of why it ended (`zerofit.worker`)."""
+    """A rank's own report of its failure (`zerofit.worker`)."""
 
     rank: Count
     host: str | None = None
@@ -72,7 +72,7 @@ class RankFailure(_Exact):
 
 
 class Beating(_Exact):
-    """Once a second."""
+    """Heartbeat message, sent once a second."""
 
     beat: Beat
 
@@ -86,7 +86,7 @@ class Ended(_Exact):
 
 
 class Stacks(_Exact):
-    """The stack traces that were asked for are written: how, or why they are not."""
+    """Report that the requested stack traces were written: the method, or the reason why not."""
 
     stacks: str
 

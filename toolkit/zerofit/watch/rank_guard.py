@@ -1,6 +1,6 @@
-"""The guard beside each rank: starts it, reports its heartbeats to the command, ends it when told to or alone.
+"""The guard of each rank: starts it, reports its heartbeats to the command, and kills it when told to or cut off.
 
-Stays light: no torch, no pydantic.
+It stays light: no torch, no pydantic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 
 if __name__ == "__main__" and sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-    del sys.path[0]  # started as a script, whose folder must not be searched for modules
+    del sys.path[0]  # keep this script's folder out of the module search
 
 import faulthandler
 import json
@@ -36,40 +36,40 @@ from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, JOINED, LaunchSpe
 BEAT_S = 1.0
 CONNECT_S = 30.0
 FROZEN_S = 5.0
-LAST_REPORT_S = 3.0  # for the command to read them
+LAST_REPORT_S = 3.0  # for the command to read the last reports
 FAILED = 3
-DUMP = signal.SIGUSR2  # the rank's faulthandler answers to it
+DUMP = signal.SIGUSR2  # handled by the rank's faulthandler
 DUMP_S = 4.0
 SETTLE_S = 0.5
-LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # the rank answers them, not its guard
+LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # handled by the rank, not its guard
 
 
 class RankGuard:
-    """One rank's guard."""
+    """The guard of one rank."""
 
     def __init__(
         self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, *, joined: bool = False
     ):
-        """Guard a rank's process; `joined`: end after the command, with the exit code that it has told."""
+        """Guard a rank's process; `joined`: exit after the command, with the exit code that it sends."""
         self._spec, self._rank, self._process, self._joined = spec, rank, process, joined
         self._stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
         self._host = spec.hosts[rank]
         self._heartbeat, self._half = heartbeat, b""
         os.set_blocking(heartbeat, False)
-        self._answered = True  # whether the command has heard the last beat
+        self._answered = True  # the command has confirmed the last heartbeat
         self._last: dict[str, Any] = {}
-        self._failure: dict[str, Any] | None = None  # what the rank has reported
+        self._failure: dict[str, Any] | None = None  # failure that the rank reported
         self._heard = time.monotonic()
         self._socket: JsonLineSocket | None = None
 
     def run(self) -> int:
-        """Watch until the rank has ended; return the exit code to end with."""
+        """Watch until the rank has ended; return the guard's exit code."""
         code = FAILED
         try:
             self._socket = self._connect()
             code = self._watch(self._socket)
         except ConnectionLost as lost:
-            print(f"guard of rank {self._rank}: the supervising command is out of reach ({lost})", file=sys.stderr)
+            print(f"guard of rank {self._rank}: lost the supervising command ({lost})", file=sys.stderr)
             dump_stacks(self._process.pid, self._stacks)
         finally:
             self._end_rank()
@@ -86,9 +86,9 @@ class RankGuard:
         leave_group(rank_group(self._spec.run_id, self._rank))
 
     def _told(self, code: int, connection: JsonLineSocket) -> int:
-        """Return the exit code that the command tells, once it has ended; `code` where it tells none.
+        """Return the exit code that the command sends when it has ended, else `code`.
 
-        A launcher would end the command, which has the verdict to show, after a process that has failed before it.
+        If this process failed first, the launcher would kill the command before it has shown its verdict.
         """
         with selectors.DefaultSelector() as selector, suppress(ConnectionLost):
             connection.send({"ended": self._process.poll() or 0, "last": self._last, "failure": self._failure})
@@ -120,7 +120,7 @@ class RankGuard:
             selector.register(self._heartbeat, selectors.EVENT_READ)
             next_beat, looked = 0.0, time.monotonic()
             while True:
-                if time.monotonic() - looked > FROZEN_S:  # all processes here were stopped
+                if time.monotonic() - looked > FROZEN_S:  # all processes on this host were stopped
                     self._heard += time.monotonic() - looked
                 looked = time.monotonic()
                 for key, _ in selector.select(0.1):
@@ -136,7 +136,7 @@ class RankGuard:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
                     connection.flush()
-                    if self._answered:  # else the command is stopped, and unread lines would pile up
+                    if self._answered:  # otherwise the command is stopped, and unread lines would pile up
                         self._answered = False
                         connection.send({"beat": self._beat()})
 
@@ -164,21 +164,21 @@ class RankGuard:
         return {**self._last, "silent_s": round(time.monotonic() - self._heard, 1), "state": state, "cpu_s": cpu_s}
 
     def _handle(self, order: dict[str, Any], connection: JsonLineSocket) -> bool:
-        """Carry out a command; return whether it is to end the rank."""
+        """Execute a command's order; return whether to kill the rank."""
         self._answered |= "heard" in order
         if order.get("do") == "stacks":
             connection.send({"stacks": dump_stacks(self._process.pid, self._stacks)})
         return order.get("do") == "kill"
 
     def _report_end(self, code: int, connection: JsonLineSocket) -> int:
-        """Report how the rank ended. After a failure stay until told to go.
+        """Report how the rank ended. After a failure wait until told to exit.
 
-        Else the launcher would end the other ranks, and their reports would be lost.
+        Otherwise the launcher would kill the other ranks before they report.
         """
         self._hear()
         if leave_group(rank_group(self._spec.run_id, self._rank)) and self._failure is None:
             log = Path(self._spec.folder, "logs", f"rank-{self._rank}.log")
-            problem = out_of_memory("the kernel ended this rank at its memory limit", log)
+            problem = out_of_memory("the kernel killed this rank at its memory limit", log)
             place = {"host": self._host} if len(set(self._spec.hosts)) > 1 else {}
             self._failure = {"rank": self._rank, **place, "time_s": time.time(), "problems": [problem.as_dict()]}
         if self._joined:
@@ -196,12 +196,12 @@ class RankGuard:
 
 
 def main() -> None:
-    """Guard the rank of `rank_guard.py [--joined] SPEC`: the launch spec's path, as `as_argument` writes it.
+    """Guard the rank of `rank_guard.py [--joined] SPEC`: the launch spec's path, encoded by `as_argument`.
 
-    --joined: this process was started by a launcher of the user's, and has waited for the spec (`app.joined`).
+    --joined: the user's launcher started this process, which then waited for the spec (`app.joined`).
     """
     joined = JOINED in sys.argv
-    if not joined:  # else it ends with its parent already, which may be process 1 of a container
+    if not joined:  # a joined guard already ends with its parent, which may be process 1 of a container
         end_with_parent()
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def _reserve(spec: LaunchSpec, rank: int) -> None:
-    """Reserve memory for the ranks of this host, the first of which is `rank`, where the command has not."""
+    """Reserve memory for the ranks of this host, of which `rank` is the first, unless the command has."""
     folder, ranks = Path(spec.folder), spec.hosts.count(spec.hosts[rank])
     forecast = read_forecast(folder)
     if forecast and not is_reserved(folder):
@@ -233,16 +233,16 @@ def _reserve(spec: LaunchSpec, rank: int) -> None:
 
 
 def listen_for_dumps(path: Path) -> None:
-    """Have a signal write the stacks of all threads of this rank to a file, even while it is inside C++."""
+    """Make a signal write the stacks of all threads of this rank to a file, even while it runs C++."""
     faulthandler.register(DUMP, file=path.open("a"), all_threads=True, chain=False)
 
 
 def dump_stacks(pid: int, path: Path) -> str:
-    """Append the stacks of a process to a file; how it was done, or why it was not."""
+    """Append the stacks of a process to a file; return the method used, or the reason of failure."""
     tool = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if tool:
         try:
-            # --nonblocking: a stopped process would never be paused by py-spy itself
+            # --nonblocking: py-spy cannot pause a stopped process
             done = subprocess.run(
                 [tool, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=DUMP_S, check=False
             )
@@ -258,9 +258,9 @@ def dump_stacks(pid: int, path: Path) -> str:
     before = path.stat().st_size if path.exists() else 0
     try:
         os.kill(pid, DUMP)
-        os.kill(pid, signal.SIGCONT)  # a stopped process takes no signal before
+        os.kill(pid, signal.SIGCONT)  # a stopped process handles signals only after SIGCONT
     except ProcessLookupError:
-        return "it is gone"
+        return "it has exited"
     deadline = time.monotonic() + DUMP_S
     while time.monotonic() < deadline:
         time.sleep(SETTLE_S)
@@ -270,7 +270,7 @@ def dump_stacks(pid: int, path: Path) -> str:
 
 
 def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
-    """Return what is set on the rank's host, what the command forwards, and the rank's place among all."""
+    """Return the rank's environment: the host's, what the command forwards, and the rank's place."""
     local_size = spec.hosts.count(spec.hosts[rank])
     interface = spec.interfaces.get(spec.hosts[rank])
     if interface is None and len(set(spec.hosts)) > 1:

@@ -24,21 +24,21 @@ from zerofit.watch.verdict import BUSY_CPU, FailureVerdict, RankState, judge
 POLL_S = 0.1
 TRACED = ("hang", "rank-stopped", "host-unreachable", "vanished", "not-started", "rank-ended")
 HELLO_S = 10.0  # for a connection to authenticate
-HELLO_BYTES = 4096  # of its first line
-STRANGERS = 128  # connections that have not authenticated, beside one for each rank
-ACCEPTED = 64  # connections taken at a time: each can say its hello before so many others come
-REPORTS_S = 2.0  # after the first failure, for other ranks to report theirs
+HELLO_BYTES = 4096  # limit of its first line
+STRANGERS = 128  # limit of unauthenticated connections, plus one per rank
+ACCEPTED = 64  # connections accepted at a time, so that each can authenticate before many others arrive
+REPORTS_S = 2.0  # time for other ranks to report after the first failure
 STACKS_S = 12.0
-FROZEN_S = 5.0  # between two looks
-IN_REACH_S = 4.0  # guards speak once a second
-LOSSY_S = 3.0  # a packet that is lost now and then is no news
+FROZEN_S = 5.0  # time between polls that shows this command was stopped
+IN_REACH_S = 4.0  # guards report once a second
+LOSSY_S = 3.0  # ignore occasional lost packets
 
 
 class Watch:
-    """Receives what the guards of one start's ranks report. One thread: everything happens in `poll`."""
+    """Receives the reports of one start's guards. Single-threaded: everything happens in `poll`."""
 
     def __init__(self, address: str):
-        """Listen on a free port of `address`, by which ranks reach it ("" for all of this machine's)."""
+        """Listen on a free port of `address`, which ranks can reach ("" for all addresses of this machine)."""
         self._listener = socket.create_server((address, 0), backlog=1024)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -52,11 +52,11 @@ class Watch:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return self._listener.getsockname()[1]
 
     def expect(self, spec: LaunchSpec) -> None:
-        """Expect these ranks to report from now on."""
+        """Expect reports of these ranks from now on."""
         self._token, self._timeout_s, self._coming_s = spec.token, spec.timeout_s, spec.coming_s
         now = time.monotonic()
         self.states = [RankState(rank, host, now) for rank, host in enumerate(spec.hosts)]
@@ -69,9 +69,9 @@ class Watch:
         self._listener.close()
 
     def poll(self, seconds: float) -> None:
-        """Take what has come, waiting for something at most so long."""
+        """Process what has arrived; wait at most `seconds` for it."""
         gap = time.monotonic() - self._polled
-        if gap > FROZEN_S:  # this command was stopped (Ctrl-Z): nobody could be heard
+        if gap > FROZEN_S:  # this command was stopped (Ctrl-Z) and could receive nothing
             for state in self.states:
                 state.heard += gap
         for key, _ in self._selector.select(seconds):
@@ -85,31 +85,31 @@ class Watch:
         self._polled = time.monotonic()
 
     def verdict(self) -> FailureVerdict | None:
-        """Return what is wrong by now."""
+        """Return the failure seen so far, or None."""
         return judge(self.states, time.monotonic(), self._timeout_s, self._coming_s)
 
     def await_failures(self) -> None:
-        """Give the other ranks a moment to report why they failed."""
+        """Give the other ranks a moment to report their failures."""
         self._until(lambda: not self._at_work(), REPORTS_S)
 
     def keep_stacks(self) -> None:
-        """Have the stack traces of all ranks that can be reached written to the logs."""
+        """Have the guards write the stack traces of all reachable ranks to the logs."""
         self.send_all({"do": "stacks"})
         asked = {state.rank for state in self._in_reach() if state.ended is None}
         self._until(lambda: asked <= self._stacks, STACKS_S)
 
     def stop(self) -> bool:
-        """End all ranks; return whether all guards that can be reached have done so."""
+        """Kill all ranks; return whether all reachable guards have done so."""
         in_reach = {state.rank for state in self._in_reach()}
         self.send_all({"do": "kill"})
         self._until(lambda: not in_reach & self._at_work(), STACKS_S)
         return not in_reach & self._at_work()
 
     def summary(self) -> str:
-        """Return how the ranks are, in one short line; empty while there is nothing to say."""
+        """Return the state of the ranks in one short line; "" if there is nothing to report."""
         here = sum(s.here for s in self.states)
         if here < len(self.states):
-            return f"waiting for ranks ({here} of {len(self.states)} are there)"
+            return f"waiting for ranks ({here} of {len(self.states)} have started)"
         now = time.monotonic()
         lossy = [
             s
@@ -117,7 +117,7 @@ class Watch:
             if s.ended is None and s.beat.get("resending") and s.beat.get("still_s", 0.0) > LOSSY_S
         ]
         if lossy:
-            return f"the network loses packets: {lossy[0].name} sends again what is not acknowledged"
+            return f"the network loses packets: {lossy[0].name} is retransmitting"
         quiet = [s for s in self.states if s.ended is None and _quiet_s(s, now) > self._timeout_s / 4]
         if not quiet:
             return ""
@@ -127,7 +127,7 @@ class Watch:
         return f"{worst.name} quiet for {_quiet_s(worst, now):.0f} s ({worst.where})"
 
     def _in_reach(self) -> list[RankState]:
-        """Return the ranks whose guard has just reported; the others get commands too, but nobody waits for them."""
+        """Return the ranks with a recent report; others get commands too, but nothing waits for them."""
         now = time.monotonic()
         return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
 
@@ -147,7 +147,7 @@ class Watch:
                 connection.send(command)
 
     def _accept(self) -> None:
-        """Take new connections; where too many have not authenticated, those that came first are closed."""
+        """Accept new connections; if too many are unauthenticated, close the oldest."""
         with suppress(OSError):
             for _ in range(ACCEPTED):
                 self.adopt(JsonLineSocket(self._listener.accept()[0], max(self._timeout_s, 1.0)))
@@ -169,7 +169,7 @@ class Watch:
                     found = read_message(message)
                     self._note(self.states[self._known[connection]], found)
                     if isinstance(found, Beating):
-                        connection.send({"heard": True})  # the guard says no more before
+                        connection.send({"heard": True})  # the guard waits for this before its next heartbeat
         except (ConnectionLost, InvalidMessage):
             if connection in self._known:
                 state = self.states[self._known[connection]]
@@ -218,21 +218,21 @@ def _quiet_s(state: RankState, now: float) -> float:
 class RanksOutcome:
     """The outcome of one start's ranks."""
 
-    code: int  # of the launcher
-    verdict: FailureVerdict | None  # what the watch has seen go wrong
-    failures: tuple[dict[str, Any], ...]  # what ranks have reported
+    code: int  # exit code of the launcher
+    verdict: FailureVerdict | None  # failure seen by the watch
+    failures: tuple[dict[str, Any], ...]  # failures reported by ranks
 
 
 def supervise(
     ranks: AbstractContextManager[subprocess.Popen[bytes]], watch: Watch, folder: RunFolder, tick: Callable[[], None]
 ) -> RanksOutcome:
-    """Watch the ranks to their end; `tick` is called about ten times a second.
+    """Watch the ranks until they end; call `tick` about ten times a second.
 
-    On the first thing that goes wrong stack traces are kept and all ranks that can be reached are ended.
+    On the first failure save stack traces and kill all reachable ranks.
     """
     verdict = None
     with ranks as process, ExitStack() as stack:
-        stack.callback(watch.stop)  # however the block ends
+        stack.callback(watch.stop)  # also after an exception
         while process.poll() is None:
             watch.poll(POLL_S)
             tick()
@@ -242,17 +242,17 @@ def supervise(
                 break
         else:
             watch.await_failures()
-            verdict = watch.verdict()  # what came with the launcher's own end
+            verdict = watch.verdict()  # failures that arrived with the launcher's end
         tick()
     failures = tuple(state.failure for state in watch.states if state.failure and state.failure["problems"])
     return RanksOutcome(code=process.returncode, verdict=verdict, failures=failures)
 
 
 def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> FailureVerdict:
-    """Keep stack traces where they tell something, end all ranks, note the fault; the verdict with their place."""
+    """Save useful stack traces, kill all ranks, and record the fault; return the verdict with the traces' folder."""
     decided = time.monotonic()
     if verdict.problem.kind == "rank-ended":
-        watch.await_failures()  # where a rank has lost a peer, the report of the peer may come later
+        watch.await_failures()  # if a rank lost a peer, the peer's report may come later
         verdict = watch.verdict() or verdict
     if verdict.problem.kind in TRACED:
         watch.keep_stacks()
@@ -267,7 +267,7 @@ def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fa
         "stopped_after_s": round(time.monotonic() - decided, 1),
     }
     kept = None
-    with suppress(OSError):  # the disk may be full: that is no reason to hide the verdict
+    with suppress(OSError):  # a full disk must not hide the verdict
         kept = _kept_stacks(folder)
         with open_jsonl(folder.faults) as file:
             file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
@@ -275,7 +275,7 @@ def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fa
 
 
 def _kept_stacks(folder: RunFolder) -> Path | None:
-    """Put the stack traces where the next start does not write over them; their folder, None where there are none."""
+    """Move the stack traces to a folder that later starts keep; return it, or None if there are none."""
     found = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""The verdict on a run from what its ranks have last reported: the one place that decides what is wrong."""
+"""The verdict on a run from its ranks' last reports; the only module that decides what is wrong."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from zerofit.spec.errors import Problem
 
-COMING_S = 180.0  # until a guard must have reported: ssh, Python and file systems on their first day
-PATIENT = 10  # times the timeout: where work may rightly take long without a sign
-USUAL = 3  # times the longest stillness that was none
-DISK_S = 1800.0  # a large file on its way to a slow disk shows no other sign
+COMING_S = 180.0  # limit for a guard to report, with slow ssh, Python and cold file systems
+PATIENT = 10  # multiple of the timeout for work that may be silent for long
+USUAL = 3  # multiple of the longest pause so far after which a rank went on
+DISK_S = 1800.0  # writing a large file to a slow disk shows no other activity
 STOPPED_STATES = ("stopped", "tracing-stop")
 BUSY_CPU = 0.05  # cores
 
 
 @dataclass
 class RankState:
-    """The command's knowledge of one rank. Times are of `time.monotonic`."""
+    """What the command knows about one rank. Times are of `time.monotonic`."""
 
     rank: int
     host: str
-    heard: float  # when its guard last said something; before that, when the ranks were started
+    heard: float  # time of its guard's last report, or of the start
     here: bool = False  # its guard has reported
     beat: dict[str, Any] = field(default_factory=dict)  # the last heartbeat (`zerofit.train.heartbeat`, `rank_guard`)
     ended: int | None = None  # exit code of the rank; negative: the signal
-    failure: dict[str, Any] | None = None  # what it has reported itself
-    lost: bool = False  # the connection to its guard has gone without the rank's end being reported
+    failure: dict[str, Any] | None = None  # failure that it reported itself
+    lost: bool = False  # the guard's connection closed without a report of the rank's end
     busy: bool = False  # it used a core between its last two heartbeats
 
     @property
@@ -50,20 +50,20 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureVerdict:
-    """The cause of a failure that no rank has reported."""
+    """The cause of a failure that no rank reported."""
 
     problem: Problem
     ranks: tuple[int, ...]
     host: str
-    unheard_s: float  # since when nothing had been heard or had moved, when this was decided
+    unheard_s: float  # seconds without a report or progress when this was decided
 
 
 def judge(
     states: Sequence[RankState], now: float, timeout_s: float, coming_s: float = COMING_S
 ) -> FailureVerdict | None:
-    """Return the first thing that is wrong, or None. The most certain causes come first.
+    """Return the first failure found, or None. The most certain causes come first.
 
-    `timeout_s`: without a heartbeat; `coming_s`: until a guard must have reported.
+    `timeout_s`: limit without a heartbeat; `coming_s`: limit for a guard to report.
     """
     checks: tuple[Callable[[Sequence[RankState], float, float], FailureVerdict | None], ...]
     checks = (_killed, _vanished, _ended, partial(_unheard, coming_s=coming_s), _silent, _all_still)
@@ -76,23 +76,23 @@ def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         return None
     first, number = killed[0], -(killed[0].ended or 0)
     if number == signal.SIGKILL:
-        message = f"{first.name} was killed from outside (SIGKILL) in {first.where}"
-        hint = "most often by the kernel for want of host memory: lower --micro-batch, take fewer ranks on this host, "
-        return _verdict("killed", message, hint + "or look into the kernel's log (dmesg)", killed, now)
+        message = f"{first.name} was killed (SIGKILL) in {first.where}"
+        hint = "most often by the kernel, because host memory ran out: lower --micro-batch, use fewer ranks here, "
+        return _verdict("killed", message, hint + "or check the kernel log (dmesg)", killed, now)
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-    message = f"{first.name} was ended by {name} in {first.where}"
-    hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: its log says where"
+    message = f"{first.name} was killed by {name} in {first.where}"
+    hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: see its log"
     return _verdict("rank-ended", message, hint, killed, now)
 
 
 def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find ranks that ended by themselves; those that have only lost a peer come here too."""
+    """Find ranks that exited by themselves, including those that only lost a peer."""
     failed = [s for s in states if s.ended]
     if not failed:
         return None
     first = failed[0]
-    message = f"{first.name} ended with exit code {first.ended} in {first.where}"
-    return _verdict("rank-ended", message, "its log says why", failed, now)
+    message = f"{first.name} exited with code {first.ended} in {first.where}"
+    return _verdict("rank-ended", message, "see its log", failed, now)
 
 
 def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
@@ -103,16 +103,16 @@ def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Fail
     on_host = [s for s in states if s.host == host]
     mine = [s for s in gone if s.host == host]
     if len(mine) == len(on_host):
-        message = f"all ranks on {host} are gone at once ({_ranks(mine)}), in {mine[0].where}"
-        hint = f"their launcher was killed, or {host} went down: look into {host}'s system log"
+        message = f"all ranks on {host} disappeared at once ({_ranks(mine)}), in {mine[0].where}"
+        hint = f"their launcher was killed, or {host} went down: check {host}'s system log"
     else:
-        message = f"{mine[0].name} and its guard are gone, in {mine[0].where}"
-        hint = f"somebody killed both; look into {host}'s kernel log (dmesg)"
+        message = f"{mine[0].name} and its guard disappeared, in {mine[0].where}"
+        hint = f"both were killed; check {host}'s kernel log (dmesg)"
     return _verdict("vanished", message, hint, mine, now)
 
 
 def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> FailureVerdict | None:
-    """Find guards that say nothing, though nobody has closed the connection."""
+    """Find guards that are silent although their connection is open."""
     coming = max(coming_s, timeout_s)
     unheard = [
         s for s in states if s.ended is None and not s.lost and now - s.heard > (timeout_s if s.here else coming)
@@ -124,14 +124,14 @@ def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s
     seconds = now - min(s.heard for s in mine)
     if not mine[0].here:
         message = f"{_ranks(mine)} on {host} did not start within {seconds:.0f} s"
-        return _verdict("not-started", message, "logs/launcher.log says what the launcher did", mine, now)
+        return _verdict("not-started", message, "see logs/launcher.log", mine, now)
     message = f"nothing has been heard of {host} ({_ranks(mine)}) for {seconds:.0f} s; last in {mine[0].where}"
     hint = f"{host} is down, frozen or cut off from the network"
     return _verdict("host-unreachable", message, hint, mine, now)
 
 
 def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find ranks that say nothing to their guard, which is well."""
+    """Find ranks that are silent to a working guard."""
     for state in states:
         seconds = state.beat.get("silent_s", 0.0)
         if state.ended is not None or seconds <= timeout_s:
@@ -140,7 +140,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         limit = DISK_S if disk else timeout_s * PATIENT if state.busy or not state.beat.get("training") else timeout_s
         if state.beat.get("state") in STOPPED_STATES:
             message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
-            return _verdict("rank-stopped", message, "kill -CONT, or end the debugger", [state], now)
+            return _verdict("rank-stopped", message, "continue it with kill -CONT, or exit the debugger", [state], now)
         if seconds > limit:
             message = f"{state.name} has sent no heartbeat for {seconds:.0f} s, in {state.where}"
             hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"
@@ -149,7 +149,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
 
 
 def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find a hang: all ranks live, none has moved; those outside the others' collective hold them up."""
+    """Find a hang: all ranks are alive and none makes progress; those outside the others' collective cause it."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
@@ -158,7 +158,7 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
     if lossy:
         return _lossy(lossy, alive, now, timeout_s)
     limit = timeout_s if steady else timeout_s * PATIENT
-    # a long step on a GPU is one long wait for Python
+    # for Python a long step on a GPU is one long wait
     limit = max(limit, USUAL * max(s.beat.get("longest_still_s", 0.0) for s in alive))
     if any(s.beat.get("state") == "disk-sleep" for s in alive):
         limit = max(limit, DISK_S)
@@ -167,29 +167,29 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
         return None
     behind = _behind(alive)
     others = [s for s in alive if s not in behind]
-    message = f"no rank has moved for {seconds:.0f} s: {behind[0].name} is at {behind[0].where}"
+    message = f"no rank has made progress for {seconds:.0f} s: {behind[0].name} is at {behind[0].where}"
     if behind[0].beat.get("at"):
         message += f" ({behind[0].beat['at']})"
     if others:
         message += f", {'the others' if len(others) > 1 else others[0].name} at {others[0].where}"
-    hint = "the stack traces show what each rank waits for; ranks that run different collectives wait forever"
+    hint = "see the stack traces for what each rank waits on; ranks in different collectives wait forever"
     return _verdict("hang", message, hint, behind, now)
 
 
 def _lossy(
     lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
 ) -> FailureVerdict | None:
-    """Give ranks that are slow since the network loses what they send longer than those that wait for nothing."""
+    """Give ranks on a lossy network more time than ranks that wait for nothing."""
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= timeout_s * PATIENT:
         return None
-    message = f"no rank has moved for {seconds:.0f} s, and {lossy[0].name} sends the same again and again unanswered"
-    hint = f"the network of {lossy[0].host} loses packets: look at its link and its errors (ip -s link)"
+    message = f"no rank has made progress for {seconds:.0f} s; {lossy[0].name} retransmits without an answer"
+    hint = f"the network of {lossy[0].host} loses packets: check its link and its errors (ip -s link)"
     return _verdict("network", message, hint, lossy, now)
 
 
 def _behind(alive: Sequence[RankState]) -> list[RankState]:
-    """Find who holds others up: ranks outside a collective, else in the earliest step, else in the rarest call."""
+    """Find ranks that block others: those outside a collective, else in the earliest step, else in the rarest call."""
     outside = [s for s in alive if not s.beat.get("collective")]
     if outside and len(outside) < len(alive):
         return outside
