@@ -9,8 +9,6 @@ Runs that publish a lower bound only are left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
 import sys
@@ -23,12 +21,12 @@ import field_cases
 import torch
 from accelerate.commands.estimate import estimate_training_usage
 from accelerate.utils import calculate_maximum_sizes
-from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs, model_to_params
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
 import zerofit as zf
 from zerofit.app.simulation import prepare_simulation
-from zerofit.models.build import build
+from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find, source_config
 from zerofit.spec.run import RunRequest
 
@@ -64,12 +62,11 @@ def published_run(case: dict[str, Any]) -> PublishedRun:
     config = source_config(source) | case["model_args"]
     with torch.device("meta"):
         model = build(source, None, case["model_args"])
-    with contextlib.redirect_stdout(io.StringIO()):
-        parameters, largest = model_to_params(model)
     zero = job.ds_config.get("zero_optimization", {})
     return PublishedRun(
-        parameters=parameters,
-        largest_layer=largest,
+        parameters=parameter_count(model),
+        # as DeepSpeed's model_to_params, which needs a model in memory: the most that one module has by itself
+        largest_layer=max(sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()),
         float32_bytes=calculate_maximum_sizes(model)[0],
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
@@ -78,11 +75,15 @@ def published_run(case: dict[str, Any]) -> PublishedRun:
         vocabulary=config["vocab_size"],
         ranks=case["gpus"],
         stage=job.layout.zero_stage,
-        offload=("offload_optimizer" in zero, "offload_param" in zero),
+        offload=(_leaves(zero, "offload_optimizer"), _leaves(zero, "offload_param")),
         tokens=case["micro_batch"] * case["seq_len"],
         seq_len=case["seq_len"],
         checkpointing=case["activation_checkpointing"],
     )
+
+
+def _leaves(zero: dict[str, Any], key: str) -> bool:
+    return (zero.get(key) or {}).get("device", "none") != "none"
 
 
 def deepspeed(run: PublishedRun) -> int | None:

@@ -42,7 +42,7 @@ def settled(folder, **flags):
 def test_weights_are_not_trained_on_ids_of_another_vocabulary(model):
     preset = {"model": "gpt2", "model_args": {"n_layer": 1, "n_embd": 8, "n_head": 2}, "pretrained": model}
     for flags in ({}, preset):
-        with pytest.raises(UserError, match="no files of a tokenizer") as caught:
+        with pytest.raises(UserError, match="no tokenizer files") as caught:
             settled(model, **flags)
         assert [(one.kind, "--tokenizer bytes" in one.hint) for one in caught.value.problems] == [("tokenizer", True)]
     assert settled(model, tokenizer="bytes") == ("bytes", 260)

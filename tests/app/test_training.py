@@ -52,7 +52,7 @@ def test_stopped_and_gone_on_with(tmp_path):
     job = zf.train(run, wait=False)
     with pytest.raises(TimeoutError):
         job.result(timeout=0)
-    with pytest.raises(zf.UserError, match="another zerofit is at work"):
+    with pytest.raises(zf.UserError, match="another zerofit is using"):
         zf.train(run)
     deadline = time.monotonic() + 120
     while len(job.metrics()) < 5 and time.monotonic() < deadline:

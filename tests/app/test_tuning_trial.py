@@ -33,7 +33,7 @@ parent_death.main()
 def test_how_a_trial_ended(error, late, status):
     found, reason = _why(1, error, late)
     assert found == status
-    assert late or reason == error.get("message", "it ended with exit code 1")
+    assert late or reason == error.get("message", "exited with code 1")
 
 
 @pytest.mark.parametrize(("module", "heeded"), [(parent_death.COMMAND, True), (parent_death.LAUNCHER, False)])

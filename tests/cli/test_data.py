@@ -44,7 +44,7 @@ def test_bad_lines_are_bad_input(tmp_path):
     for name, words in (("deep", "nested more than"), ("long", "an integer has more than")):
         found = refused("data", f"{tmp_path}/{name}.jsonl")
         assert f"{name}.jsonl:1:1: not JSON: " in found and words in found
-    assert "no such kind of data" in refused("data", "nothing")
+    assert "unknown kind of data" in refused("data", "nothing")
 
 
 def test_data_does_not_command_the_terminal(tmp_path):

@@ -55,8 +55,8 @@ def test_a_trained_model_is_not_fed_by_commands_that_want_logits(run):
 
 
 def test_what_is_refused():
-    assert "made-up tensors only" in refused("train", "whisper-tiny", "--data", "pysource", "--ranks", 1)
-    assert "holds no labelled text" in refused("train", "t5-small", "--data", "pysource", "--ranks", 1)
+    assert "synthetic tensors only" in refused("train", "whisper-tiny", "--data", "pysource", "--ranks", 1)
+    assert "has no labelled text" in refused("train", "t5-small", "--data", "pysource", "--ranks", 1)
     assert "computes its own loss" in refused("compare", "strategies", "t5-small", "--ranks", 1, "--output", "out")
     assert "is not fed frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
     assert "decoder:x" in refused("simulate", "t5-small", "--input", "decoder:x", *L4)

@@ -39,4 +39,4 @@ def test_the_data_to_fill_in_is_named_with_its_size():
     profile = make_profile(blocks=1)
     assert "text:" in data_line(profile, None)
     line = data_line(replace(profile, task="image"), "image:5x64x64")
-    assert line.startswith("# ") and "5x64x64 images; without it digits is taken" in line
+    assert line.startswith("# ") and "5x64x64 images; default: digits" in line

@@ -84,7 +84,7 @@ def test_superoffload_steps_beside_backward_where_nothing_is_clipped(stored, tmp
 
 def test_zenflow_is_refused_with_what_to_plan_instead(stored):
     (wrong,) = refused(*stored, "--ds-config", "zenflow")
-    assert "no formula" in wrong["message"] and "zero3_offload" in wrong["hint"]
+    assert "cannot forecast" in wrong["message"] and "zero3_offload" in wrong["hint"]
 
 
 def test_what_is_written_is_the_json_that_was_given(stored, tmp_path):
@@ -125,11 +125,11 @@ def test_fitting_layouts_stand_before_those_that_do_not(stored):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--zero-stage", 3, "--pipeline", 2], "pipeline takes stages 0 and 1"),
-        (["--zero-stage", 2, "--offload-param", "cpu"], "stage 3 alone"),
-        (["--zero-stage", 0, "--offload", "cpu"], "from ZeRO stage 2 on"),
-        (["--offload", "nvme"], "no disk is named"),
-        (["--offload", "none", "--offload-param", "cpu"], "offload the optimizer as well"),
+        (["--zero-stage", 3, "--pipeline", 2], "pipeline supports stages 0 and 1"),
+        (["--zero-stage", 2, "--offload-param", "cpu"], "needs ZeRO stage 3"),
+        (["--zero-stage", 0, "--offload", "cpu"], "needs ZeRO stage 2 or 3"),
+        (["--offload", "nvme"], "the cluster has none"),
+        (["--offload", "none", "--offload-param", "cpu"], "also offload the optimizer"),
         (["--overlap-comm", "--micro-batch", 3, "--zero-stage", 2, "--global-batch", 64], "--micro-batch 3"),
     ],
 )

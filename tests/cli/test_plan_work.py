@@ -122,9 +122,9 @@ def test_all_that_is_wrong_is_said_at_once(stored, tmp_path):
         "--timed-by",
         "--epochs",
     }
-    with pytest.raises(zf.UserError, match="not said"):
+    with pytest.raises(zf.UserError, match="size of the data"):
         read_work({"epochs": 3})
-    with pytest.raises(zf.UserError, match="two measures"):
+    with pytest.raises(zf.UserError, match="exclude each other"):
         read_work({"tokens": 3, "samples": 4})
     assert read_work({"tokens": None}) is None
 

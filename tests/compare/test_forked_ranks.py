@@ -67,7 +67,7 @@ def test_a_rank_that_dies_gives_a_failed_row(watched):
     watched.after = lambda pid: len(watched.started) == 2 and os.kill(pid, signal.SIGKILL)
     status, reason = status_of(watched.run())
     assert status == "failed"
-    assert reason.startswith("process 1 ended with exit code -9")
+    assert reason.startswith("process 1 exited with code -9")
     assert not any(map(psutil.pid_exists, watched.started))
 
 
@@ -87,7 +87,7 @@ def test_without_the_server_a_row_fails_and_the_next_one_has_another(watched):
 
     watched.after = end_server
     status, reason = status_of(watched.run())
-    assert (status, reason.partition(":")[0]) == ("failed", "process 0 ended with exit code -9")
+    assert (status, reason.partition(":")[0]) == ("failed", "process 0 exited with code -9")
     assert status_of(watched.run()) == ("ok", None)
     assert len(servers()) == 1
 

@@ -183,7 +183,7 @@ def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
     for name, size in needed.items():
         assert lacks(name, size + CPU_LIBRARY_BYTES) is None
         words = lacks(name, size + CPU_LIBRARY_BYTES - 1)
-        assert words and words.startswith("does not fit: weights, gradients and momentum take")
+        assert words and words.startswith("does not fit: weights, gradients and momentum need at least")
         assert lacks(name, 0, replace(gate, anyway=True)) is None
     gpus = replace(job, accelerator="cuda")
     assert lacks("zero3", state // 4, job=gpus) is None and lacks("zero3", state // 4 - 1, job=gpus)

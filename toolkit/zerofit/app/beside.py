@@ -1,4 +1,4 @@
-"""Files beside a DeepSpeed JSON: arguments of a training and Accelerate's configuration, found and read."""
+"""Companion files of a DeepSpeed JSON: arguments of a training and Accelerate's configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerofit.spec.errors import Problem, UserError
 
 
 def read(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> Companion:
-    """Read a file beside the JSON, or take its values. Raises UserError with line and column of what does not parse."""
+    """Read a companion file or values. Raises UserError with line and column if it does not parse."""
     if isinstance(given, Mapping):
         return of_mapping(given, accelerate=accelerate)
     where = "--accelerate-config" if accelerate else "--training-args"
@@ -31,7 +31,7 @@ def read(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> Companio
 
 
 def named_config(companions: Sequence[Companion]) -> tuple[str, str] | None:
-    """Return the JSON that a file names, from here or beside that file, and the line that names it."""
+    """Return the JSON that a companion names, relative to this folder or that file, and the line that names it."""
     for companion in companions:
         named = companion.config_file
         if named is not None:
@@ -42,7 +42,7 @@ def named_config(companions: Sequence[Companion]) -> tuple[str, str] | None:
 
 
 def asked_beside(companions: Sequence[Companion], file: str, ranks: int | None) -> Iterator[Asked]:
-    """Yield what files beside the JSON ask of it; of one whose own keys stand for the JSON, nothing."""
+    """Yield the values that companions request for keys of the JSON, except one whose own keys are the JSON."""
     for companion in companions:
         if companion.file != file:
             yield from asked_of(companion, ranks)

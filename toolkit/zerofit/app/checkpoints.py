@@ -34,7 +34,7 @@ SHARD_SIZE = "1GiB"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """One checkpoint of a list; None stands for what a damaged manifest does not tell."""
+    """One checkpoint of a list; None marks values that a damaged manifest lacks."""
 
     step: int
     path: Path
@@ -47,11 +47,11 @@ class CheckpointSummary:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
+        """Whether no damage is known."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return one row of what `zerofit ckpt ls --json` prints."""
+        """Return one row of the data that `zerofit ckpt ls --json` prints."""
         return {**asdict(self), "path": str(self.path), "whole": self.whole}
 
 
@@ -64,14 +64,14 @@ class CheckpointList:
     checkpoints: list[CheckpointSummary]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit ckpt ls --json` prints."""
+        """Return the data that `zerofit ckpt ls --json` prints."""
         rows = [row.to_dict() for row in self.checkpoints]
         return {"folder": str(self.folder), "checked": self.checked, "checkpoints": rows}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDescription(CheckpointSummary):
-    """A checkpoint and what it is of: the model, its data, and how it was trained."""
+    """A checkpoint with its model, data and training settings."""
 
     model: str
     model_args: dict[str, Any]
@@ -81,7 +81,7 @@ class CheckpointDescription(CheckpointSummary):
     precision: str | None
     optimizer: str | None
     batch: Batch
-    steps: int  # of the whole run
+    steps: int  # total of the run
     figures: dict[str, Any]  # of the last step: loss, lr, ...
     versions: dict[str, str]
     files: dict[str, int]  # bytes, by path within the checkpoint
@@ -89,7 +89,7 @@ class CheckpointDescription(CheckpointSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """The answer whether every byte of a checkpoint is as it was written."""
+    """Result of comparing every byte of a checkpoint with its checksum."""
 
     path: Path
     step: int | None
@@ -97,19 +97,19 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the checkpoint has no damage."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit ckpt verify --json` prints."""
+        """Return the data that `zerofit ckpt verify --json` prints."""
         return {"path": str(self.path), "step": self.step, "ok": self.ok, "problems": [vars(d) for d in self.problems]}
 
 
 class Checkpoint:
-    """A checkpoint of a run: one of its `checkpoints/step-...` folders, or the run's folder for its newest whole one.
+    """A checkpoint of a run: a `checkpoints/step-...` folder, or a run folder for its newest complete one.
 
-    No method needs a GPU, the ranks or the layout that wrote the checkpoint, and none runs code that lies in it.
-    `on_event` gets progress and warnings. Bad input raises UserError.
+    No method needs a GPU or the ranks and layout that wrote the checkpoint, and none runs code from it. `on_event` gets
+    progress and warnings. Bad input raises UserError.
 
     >>> import zerofit as zf
     >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/saved"))
@@ -126,12 +126,12 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, run_folder: str | Path, *, on_event: OnEvent | None = None) -> Checkpoint:
-        """Return a run's newest checkpoint whose files are there in their sizes; see `verify` for their bytes."""
+        """Return a run's newest checkpoint with all files in the right size; `verify` checks their bytes."""
         return cls(locate(Path(run_folder), report=Reporter(on_event)))
 
     @staticmethod
     def list(run_folder: str | Path, *, deep: bool = False, on_event: OnEvent | None = None) -> CheckpointList:
-        """List the checkpoints of a run, damaged ones too; with `deep` every byte is compared with its checksum."""
+        """List the checkpoints of a run, including damaged ones; with `deep` check every byte against its checksum."""
         path, report = Path(run_folder), Reporter(on_event)
         store = store_of(path, "RUN") or Store(path.absolute().parent)
         rows = []
@@ -141,7 +141,7 @@ class Checkpoint:
         return CheckpointList(folder=store.folder, checked="checksums" if deep else "sizes", checkpoints=rows)
 
     def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
-        """Return what the checkpoint is of: step, model, layout, precision, versions, size."""
+        """Return step, model, layout, precision, versions and size of the checkpoint."""
         path = locate(self.path, report=Reporter(on_event))
         manifest = manifest_of(path)
         job, facts, run = manifest.job, manifest.job.facts, manifest.job.run
@@ -159,7 +159,7 @@ class Checkpoint:
         )
 
     def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
-        """Read every file of the checkpoint (of a run's newest, damaged or not) and compare checksums."""
+        """Compare every file with its checksum; in a run folder, of its newest checkpoint, damaged or not."""
         store = store_of(self.path)
         path = self.path if store is None else store.entries()[-1].path
         manifest, _ = quick_look(path)
@@ -176,13 +176,12 @@ class Checkpoint:
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
-        """Write the model as a Hugging Face folder, other models as one safetensors file, after verifying every byte.
+        """Verify every byte, then write the model as a Hugging Face folder; other models as one safetensors file.
 
-        Adapters become a folder as peft has it, and with `merge` the whole model with them in it; for that the path may
-        also be a folder of adapters, or of a run that has no checkpoints.
-        `dtype` is that of the parameters (by default the run's precision), `max_shard_size` the largest file of a
-        transformers model. A model `package.module:callable` of somebody's own is imported and called only with
-        `trust_model_code`.
+        Adapters are written in peft's format, or with `merge` merged into the full model. With `merge` the path may
+        also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
+        precision). `max_shard_size`: limit for the files of a transformers model. A custom model
+        `package.module:callable` is imported and called only with `trust_model_code`.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
@@ -196,7 +195,7 @@ class Checkpoint:
         return export(path, Path(out), dtype, shard_bytes, **how)
 
     def convert(self, out: str | Path, *, on_event: OnEvent | None = None) -> ConvertResult:
-        """Write a universal checkpoint of DeepSpeed, which its engines load on any number of ranks."""
+        """Write a DeepSpeed universal checkpoint, which its engines can load on any number of ranks."""
         report = Reporter(on_event)
         report.status("importing torch ...")
         from zerofit.checkpoint.universal import convert
@@ -209,7 +208,7 @@ class Checkpoint:
     ) -> CheckpointDiff:
         """Compare tensor by tensor with another checkpoint, an exported folder or a safetensors file.
 
-        With `states` the optimizers' states too, which only checkpoints hold.
+        `states` also compares the optimizers' states, which only checkpoints have.
         """
         report = Reporter(on_event)
         report.status("importing torch ...")
@@ -219,7 +218,7 @@ class Checkpoint:
 
 
 def _summary(entry: CheckpointEntry, damage: list[Damage]) -> dict[str, Any]:
-    """Return the fields of CheckpointSummary."""
+    """Return the fields of a CheckpointSummary."""
     manifest: Manifest | None = entry.manifest
     return {
         "step": entry.step,

@@ -1,4 +1,4 @@
-"""A look at data as a model sees it: the tokens of samples, and which of them it learns to say."""
+"""Data as a model sees it: the tokens of samples, and which of them it learns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofit.spec.run import Run
 
 
 class DataViewOptions(TypedDict, total=False):
-    """Fields of Run that decide what text becomes."""
+    """Fields of Run that decide how text becomes samples."""
 
     text_field: str | None
     tokenizer: str | None
@@ -29,44 +29,44 @@ class DataViewOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenText:
-    """Tokens in a row that are learned, or are not."""
+    """Consecutive tokens that are all learned, or all not."""
 
     text: str
     ids: tuple[int, ...]
-    learned: bool  # the model is trained to say them
+    learned: bool  # the model is trained to predict them
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleView:
     """One sample."""
 
-    documents: tuple[tuple[SeenText, ...], ...]  # which do not see each other
-    padding: int  # places at its end that hold nothing
+    documents: tuple[tuple[SeenText, ...], ...]  # without attention between them
+    padding: int  # padding tokens at the end
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataView:
-    """A data set, and its first samples in the order of the data."""
+    """A data set and its first samples."""
 
     data: str
-    seq_len: int  # tokens of a sample
+    seq_len: int  # tokens per sample
     notes: tuple[str, ...]
-    counts: Mapping[str, int]  # of conversations; empty for plain text
+    counts: Mapping[str, int]  # counts of conversations; empty for plain text
     train_samples: int
     valid_samples: int
     samples: tuple[SampleView, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit data --json` prints."""
+        """Return the data that `zerofit data --json` prints."""
         return asdict(self)
 
 
 def look_at_data(
     path: str | Path, *, show: int = 3, on_event: OnEvent | None = None, **options: Unpack[DataViewOptions]
 ) -> DataView:
-    """Open text as a causal language model is trained on it, and return what it sees of the first `show` samples.
+    """Return the first `show` samples of text as a causal language model sees them in training.
 
-    `path` is what `--data` takes, or a file of text or JSON lines. Keyword arguments are those of DataViewOptions.
+    `path`: a value of `--data`, or a file of text or JSON lines. Other keyword arguments: see DataViewOptions.
 
     >>> import zerofit as zf
     >>> lines = '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}\\n' * 2
@@ -76,7 +76,7 @@ def look_at_data(
     >>> [seen.text for seen in sample.documents[0]]
     ['<|user|>\\n2 + 2?<|end|>\\n<|assistant|>\\n', '4<|end|>\\n']
 
-    Raises UserError with all that is wrong in it.
+    Raises UserError with all problems of the data.
     """
     fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     run = Run(data=_named(str(path)), **fields)
@@ -95,7 +95,7 @@ def look_at_data(
 
 
 def _named(path: str) -> str:
-    """Return the name of the data that a path means. Raises UserError for a word that is neither."""
+    """Return the data name for a path. Raises UserError if it is neither a file nor a name."""
     file = Path(path).expanduser()
     if file.is_file():
         kind = kind_of_file(file)
@@ -117,12 +117,12 @@ def _sample(data: Data, index: int, seq_len: int) -> SampleView:
 
 
 def _document(data: Data, inputs: Sequence[int], labels: Sequence[int]) -> tuple[SeenText, ...]:
-    """Return a document's tokens: its first, and after each the one that it is followed by."""
+    """Return a document's tokens: its first input, then every label."""
     if data.decode is None:
-        message = f"{data.name} has no words to show"
-        raise UserError(Problem(kind="data-task", message=message, hint="name text or conversations", where="PATH"))
+        message = f"{data.name} has no text to show"
+        raise UserError(Problem(kind="data-task", message=message, hint="use text or conversations", where="PATH"))
     learned = [False, *(label != IGNORE_INDEX for label in labels)]
-    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)  # a last token that is not learned is never seen
+    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)  # a last token that is not learned is not seen
     runs = groupby(zip(ids, learned, strict=False), key=lambda pair: pair[1])
     parts = [(tuple(token for token, _ in run), said) for said, run in runs]
     return tuple(SeenText(text=data.decode(list(part)), ids=part, learned=said) for part, said in parts)

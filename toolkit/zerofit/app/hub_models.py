@@ -1,4 +1,4 @@
-"""Models of the hub by name: a snapshot in the hub's usual cache, which is then a pretrained folder like any other."""
+"""Hub models by name: a snapshot in the hub's default cache, used like any pretrained folder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from zerofit.spec.run import RunRequest
 
 PREFIX = "hub:"
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # config, weights, tokenizer
-PICKLED = "pytorch_model*"  # where there are no others
+PICKLED = "pytorch_model*"  # only if there are no others
 
 
 def with_local_model(asked: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request with hub:ORG/NAME[@REVISION] as the folder of its snapshot, which is downloaded if need be.
+    """Return the request with hub:ORG/NAME[@REVISION] replaced by its snapshot folder, downloaded if missing.
 
-    Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. A download that was cut goes on
-    where it stood. Raises UserError where the hub does not give it, or it is neither
-    reachable nor in the cache.
+    Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. An interrupted download resumes.
+    Raises UserError if the hub has no such model, or it is neither reachable nor in the cache.
     """
     name = asked.run.model
     if name.startswith(PREFIX):
@@ -39,7 +38,7 @@ def with_local_model(asked: RunRequest, report: Reporter) -> RunRequest:
 
 
 def with_shape(asked: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request of a model on the hub as one of its shape, for questions about memory and time only."""
+    """Return the request of a hub model with the preset of the same shape, for questions about memory and time."""
     return _with_preset(asked, shape_named(asked.run.model), report) if asked.run.model else asked
 
 
@@ -66,13 +65,13 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
             if not constants.HF_HUB_OFFLINE:
                 held = list_repo_files(repository, revision=revision or None)
                 patterns += [] if any(file.endswith(".safetensors") for file in held) else [PICKLED]
-            alone = constants.HF_HUB_OFFLINE  # before huggingface_hub 2 a commit is asked for even so
+            alone = constants.HF_HUB_OFFLINE  # huggingface_hub before 2 requests a commit even then
             named = revision or None
             folder = Path(
                 snapshot_download(repository, revision=named, allow_patterns=patterns, local_files_only=alone)
             )
     except Exception as error:  # the hub client raises errors of many unrelated types
-        raise _not_there(name, f"cannot be had: {reason_of(error)}", place, str(constants.HF_HUB_CACHE)) from None
+        raise _not_there(name, f"is unavailable: {reason_of(error)}", place, str(constants.HF_HUB_CACHE)) from None
     lacks = missing_files(folder)
     if lacks:
         what = f"lacks {', '.join(lacks[:3])} in {folder}"
@@ -81,19 +80,17 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return what a snapshot lacks to be a pretrained model: its config, its weights, or some of their shards."""
+    """Return what a snapshot lacks to be a pretrained model: config, weights, or some of their shards."""
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
     try:
         names = weight_names(folder) or [NAMES[0]]
     except Unreadable as error:
-        return [*lacks, f"an index of weights that can be used ({error.reason})"]
+        return [*lacks, f"a valid index of weights ({error.reason})"]
     return lacks + [name for name in names if not (folder / name).is_file()]
 
 
 def _not_there(name: str, what: str, place: str, cache: str) -> UserError:
     repository = name.partition("@")[0]
-    hint = (
-        f"where there is a network: `hf download {repository}`, and copy it into {cache} (HF_HUB_CACHE names another)"
-    )
-    hint += "; or name the folder of a model"
+    hint = f"with a network: `hf download {repository}`, and copy it into {cache} (HF_HUB_CACHE sets another folder)"
+    hint += "; or use the folder of a model"
     return UserError(Problem(kind="hub-model", message=f"{PREFIX}{name} {what}", hint=hint, where=place))

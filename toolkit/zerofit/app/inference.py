@@ -29,7 +29,7 @@ MaxMemory = str | Mapping[Device, str | int] | None
 
 
 class EvalDataOptions(TypedDict, total=False):
-    """Fields of Run that say what a model is evaluated on; by default it is the data that it was trained on."""
+    """Fields of Run for the data to evaluate on; the default is the training data."""
 
     data: str | None
     data_root: Path | None
@@ -52,11 +52,11 @@ class EvalDataOptions(TypedDict, total=False):
 
 
 class InferenceOptions(TypedDict, total=False):
-    """Places where a model's weights may go, and their type.
+    """Options for the placement of a model's weights, and their type.
 
-    `max_memory` names all devices that may be used, such as {0: "20GiB", "cpu": "60GiB"}; by default it is most of
-    what is free. Weights that no file holds as they are needed are written to `offload_folder`. A model
-    `package.module:callable` of somebody's own is imported and called only with `trust_model_code`.
+    `max_memory`: all devices that may be used, such as {0: "20GiB", "cpu": "60GiB"}; default: most of the free memory.
+    `offload_folder`: for weights that have to be converted first. A custom model `package.module:callable` is imported
+    and called only with `trust_model_code`.
     """
 
     max_memory: MaxMemory
@@ -68,7 +68,7 @@ class InferenceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(EvalScores, PlacementResult):
-    """A model's scores, and where its weights lay."""
+    """A model's scores, and where its weights were placed."""
 
     model: str
     data: str
@@ -76,7 +76,7 @@ class Evaluation(EvalScores, PlacementResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(GeneratedText, PlacementResult):
-    """Text that a model wrote, and where its weights lay."""
+    """Text that a model generated, and where its weights were placed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class Conversation(Talk, PlacementResult):
 
 
 class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):
-    """Options of `evaluate`: everything that it takes beside the folder."""
+    """Options of `evaluate` besides the folder."""
 
 
 def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluation:
-    """Evaluate the model of a run's folder, of a checkpoint, or in a Hugging Face model's folder.
+    """Evaluate the model of a run folder, of a checkpoint, or in a Hugging Face model folder.
 
     Keyword arguments are those of EvalDataOptions and InferenceOptions.
 
@@ -99,8 +99,8 @@ def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluati
     >>> result.samples, 0 <= result.accuracy <= 1, result.device_map
     (20, True, {'': 'cpu'})
 
-    Raises UserError for bad input (all of it at once), DoesNotFit where the weights have no place in the memory that
-    they may take, and RunFailed where the model fails on the way.
+    Raises UserError for bad input (all problems at once), DoesNotFit if the weights do not fit into the allowed
+    memory, and RunFailed if the model fails.
     """
     report, problems = Reporter(options.get("on_event")), Problems()
     run_fields = {name: options[name] for name in EvalDataOptions.__annotations__ if options.get(name) is not None}
@@ -113,7 +113,7 @@ def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluati
         figures = figures_of(session.saved, session.empty, session.dtype, data.inputs)
         needed = eval_bytes(session.empty, figures, data.inputs, micro, session.main, str(folder))
         if not needed:
-            report.note("what this model takes beside its weights cannot be known before it runs")
+            report.note("cannot forecast the memory of this model's activations")
         model, placement = session.load(needed, "a smaller --micro-batch, a shorter --seq-len,")
         device, samples = placement.execution_device, run_fields.get("eval_samples")
         written = run_fields.get("generate_samples", Run().generate_samples)
@@ -132,10 +132,11 @@ def generate(
     tokenizer: str | None = None,
     **options: Unpack[InferenceOptions],
 ) -> Generation:
-    """Let a causal language model go on after `prompt`; `on_event` gets each piece as an event of kind "text".
+    """Continue `prompt` with a causal language model; `on_event` gets each piece as an event of kind "text".
 
-    A `temperature` of 0 takes the likeliest token each time, otherwise one is drawn among the likeliest that have the
-    probability `top_p` together. Further keyword arguments are those of InferenceOptions; raises as `evaluate` does.
+    `temperature` 0 uses the likeliest token each time; otherwise a token is drawn from the likeliest ones that together
+    have probability `top_p`. Other keyword arguments are those of InferenceOptions; raises like `evaluate`.
+
 
     >>> import zerofit as zf
     >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/text")
@@ -144,7 +145,7 @@ def generate(
     """
     report, problems = Reporter(options.get("on_event")), Problems()
     if not prompt:
-        problems.add("empty-prompt", "--prompt is empty", "give the text's first words", "--prompt")
+        problems.add("empty-prompt", "--prompt is empty", "use the first words of the text", "--prompt")
     with _opened(Path(folder), options, problems, report) as session:
         request = GenerationRequest(
             prompt=check_prompt(session.saved, tokenizer, prompt, max_new_tokens),
@@ -210,11 +211,11 @@ def chat(
 def _opened(
     folder: Path, options: InferenceOptions, problems: Problems, report: Reporter
 ) -> Iterator[InferenceSession]:
-    """Find and open the model, nothing of its weights yet. Raises UserError with `problems` and what is wrong here."""
+    """Find and open the model without its weights. Raises UserError with `problems` and those found here."""
     limits = problems.attempt(lambda: read_limits(options.get("max_memory")))
     found = problems.attempt(lambda: find_folder(folder, report))
     problems.raise_if_any()
-    assert limits is not None and found is not None  # else there is a problem
+    assert limits is not None and found is not None  # otherwise a problem was raised
     with scratch_folder(options.get("offload_folder")) as scratch:
         trusted = options.get("trust_model_code", False)
         saved, dtype = open_model(found, options.get("dtype"), scratch, report, trusted)

@@ -1,7 +1,7 @@
-"""Training in the processes that a launcher has started: deepspeed, torchrun, srun, mpirun, accelerate.
+"""Training in processes that a launcher has started: deepspeed, torchrun, srun, mpirun, accelerate.
 
-The first process prepares the run and supervises it, as `zerofit train` does on one machine, and starts a guard for its
-own rank. The others wait for it and become the guards of theirs (`watch.follow`).
+The first process prepares and supervises the run, like `zerofit train` on one machine, and starts a guard for its own
+rank. The other processes wait for it and become the guards of their ranks (`watch.follow`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.supervise import Watch
 
 STOPPED, FAILED = 130, 3
-FOLDER = "folder"  # what is kept for a restart
+FOLDER = "folder"  # key of the value kept for a restart
 
 
 def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
     """Train as the first process of a world; SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
 
-    All processes end with the exit code that the result or the error of this one has, right after it.
-    Raises UserError, DoesNotFit, RunFailed and Stopped.
+    All processes exit with the exit code of this one's result or error, right after it. Raises UserError, DoesNotFit,
+    RunFailed and Stopped.
     """
     end_with_parent(os.getppid())
     leading = _Leading(world, Reporter(shielded(on_event) if on_event else None), anyway)
@@ -54,7 +54,7 @@ def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, an
         code = getattr(error, "exit_code", FAILED)
         raise
     finally:
-        # once all is printed: a launcher ends this process, too, after one that has ended with a failure
+        # after printing, since a launcher kills this process when another has failed
         atexit.register(leading.dismiss, code)
 
 
@@ -64,7 +64,7 @@ class _Leading:
     def __init__(self, world: World, report: Reporter, anyway: bool):
         self._world, self._report, self._anyway = world, report, anyway
         self._meeting = Meeting(world)
-        self._watch: Watch | None = None  # once the others become guards
+        self._watch: Watch | None = None  # set when the others become guards
 
     def train(self, asked: RunRequest) -> TrainingResult:
         """Prepare the run on all hosts, start its ranks and supervise them."""
@@ -78,7 +78,7 @@ class _Leading:
                 self._request(asked),
                 self._report,
                 stack,
-                anyway=self._anyway or self._world.attempt > 1,  # what was let through once is started again
+                anyway=self._anyway or self._world.attempt > 1,  # a run that fitted once restarts
                 machine=machine_of(hosts, None) if several else None,
                 hosts=hosts if several else (),
             )
@@ -87,14 +87,14 @@ class _Leading:
             self._meeting.keep(FOLDER, str(prepared.folder.path))
             if several:
                 self._check_folder(prepared.folder, hosts)
-            watch = Watch("" if several else LOOPBACK)  # open to the end of the process: the guards stay so long
+            watch = Watch("" if several else LOOPBACK)  # open until the process ends, like the guards
             threads = threads_of(members, hosts)
             site = self._site(prepared, hosts, watch, {"OMP_NUM_THREADS": str(threads)} if threads else {})
             signals = {"attempt": self._world.attempt, "handle_signals": True}
             return train_at(site, prepared, watch, self._report, **signals)
 
     def dismiss(self, code: int) -> None:
-        """Have all other processes end with this exit code."""
+        """Make all other processes exit with this code."""
         if self._watch:
             self._watch.send_all({"code": code})
         else:
@@ -102,11 +102,11 @@ class _Leading:
                 self._meeting.dismiss(code)
 
     def _request(self, asked: RunRequest) -> RunRequest:
-        """Return the request for as many ranks as there are; that of a restart goes on. Raises UserError."""
+        """Return the request for all ranks; after a restart, one that resumes. Raises UserError."""
         ranks, world = asked.run.ranks, self._world
         if ranks not in (None, world.size):
-            message = f"{asked.place('ranks')} asks for {ranks} ranks, and {world.launcher} has started {world.size}"
-            hint = f"take --ranks {world.size}, or have {world.launcher} start {ranks}"
+            message = f"{asked.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
+            hint = f"use --ranks {world.size}, or start {ranks} with {world.launcher}"
             raise UserError(Problem(kind="ranks", message=message, hint=hint, where=asked.place("ranks")))
         asked = replace(asked, run=asked.run.model_copy(update={"ranks": world.size}))
         folder = asked.run.output or self._meeting.kept(FOLDER)
@@ -120,12 +120,12 @@ class _Leading:
         for rank, answer in self._meeting.answers().items():
             if answer and names[rank] not in told:
                 told.add(names[rank])
-                hint = "name a --output on a file system that all hosts share"
+                hint = "use a --output on a file system that all hosts share"
                 problems.add("output-not-shared", f"on {names[rank]}: {answer}", hint, names[rank])
         problems.raise_if_any()
 
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:
-        """Return the site of ranks whose processes are there: what it starts is the guard of the first."""
+        """Return the site of ranks whose processes exist already; it starts only the guard of the first."""
         world, machine = self._world, prepared.machine
         several = len(hosts) > 1
         address, names = (world.master[0], [host.name for host in hosts]) if several else (LOOPBACK, [HERE])
@@ -143,7 +143,7 @@ class _Leading:
             accelerator=machine.accelerator,
             argv=argv,
             env=lambda mark: env,
-            forwarded={"TORCHELASTIC_USE_AGENT_STORE": str(False), **extra},  # rank 0 listens at a port of its own
+            forwarded={"TORCHELASTIC_USE_AGENT_STORE": str(False), **extra},  # rank 0 listens on a separate port
             again=f"{world.launcher} ... zerofit train",
             timeout_s=prepared.job.run.heartbeat_timeout,
         )

@@ -1,4 +1,4 @@
-"""What was computed once and holds while its inputs, our code and the libraries are the same."""
+"""Results kept on disk, valid while their inputs, zerofit's code and the libraries stay the same."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[1]  # the package
 
 
 def kept_file(folder: str, key: Any, stem: str = "") -> Path:
-    """Return where the answer for `key` (plain data) is kept: elsewhere for other code and for other versions."""
+    """Return the file for the result of `key` (plain data); other code or versions have other files."""
     text = json.dumps([key, versions(), code_digest()], sort_keys=True, default=str)
     return cache_root() / folder / f"{stem}{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
 @cache
 def code_digest(root: Path = ROOT) -> str:
-    """Return the same text for the same code and data of the package, whichever of it computes an answer."""
+    """Return a hash of all code and data of the package."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(root, followlinks=True):  # models/ may be a link
         folders.sort()

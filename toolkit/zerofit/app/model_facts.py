@@ -1,4 +1,4 @@
-"""The figures of a model that a start asks for, read off it once and kept: a second start imports no transformers."""
+"""Facts about a model that a start needs, read once and stored, so that later starts need not import transformers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ T = TypeVar("T")
 def facts_of(
     source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
 ) -> ModelFacts:
-    """Return the facts of a model for these inputs, or as it was published (FLOPs are not counted then).
+    """Return the facts of a model for these inputs; without inputs FLOPs are not counted.
 
-    `model`: a model that is there already, in place of the source's.
-
-    Raises UserError where model and data do not go together.
+    `model`: an existing model to use instead of the source's. Raises UserError if model and data do not match.
     """
     args, pipelined = dict(run.model_args), run.pipeline != 1
 
@@ -44,7 +42,7 @@ def facts_of(
 
 
 def _stamp(source: ModelSource) -> tuple[int, ...]:
-    """Return size and time of the weights that a model begins with."""
+    """Return size and modification time of the weights that a model starts with."""
     if not source.pretrained:
         return ()
     with models_say("--pretrained"):
@@ -53,16 +51,16 @@ def _stamp(source: ModelSource) -> tuple[int, ...]:
 
 
 def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:
-    """Return the longest sequence in tokens that a model takes; None for models without such a limit.
+    """Return the longest sequence that a model supports, in tokens; None without a limit.
 
-    Raises UserError where `args` are not the model's.
+    Raises UserError if the model has no such `args`.
     """
     with models_say("MODEL"), without_dynamo():
         return _kept(source, ["positions", args], TypeAdapter(int | None), lambda: source_max_positions(source, args))
 
 
 def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Callable[[], T]) -> T:
-    """Return what `read` gives of a model, or gave before; a user's own code is always read."""
+    """Return the stored result of `read` for a model, or read it now; always read a user's own code."""
     if source.family == "custom":
         return read()
     path = Path(source.path) if source.path else None
@@ -70,7 +68,7 @@ def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Calla
     file = kept_file("facts", [asdict(source), content, *key])
     try:
         return shaped(read_json(file, object), form)
-    except (OSError, Unreadable):  # never read, or half written
+    except (OSError, Unreadable):  # never written, or truncated
         found = read()
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, form.dump_python(found, mode="json"))

@@ -1,4 +1,4 @@
-"""Other releases of DeepSpeed and transformers: a command goes on in an environment that has them, over this one."""
+"""Other releases of DeepSpeed and transformers: rerun a command in an environment with them, on top of this one."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ HAS = "import sys; from importlib.metadata import version; print(*map(version, s
 
 
 def go_on_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
-    """Replace this process by one of the same command line that has these releases; return if this one has them.
+    """Replace this process by the same command with these releases; return if they are installed here.
 
     Args:
-        releases: package -> version ("0.19.5"); of others whichever is installed is taken.
+        releases: package -> version ("0.19.5"); other packages keep the installed version.
         places: package -> the option that names its version.
-        report: hears that something is installed.
-        own: whether the command is about a run of zerofit's own, which needs releases that zerofit trains with.
+        report: gets a note if something is installed.
+        own: the command needs releases that zerofit can train with, because it is about a zerofit run.
 
-    Raises UserError where there is no such release, where it cannot be installed, or where zerofit has no use for it.
+    Raises UserError if there is no such release, it cannot be installed, or zerofit cannot train with it.
     """
     if not releases:
         return
     problems, wanted = Problems(), dict[str, str]()
     needed = [Requirement(one) for one in metadata.requires("zerofit") or ()]
-    allowed = {one.name: one.specifier for one in needed if not one.marker}  # those with a marker are of extras
+    allowed = {one.name: one.specifier for one in needed if not one.marker}  # those with a marker belong to extras
     for name, given in releases.items():
         try:
             version = str(Version(given))
         except InvalidVersion:
-            hint = f"a release's version, as in `pip index versions {name}`"
+            hint = f"use a version from `pip index versions {name}`"
             problems.add("bad-value", f"{given!r} is not a version", hint, places[name])
             continue
         if own and not allowed[name].contains(version, prereleases=True):
-            message = f"zerofit trains with {name}{allowed[name]}, not with {version}"
-            hint = "take one of these; with others a script of your own is simulated: -- COMMAND"
+            message = f"zerofit trains with {name}{allowed[name]}, not {version}"
+            hint = "use one of these; other releases can simulate your own script: -- COMMAND"
             problems.add("release", message, hint, places[name])
         elif not _is(metadata.version(name), version):
             wanted[name] = version
@@ -61,10 +61,10 @@ def go_on_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
 
 
 def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "") -> Path:
-    """Return the Python of an environment with these releases (package -> version), made now unless it was before.
+    """Return the Python of an environment with these releases (package -> version), created if missing.
 
-    It lies over this environment, holds what these packages need in another version, and is kept in the cache.
-    `where`: the place that an error names. Raises UserError where pip cannot install them.
+    It is cached, extends this environment, and has the other versions that these packages need. `where`: the place in
+    an error. Raises UserError if pip cannot install them.
     """
     named = [f"{name}=={version}" for name, version in sorted(releases.items())]
     below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
@@ -75,7 +75,7 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
     with FileLock(f"{folder}.lock"):
         if done.exists():
             return python
-        report.status(f"installing {' and '.join(named)} beside this environment, once ...")
+        report.status(f"installing {' and '.join(named)} next to this environment (only once) ...")
         _run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], where)
         own = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
         lines = [f"import site; site.addsitedir({path!r})\n" for path in below]
@@ -91,18 +91,18 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
 
 
 def _is(installed: str, version: str) -> bool:
-    """Return whether it is this version, as pip has it: a local part (2.11.0+cpu) may follow."""
+    """Return whether this version is installed, by pip's rules: a local part (2.11.0+cpu) may follow."""
     return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
 
 
 def _run(words: Sequence[Any], where: str) -> str:
-    """Return what a program prints. Raises UserError with its last word where it fails."""
-    env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled where they are used
+    """Return the output of a program. Raises UserError with its last error line if it fails."""
+    env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled when they are used
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
     if done.returncode:
         said = [line for line in done.stderr.strip().splitlines() if line.strip()]
         errors = [line for line in said if line.startswith("ERROR:")] or said or [f"exit code {done.returncode}"]
         message = f"{' '.join(map(str, words[1:4]))} ...: {errors[-1].removeprefix('ERROR: ')}"
-        hint = "pip must be able to install it here: `pip index versions` lists what there is"
+        hint = "pip must be able to install it here; `pip index versions` lists the releases"
         raise UserError(Problem(kind="release", message=message, hint=hint, where=where))
     return done.stdout

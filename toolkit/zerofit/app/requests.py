@@ -1,4 +1,4 @@
-"""Run requests from what users name: a run made in Python, a run file, a run folder, or a model."""
+"""Run requests from user input: a run made in Python, a run file, a run folder, or a model."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
 ADAPTERS = "adapter_config.json"  # peft's
-PACKED = "packed"  # `--input` of text whose samples hold documents that must not see each other
+PACKED = "packed"  # `--input` of text whose samples contain several separate documents
 LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel", "micro_batch"}
 
 
 def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
-    """Return the request of a run, of a run file or run folder (a path), or of a model's name. Raises UserError."""
+    """Return the request of a run, of a path of a run file or run folder, or of a model's name. Raises UserError."""
     return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
 
 
 def from_saved(asked: RunRequest, trust_model_code: bool = False) -> RunRequest:
-    """Return the request of a model that zerofit has saved, a CNN's RUN/model say, as its name and its weights.
+    """Return the request of a model saved by zerofit (a CNN's RUN/model, say) with its name and weights.
 
-    Folders of transformers models say by their config.json what they are. Raises UserError, also for a folder that
-    names code unless `trust_model_code`.
+    Folders of transformers models are identified by their config.json. Raises UserError, also for a folder that names
+    code unless `trust_model_code`.
     """
     folder = Path(asked.run.model)
     if asked.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
@@ -51,17 +51,17 @@ def from_saved(asked: RunRequest, trust_model_code: bool = False) -> RunRequest:
     info = read_model_info(folder)
     assert info is not None  # the file is there
     if (folder / ADAPTERS).is_file():
-        return asked  # refused by the catalogue, with what to do
+        return asked  # the catalogue refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
     found = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **asked.run.model_args}}
     return replace(asked, run=asked.run.model_copy(update=found))
 
 
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
-    """Return the request of a model's name, a run file or a run folder, overridden by flags. Raises UserError.
+    """Return the request of a model's name, a run file or a run folder, with flags on top. Raises UserError.
 
-    A run folder goes on with its own run; where flags change the layout, the batch sizes of a rank are chosen anew
-    and the global batch is kept. Code that a run folder or a saved model names is refused unless `trust_model_code`.
+    A run folder resumes its own run. If flags change the layout, batch sizes per rank are chosen again for the same
+    global batch. Code that a run folder or a saved model names is refused unless `trust_model_code`.
     """
     return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
 
@@ -76,7 +76,7 @@ def _read_request(target: str | None, flags: dict[str, Any], trusted: bool) -> R
 
 
 def is_run_file(target: str) -> bool:
-    """Return whether a name is that of a YAML file, or of a JSON file that is not a model's config."""
+    """Return whether a name is a YAML file, or a JSON file that is not a model's config."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
         return True
@@ -85,13 +85,13 @@ def is_run_file(target: str) -> bool:
     try:
         return {"model_type", "_class_name"}.isdisjoint(read_json(path))
     except (Unreadable, OSError):
-        return True  # the loader says what is wrong with it
+        return True  # the loader reports what is wrong
 
 
 def assumed_inputs(
     source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
 ) -> Inputs:
-    """Return the model's published images, those of `--input`, or tokens of its whole vocabulary. Raises UserError."""
+    """Return the model's published images, those of `--input`, or tokens of its full vocabulary. Raises UserError."""
     if gives_loss(task):
         from zerofit.models.named_inputs import named_inputs
         from zerofit.train.probe import models_say
@@ -118,7 +118,7 @@ def assumed_inputs(
 
 
 def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
-    """Return whole samples with as many classes as the config names (transformers' default: 2)."""
+    """Return the inputs for labelled texts, with the classes of the config (transformers' default: 2)."""
     names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
     text = config.get_text_config()
     how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
@@ -126,7 +126,7 @@ def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs
 
 
 def input_option(inputs: Inputs | None) -> str | None:
-    """Return the `--input` that describes what a model is fed, as `parse_input` reads it; None for tokens alone."""
+    """Return the `--input` value for a model's inputs, as `parse_input` reads it; None for tokens alone."""
     if are_packed(inputs):
         return PACKED
     if isinstance(inputs, ImageInputs):
@@ -146,7 +146,7 @@ def parse_image(text: str) -> tuple[int, int]:
     """Return channels and pixels of "image:3x224x224". Raises UserError."""
     fed = parse_input(text)
     if fed.image is None:
-        message, hint = f"the model is fed images, got {text!r}", "image:3x224x224, for one"
+        message, hint = f"the model needs images, got {text!r}", "for example image:3x224x224"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
     return fed.image
 
@@ -154,13 +154,13 @@ def parse_image(text: str) -> tuple[int, int]:
 def _parse_features(text: str) -> int:
     fed = parse_input(text)
     if fed.features is None:
-        message, hint = f"the model is fed rows of a table, got {text!r}", "features:10, for one"
+        message, hint = f"the model needs rows of a table, got {text!r}", "for example features:10"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
     return fed.features
 
 
 def parse_input(text: str) -> Fed:
-    """Return what `--input` says: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed".
+    """Return the inputs from `--input`: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed".
 
     Raises UserError.
     """
@@ -173,9 +173,7 @@ def parse_input(text: str) -> Fed:
             return Fed(image=(int(parts[0]), int(parts[1])))
         if kind in ("features", "decoder", "frames") and len(parts) == 1:
             return replace(Fed(), **{kind: int(value)})
-    hint = "channels, height and width of square images (image:3x224x224), a table's features (features:10), a "
-    hint += (
-        "decoder's tokens (decoder:128) or a spectrogram's frames (frames:3000); packed for text whose samples hold "
-    )
-    hint += "several documents"
+    hint = "use channels, height and width of square images (image:3x224x224), a table's features (features:10), a "
+    hint += "decoder's tokens (decoder:128), a spectrogram's frames (frames:3000), or packed for text with several "
+    hint += "documents per sample"
     raise UserError(Problem(kind="bad-value", message=f"{text!r} is not a valid input", hint=hint, where="--input"))

@@ -1,4 +1,4 @@
-"""Memory that is free for ranks now: of this machine, and of hosts that were asked over ssh."""
+"""Memory that is free for ranks now, on this machine and on hosts examined over ssh."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from zerofit.launch.hostfile import Host
 from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.reservations import beside_reserved, free_for, gpu_claims, gpus_free_for, host_claims
 
-Facts = Mapping[str, Any]  # of one host: `zerofit.doctor.facts`
+Facts = Mapping[str, Any]  # facts of one host: `zerofit.doctor.facts`
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRoom:
-    """The memory of one host that its ranks may take, in bytes: what is free less what other runs have reserved."""
+    """The memory of one host for its ranks, in bytes: free memory less reservations of other runs."""
 
     name: str  # "" for this machine
     ranks: range
     host_bytes: int
-    gpu_bytes: int | None  # the least of the GPUs that these ranks use; None: not known
-    reserved_bytes: int = 0  # of the host's memory, by other runs
-    gpu_reserved_bytes: int = 0  # of one of those GPUs, at most
+    gpu_bytes: int | None  # the least of the GPUs of these ranks; None: unknown
+    reserved_bytes: int = 0  # host memory reserved by other runs
+    gpu_reserved_bytes: int = 0  # the most reserved on one of those GPUs
 
     @property
     def place(self) -> str:
@@ -31,12 +31,12 @@ class HostRoom:
         return f"on {self.name or 'this machine'}"
 
     def beside_reserved(self, *, on_gpus: bool = False) -> str:
-        """Return what follows on its free memory in a message where other runs have reserved some."""
+        """Return the phrase about reservations of other runs that follows the free memory in a message."""
         return beside_reserved(self.gpu_reserved_bytes if on_gpus else self.reserved_bytes)
 
 
 def room_here(ranks: range, run: Path) -> HostRoom:
-    """Return what this machine has for the ranks of a run."""
+    """Return this machine's free memory for the ranks of a run."""
     gpus = gpus_free_for(run, len(ranks))
     claims = gpu_claims(but=run)
     taken = max((claims[gpu.uuid] for gpu in gpu_memory(len(ranks))), default=0) if claims else 0
@@ -45,7 +45,7 @@ def room_here(ranks: range, run: Path) -> HostRoom:
 
 
 def rooms_of(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[HostRoom]:
-    """Return what each of these hosts has, each with ranks in all its slots."""
+    """Return the free memory of these hosts, with ranks in all their slots."""
     rooms, first = list[HostRoom](), 0
     for host in hosts:
         found, ranks = facts[host.name], range(first, first + host.slots)

@@ -1,4 +1,4 @@
-"""`zerofit.simulate_script`: a user's own training script, unmodified, as a rank of any hardware."""
+"""`zerofit.simulate_script`: a user's unmodified training script, simulated as a rank on any hardware."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.overhead import blas_workspace_bytes
 
-STEPS = 2  # ZeRO-3 keeps more alive once it knows the order of the layers
+STEPS = 2  # from the second step on ZeRO-3 prefetches, which needs more memory
 
 
 def simulate_script(
@@ -39,19 +39,19 @@ def simulate_script(
     trace: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
-    """Run a training script, as it is, as one rank of a cluster until it has made its first optimizer steps.
+    """Run an unmodified training script as one rank of a cluster for its first optimizer steps, on fake devices.
 
     Args:
-        command: what starts it: python, torchrun, deepspeed or accelerate launch, with all options.
-        cluster: where; None: this machine.
-        rank: the rank to simulate; None: the one that needs most.
+        command: the start command with all options: python, torchrun, deepspeed or accelerate launch.
+        cluster: the hardware; None: this machine.
+        rank: the rank to simulate; None: the heaviest.
         steps: optimizer steps after which the script is stopped.
-        longest: say what it needs with batches as long as it allows, too.
-        alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
-        trace: file for the timeline of the last step of the rank that is returned, in the Chrome trace format.
-        on_event: hears what is being done.
+        longest: also simulate batches of the longest length that the script allows.
+        alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
+        trace: file for a Chrome trace of the last step of the returned rank.
+        on_event: gets progress.
 
-    Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
+    Raises UserError with all problems of the command, the script's own error, or what cannot be simulated.
 
     >>> import zerofit as zf
     >>> from pathlib import Path
@@ -108,7 +108,7 @@ def simulate_script(
 
 
 def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
-    """Return the record of each target's rank; of one in a later stage of a pipeline after all stages before it."""
+    """Return the record of each target's rank; a rank in a later pipeline stage runs after all stages before it."""
     found = simulate_all(targets, show)
     later = [n for n, one in enumerate(found) if isinstance(one, Problem) and one.kind == LATER_STAGE]
     now = {n: replace(targets[n], rank=0, received=None) for n in later}
@@ -127,7 +127,7 @@ def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> l
 def _next_stage(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> list[tuple[list[ScriptTarget], list[RankRecord | Problem]]]:
-    """Return the targets of the next stage of a pipeline with their records; [] after the last, or where one failed."""
+    """Return the targets of the next pipeline stage with their records; [] after the last or if one failed."""
     following = []
     for target, record in zip(targets, records, strict=True):
         if isinstance(record, Problem) or record.pipeline is None or record.pipeline.sends is None:
@@ -140,7 +140,7 @@ def _next_stage(
 def _heaviest(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
-    """Return the targets of another rank and its records, if it needs more than this one and can be simulated."""
+    """Return the targets and records of the heavier rank, if there is one that can be simulated."""
     other = None if isinstance(records[0], Problem) else records[0].heavier_rank
     if other is None:
         return targets, records
@@ -153,14 +153,14 @@ def _heaviest(
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnobSimulations:
-    """The changes of a command that would need less memory, each simulated when it is called."""
+    """Changes of a command that would need less memory; calling this simulates each of them."""
 
     target: ScriptTarget
     seen: Simulation
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return what each change would bring, the least memory first; one that cannot be simulated is left out."""
+        """Return the result of each change, least memory first, without those that cannot be simulated."""
         assert isinstance(self.seen.run, SimulatedScript)
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +183,7 @@ class ScriptKnobSimulations:
 
 
 def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
-    """Return what was found. Raises UserError where it cannot be simulated."""
+    """Return the simulation of a record. Raises UserError if the rank could not be simulated."""
     if isinstance(record, Problem):
         raise UserError(record)
     assert record.script
@@ -191,7 +191,7 @@ def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster
 
 
 def _with_longest(seen: Simulation, longest: Simulation) -> Simulation:
-    """Return a simulation that knows what the longest batches need; it fits where they do, too."""
+    """Return a simulation with the needs of the longest batches; it fits only if they fit too."""
     assert isinstance(seen.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
     names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
     tokens = longest.run.facts.longest_seen
@@ -205,15 +205,17 @@ def _with_longest(seen: Simulation, longest: Simulation) -> Simulation:
 
 
 def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
-    """Hold what the command starts against what is there. Raises UserError with all that is wrong."""
+    """Check the command against files and hardware. Raises UserError with all problems."""
     problems = Problems()
     if not read.is_module and not Path(read.script).is_file():
-        problems.add("command", f"there is no script {read.script}", "name a file as seen from this folder", "COMMAND")
+        problems.add("command", f"no script {read.script}", "use a path relative to the current folder", "COMMAND")
     problems.extend(rank_problems(read, cluster.gpus, cluster.nodes))
     if not 0 <= rank < cluster.ranks:
-        problems.add("bad-value", f"rank {rank} of {cluster.ranks} ranks", f"take 0 to {cluster.ranks - 1}", "--rank")
+        problems.add(
+            "bad-value", f"no rank {rank}: there are {cluster.ranks}", f"use 0 to {cluster.ranks - 1}", "--rank"
+        )
     if steps < 1:
         problems.add(
-            "bad-value", f"{steps} steps, and 1 is the least", "take 2: the second step may need more", "--steps"
+            "bad-value", f"--steps {steps} is less than 1", "use 2: the second step may need more memory", "--steps"
         )
     problems.raise_if_any()

@@ -1,4 +1,4 @@
-"""The trace of a script's step, as `zerofit simulate --trace FILE -- COMMAND` writes it: each op where it would run."""
+"""The trace of a script's step for `zerofit simulate --trace FILE -- COMMAND`: each op at its forecast time."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.model_facts import ELEMENT_BYTES
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_OPS = {  # of collectives, as c10d calls them: the first that is in the name
+_OPS = {  # part of c10d's name -> collective; the first match counts
     "reduce_scatter": "reduce_scatter",
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "alltoall": "all_to_all",
 }
-_SENT = "send"  # and of the rest: a tensor from one rank to others
+_SENT = "send"  # all others: a tensor from one rank to others
 
 
 def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:
-    """Return the trace of the last step of a simulated script's rank; memory is drawn where the host allocates it."""
+    """Return the trace of the last step of a simulated script's rank; memory changes when the host allocates."""
     assert record.script
     clocks = _Clocks(cluster, record.script.precision.split()[0])
     for place, one in enumerate(record.issued):
@@ -43,7 +43,7 @@ def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str
 
 
 def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]]) -> Iterator[MemorySample]:
-    """Yield the points of the step when the host issued what they stand before."""
+    """Yield the memory of the step at the times when the host issued the allocations."""
     moments = [t for t, _ in allocated]
     for point in points:
         place = bisect_left(moments, point.t)
@@ -53,34 +53,34 @@ def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]])
 
 @dataclass
 class _Clocks:
-    """The host's clock and the streams', while work is issued in its order.
+    """The clocks of host and streams while work is issued in order.
 
-    The host runs ahead of a GPU, and waits where the script does; on a CPU it is what computes.
+    The host runs ahead of a GPU and waits where the script does; on a CPU the host computes itself.
     """
 
     cluster: Cluster
     precision: str
     host_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    allocated: list[tuple[int, float]] = field(default_factory=list)  # allocations so far, and the host's clock
+    allocated: list[tuple[int, float]] = field(default_factory=list)  # number of allocations so far, host time
 
     def __post_init__(self) -> None:
         calibration = read_calibration(self.cluster.device.kind)
         known = {name: rates_of(self.cluster, name, calibration) for name in ELEMENT_BYTES}
         self._usual, self._rates = known[self.precision], known
-        self._done: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # place and end of a stream's work
-        self._free: defaultdict[int, float] = defaultdict(float)  # from when on a stream may begin its next one
-        self._issuing: list[Span] = []  # what the host does, as one while it goes on
+        self._done: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # index and end of a stream's work
+        self._free: defaultdict[int, float] = defaultdict(float)  # earliest start of a stream's next work
+        self._issuing: list[Span] = []  # host spans, merged while uninterrupted
         self._forwards, self._phase = 0, ""
         self._names: dict[int, str] = {0: "compute"}
 
     @property
     def end_s(self) -> float:
-        """When all is done."""
+        """The time when everything is done."""
         return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
     def take(self, place: int, one: IssuedWork | IssuedWait) -> None:
-        """Place what was issued next."""
+        """Schedule the next issued work or wait."""
         if isinstance(one, IssuedWait):
             self._wait(one)
             return
@@ -98,7 +98,7 @@ class _Clocks:
             self._run(place, one)
 
     def launches(self) -> list[Span]:
-        """Return what the host did beside computing."""
+        """Return the host's spans of issuing work."""
         return self._issuing
 
     def _run(self, place: int, one: IssuedWork) -> None:
@@ -109,14 +109,14 @@ class _Clocks:
             waits += [self._free[one.behind], self._end(one.behind)]
         kind, seconds = self._kind_and_seconds(one)
         end_s = max(waits) + seconds
-        if seconds:  # a rank alone sends nothing
+        if seconds:  # a single rank sends nothing
             self._span(one, self._name(one), kind, max(waits), seconds)
         self._done[one.stream].append((place, end_s))
         if not rates.ahead and one.stream >= 0:
             self.host_s = end_s
 
     def _kind_and_seconds(self, one: IssuedWork) -> tuple[str, float]:
-        """Return what a trace calls it, and how long it takes."""
+        """Return the kind of work as named in a trace, and its seconds."""
         rates = self._usual
         if one.kind == COPY:
             return COPY, one.bytes / rates.host_copy(one.pinned)
@@ -128,7 +128,7 @@ class _Clocks:
             group = RankGroup(one.ranks.size, one.ranks.per_node)
             return op.replace("_", "-"), collective_s(op, one.bytes, 1, group, rates)
         moved = one.kernel.moved_bytes.fixed
-        if not one.inside and not one.kernel.flops.fixed:  # long passes of an engine or an optimizer
+        if not one.inside and not one.kernel.flops.fixed:  # long passes over memory by an engine or an optimizer
             return one.kernel.kind, moved / rates.streaming
         return one.kernel.kind, kernel_s(one.kernel, 1, self._rates_for(one.kernel.dtype))
 
@@ -144,13 +144,13 @@ class _Clocks:
             self._free[one.stream] = max(self._free[one.stream], until_s)
 
     def _end(self, stream: int, before: int | None = None) -> float:
-        """Return when a stream has done what was issued to it, or what was issued before a place."""
+        """Return when a stream has finished its work so far, or its work issued before an index."""
         done = self._done[stream]
         last = len(done) if before is None else bisect_left(done, (before, 0.0))
         return done[last - 1][1] if last else 0.0
 
     def _issue(self, one: IssuedWork, seconds: float) -> None:
-        """Let the host spend time on it; what it does without a pause in one module is one span."""
+        """Advance the host's clock for issuing work; uninterrupted work in one module becomes one span."""
         start_s, self.host_s = self.host_s, self.host_s + seconds
         if not seconds:
             return
@@ -173,7 +173,7 @@ class _Clocks:
         return Span(0, stream, one.phase, micro_batch, one.module, kind, start_s, end_s, moved, flops)
 
     def _name(self, one: IssuedWork) -> str:
-        """Return what a stream is called."""
+        """Return the name of a stream."""
         if one.stream not in self._names:
             name = f"collectives of {one.ranks.size} ranks" if one.ranks else f"stream {one.stream}"
             same = sum(known.startswith(name) for known in self._names.values())

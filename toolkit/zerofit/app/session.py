@@ -1,4 +1,4 @@
-"""A session for people who keep their own training loop: engine, batches, records and checkpoints inside ranks."""
+"""A session for custom training loops: engine, batches, records and checkpoints inside ranks."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "
 
 
 class Session:
-    """One rank's part in a run whose loop is the user's own.
+    """One rank of a run with a custom training loop.
 
-    Works in scripts that `deepspeed` or `torchrun` starts, and with plain `python` as one rank. The run folder gets
-    what `zerofit train` writes: metrics, checkpoints as the run's `save_every` says, the model, the result; a run that
-    is there already goes on from its newest checkpoint.
+    Works in scripts started by `deepspeed` or `torchrun`, and with plain `python` as one rank. The run folder gets the
+    files of `zerofit train`: metrics, checkpoints by the run's `save_every`, the model, the result. An existing
+    run resumes from its newest checkpoint.
 
     >>> import torch, zerofit as zf
     >>> session = zf.Session(zf.Run(data="digits", steps=5, micro_batch=8, output="runs/own"))
@@ -56,9 +56,8 @@ class Session:
     >>> session.result.steps
     5
 
-    Pipelines, sequence parallelism and GANs need a loop of their own kind: they are refused. A model that the run names
-    is held against the memory that is free, as in `zerofit train`; an object of the user's is not, since no other
-    process can simulate it.
+    Pipelines, sequence parallelism and GANs need another kind of loop and are refused. If the run names the model, its
+    memory is checked as in `zerofit train`. For a model object it is not, since no other process can simulate it.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class Session:
         handle_signals: bool = False,
         anyway: bool = False,
     ):
-        """Take this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
+        """Set up this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
 
-        `anyway`: warn where the memory that is free is not enough for the run, instead of refusing it.
+        `anyway`: warn instead of refusing if the free memory is too small for the run.
         """
         self._asked, self._report, self._anyway = as_request(run), Reporter(on_event), anyway
         self._callbacks, self._handle_signals = callbacks, handle_signals
@@ -82,11 +81,11 @@ class Session:
         self._result: dict[str, Any] | None = None
 
     def prepare(self, model: nn.Module | None = None) -> tuple[Any, Iterator[dict[str, Any]]]:
-        """Join the ranks, and return the DeepSpeed engine and the micro batches of this rank.
+        """Join the ranks, and return the DeepSpeed engine and this rank's micro batches.
 
-        `model`: an object of the user's, the same on all ranks; None: the model that the run names. A batch has
-        `inputs` and `labels` on the rank's device (inputs in the run's precision) and `indices`, its samples' numbers.
-        Raises UserError on all ranks with everything that is wrong, and DoesNotFit where memory is not enough.
+        `model`: a model object, the same on all ranks; None: the model that the run names. A batch has `inputs` and
+        `labels` on the rank's device (inputs in the run's precision) and `indices`, the numbers of its samples. Raises
+        UserError on all ranks with all problems, and DoesNotFit if memory is too small.
         """
         job, folder = self._share_job(model)
         from zerofit.train.run import RankRun
@@ -100,12 +99,12 @@ class Session:
         return self._rank_run.trainer.engine, self._batches(self._rank_run)
 
     def step(self, loss: Tensor) -> None:
-        """Note the loss of a micro batch; call it after `engine.step()`."""
+        """Record the loss of a micro batch; call it after `engine.step()`."""
         self._losses.append(loss.detach().float())
 
     @property
     def result(self) -> TrainingResult | None:
-        """The result once all batches were taken; None before, and where the run was stopped on request."""
+        """The result after the last batch; None before, and if the run was stopped on request."""
         return TrainingResult.of(self._rank_run.folder, self._result) if self._rank_run and self._result else None
 
     def _batches(self, run: RankRun) -> Iterator[dict[str, Any]]:
@@ -134,14 +133,14 @@ class Session:
         self._locks.close()
 
     def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
-        """Have rank 0 check the run and make its folder; return the job and the folder on all ranks."""
+        """Check the run and prepare its folder on rank 0; return job and folder on all ranks."""
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
         machine = this_machine()
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
         from zerofit.train.process_group import leave, start
 
-        if not dist.is_initialized():  # else the group is the script's own, to leave as well
+        if not dist.is_initialized():  # otherwise the script started the group and has to leave it
             atexit.register(leave)
         start(timeout=timedelta(minutes=30))
         found: list[Any] = [None]
@@ -155,7 +154,7 @@ class Session:
                     self._report.note(note)
                 found = [str(prepared.folder.path)]
             except (UserError, DoesNotFit) as error:
-                self._locks.close()  # with what the gate has reserved
+                self._locks.close()  # releases the gate's reservations
                 found = [(type(error), error.problems)]
         dist.broadcast_object_list(found)
         if not isinstance(found[0], str):
@@ -165,23 +164,23 @@ class Session:
         return Job.read(folder), folder
 
     def _gate(self) -> MemoryGate:
-        """Return the gate for all ranks of this host; of others it is not known what is free."""
+        """Return the gate for the ranks of this host; the free memory of others is unknown."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
         hosts = [Host(socket.gethostname(), ranks)] if ranks < dist.get_world_size() else None
         return self._locks.enter_context(closing(MemoryGate(self._report, anyway=self._anyway, hosts=hosts)))
 
     def _request(self, model: nn.Module | None) -> RunRequest:
-        """Return the run on as many ranks as there are. Raises UserError for what an own loop cannot do."""
+        """Return the request with the actual number of ranks. Raises UserError for layouts without custom loops."""
         run, problems, world = self._asked.run, Problems(), dist.get_world_size()
         if run.ranks not in (None, world):
-            message = f"{run.ranks} ranks are asked for, and {world} were started"
-            problems.add("ranks", message, "leave ranks out", self._asked.place("ranks"))
+            message = f"the run sets {run.ranks} ranks, but {world} were started"
+            problems.add("ranks", message, "remove ranks", self._asked.place("ranks"))
         for field in ("pipeline", "sequence_parallel", "expert_parallel"):
             if getattr(run, field) != 1:
-                message = f"{field} {getattr(run, field)}: the batches and the loss of such a layout are zerofit's own"
-                problems.add("layout", message, "take `zerofit.train`", self._asked.place(field))
+                message = f"{field} {getattr(run, field)}: a custom loop does not support this layout"
+                problems.add("layout", message, "use `zerofit.train`", self._asked.place(field))
         if model is None and find_model(self._asked)[1] == "gan":
-            problems.add("model-task", f"{run.model} trains two engines", "take `zerofit.train`", "model")
+            problems.add("model-task", f"{run.model} trains two engines", "use `zerofit.train`", "model")
         problems.raise_if_any()
         changed: dict[str, Any] = {"ranks": world}
         if model is not None:

@@ -1,4 +1,4 @@
-"""The trace of a simulated rank's step, as `zerofit simulate --trace` writes it: times by `zerofit plan`."""
+"""The trace of a simulated rank's step for `zerofit simulate --trace`, with times by `zerofit plan`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from zerofit.spec.run_folder import Job
 def trace_of_simulation(
     simulation: Simulation, job: Job, inputs: Inputs, cluster: Cluster, report: Reporter
 ) -> dict[str, Any]:
-    """Return the trace of the simulated rank's last step: times by `zerofit plan`, memory as it was simulated.
+    """Return the trace of the simulated rank's last step: times by `zerofit plan`, memory from the simulation.
 
-    Raises UserError where the model cannot be profiled.
+    Raises UserError if the model cannot be profiled.
     """
     layout = PlannedLayout.of(job)
     profile = _profile(job, inputs, cluster, report)
@@ -43,10 +43,10 @@ def trace_of_simulation(
 
 
 def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
-    """Yield the points of the last simulated step, laid evenly over the phases that the timeline has.
+    """Yield the memory of the last simulated step, spread evenly over the phases of the timeline.
 
-    A simulation has no times. Each forward and backward is that of its micro batch; DeepSpeed's step after every other
-    micro batch than the last does nothing.
+    A simulation has no times. Each forward and backward belongs to its micro batch; DeepSpeed's step does nothing
+    except after the last micro batch.
     """
     last = [point for point in points if point.step == points[-1].step]
     phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]

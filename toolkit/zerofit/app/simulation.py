@@ -1,4 +1,4 @@
-"""`zerofit.simulate`: what the ranks of a run need, checked as before a training, for any hardware, without data."""
+"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a training, without data."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from zerofit.spec.stages import stages_of
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSimulation:
-    """A run that could be trained on a cluster."""
+    """A run that could be trained on a cluster, ready to simulate."""
 
     asked: RunRequest
     cluster: Cluster
     image: str | None
     job: Job
     inputs: Inputs
-    ds_source: dict[str, Any]  # the DeepSpeed JSON as it was written
+    ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its processes
 
     def target(self, rank: int) -> SimulationTarget:
-        """Return one of its ranks."""
+        """Return the simulation target of a rank."""
         return SimulationTarget(
             job=self.job,
             inputs=self.inputs,
@@ -59,13 +59,13 @@ class PreparedSimulation:
         )
 
     def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
-        """Return the changes worth trying, to be simulated when they are asked for: this rank, or of those that are
-        equal to it but for their partitions the one that needs most then.
+        """Return the changes worth trying, simulated on demand: for this rank, or for the heaviest of the ranks that
+        differ from it only in their partitions.
         """
         return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
 
     def turned(self, knob: Knob) -> PreparedSimulation | None:
-        """Return the run with one change; None where zerofit or DeepSpeed would refuse it."""
+        """Return the run with one change; None if zerofit or DeepSpeed would refuse it."""
         places = {**self.asked.places, **{field: field for field in knob.fields}}
         run = self.asked.run.model_copy(update={**knob.fields, "ds_config": knob.config})
         try:
@@ -77,16 +77,16 @@ class PreparedSimulation:
 
 @dataclass(frozen=True, kw_only=True)
 class KnobSimulations:
-    """The changes that would need less memory, each simulated when it is called."""
+    """Changes that would need less memory; calling this simulates each of them."""
 
     prepared: PreparedSimulation
-    rank: int  # of the same pipeline stage in each
-    heaviest: bool  # of its data parallel group, in place of the rank
+    rank: int  # simulated in each changed run
+    heaviest: bool  # simulate the heaviest rank of its data parallel group instead
     exact: bool
-    is_worth: Callable[[Job], bool] = lambda job: True  # of a change's job: whether to simulate it
+    is_worth: Callable[[Job], bool] = lambda job: True  # whether to simulate the job of a change
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
-        """Return what each change would bring, the least memory first."""
+        """Return the result of each change, least memory first."""
         report, cluster = Reporter(on_event), self.prepared.cluster
         job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.asked.run)
         tried = [(knob, self.prepared.turned(knob)) for knob in knobs(job, written, named)]
@@ -118,20 +118,20 @@ def simulate(
     trace: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
-    """Run the real DeepSpeed engine as one rank of a run, on fake tensors: no memory and no GPU is needed.
+    """Run the real DeepSpeed engine as one rank of a run on fake tensors, without a GPU or the model's memory.
 
     Args:
-        run: what would be trained (a run, a run file or a model's name); the DeepSpeed JSON is its `ds_config`.
-        cluster: where; None: this machine.
-        rank: the rank to simulate; None: the one of each pipeline stage that needs most, and of these the one that
-            needs most is returned.
-        image: "image:3x224x224", the inputs of an image model where the run names no data.
+        run: the training (a run, a run file or a model's name); its `ds_config` is the DeepSpeed JSON.
+        cluster: the hardware; None: this machine.
+        rank: the rank to simulate; None: the heaviest rank of each pipeline stage, of which the heaviest is
+            returned.
+        image: "image:3x224x224", the inputs of an image model if the run names no data.
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
-        alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
-        trace: file for the timeline of a step of the rank that is returned, in the Chrome trace format (`exact` then).
-        on_event: hears what is being done.
+        alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
+        trace: file for a Chrome trace of a step of the returned rank; implies `exact`.
+        on_event: gets progress.
 
-    Raises UserError with all that is wrong with the run, or the place where the model cannot be simulated.
+    Raises UserError with all problems of the run, or with the place where the model cannot be simulated.
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="llama-tiny", ds_config="zero2", micro_batch=2, seq_len=16, precision="bf16")
@@ -158,7 +158,7 @@ def simulate(
         simulated = heaviest_of(simulated, exactly)
     failed = [one for one in simulated if isinstance(one, Problem)]
     if failed:
-        raise UserError(*dict.fromkeys(failed))  # stages may fail alike
+        raise UserError(*dict.fromkeys(failed))  # stages may fail in the same way
     stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
     worst = max(stages, key=severity)
     names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
@@ -182,7 +182,7 @@ def prepare_simulation(
     alloc_conf: str = "",
     report: Reporter | None = None,
 ) -> PreparedSimulation:
-    """Check everything that does not need the data. Raises UserError with all that is wrong."""
+    """Check everything that does not need the data. Raises UserError with all problems."""
     problems = Problems()
     problems.attempt(lambda: read_alloc_conf(alloc_conf))
     resolved = resolve_job(
@@ -200,36 +200,36 @@ def prepare_simulation(
 
 
 def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
-    """Refuse what a simulation cannot do, and settings that mean nothing to this kind of model."""
+    """Add problems for what cannot be simulated and for settings that do not apply to this kind of model."""
     if task == "gan":
-        message = f"{asked.run.model} trains two engines, which `zerofit simulate` does not"
-        problems.add("model-task", message, "take another model", "MODEL")
+        message = f"{asked.run.model} trains two engines, which `zerofit simulate` does not support"
+        problems.add("model-task", message, "use another model", "MODEL")
     if asked.run.pipeline != 1 and asked.run.pipeline_balance == "time":
-        message = "--pipeline-balance time measures the layers, and nothing is computed here"
-        problems.add("layout", message, "take --pipeline-balance parameters", "--pipeline-balance")
+        message = "--pipeline-balance time measures the layers, but a simulation computes nothing"
+        problems.add("layout", message, "use --pipeline-balance parameters", "--pipeline-balance")
     if not is_text(task) and task != "gan":
         samples = "rows of a table" if task == "table" else "images"
-        whats = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets to cut up"}
+        whats = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets for chunks"}
         for field, what in whats.items():
             if field in asked.places and getattr(asked.run, field):
-                problems.add("conflict", f"{asked.place(field)}: {what}", "leave it out", asked.place(field))
+                problems.add("conflict", f"{asked.place(field)}: {what}", "remove it", asked.place(field))
 
 
 def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
-    """Return the run with one rank a device of the cluster, unless it names another number."""
+    """Return the run with one rank per device of the cluster, unless it sets another number."""
     ranks = asked.run.ranks
     if ranks and ranks > cluster.ranks:
-        message = f"{ranks} ranks on {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
-        problems.add("ranks", message, "raise --gpus or --nodes, or leave --ranks out", asked.place("ranks"))
+        message = f"{ranks} ranks, but {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
+        problems.add("ranks", message, "raise --gpus or --nodes, or remove --ranks", asked.place("ranks"))
     return RunRequest(run=asked.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=asked.places)
 
 
 def _ranks(job: Job, rank: int | None) -> list[int]:
-    """Return the ranks to simulate: the one asked for, else the first of each pipeline stage. Raises UserError."""
+    """Return the ranks to simulate: the given one, else the heaviest of each pipeline stage. Raises UserError."""
     ranks = job.layout.world_size
     if rank is None:
         return heaviest_of_stages(job.layout, job.batch)
     if not 0 <= rank < ranks:
-        message, hint = f"rank {rank} of {ranks} ranks", f"take 0 to {ranks - 1}"
+        message, hint = f"no rank {rank}: the run has {ranks} ranks", f"use 0 to {ranks - 1}"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))
     return [rank]

@@ -1,4 +1,4 @@
-"""The ranks of a job that is ready: started at a site, supervised to their end, and their result."""
+"""Starts the ranks of a job at a launch site, supervises them to the end, and returns their result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
 from zerofit.watch.supervise import Watch, supervise
 
-REPEAT_S = 15.0  # a phase that lasts is told again this often
+REPEAT_S = 15.0  # a long phase is reported again at this interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class TrainingResult:
     """
 
     run_dir: str  # the run folder
-    steps: int  # optimizer steps in all
+    steps: int  # total optimizer steps
     samples: int
     tokens: int | None  # None for images
     train_loss: float  # of the last step
@@ -45,12 +45,12 @@ class TrainingResult:
     tokens_per_s: float | None
     world_size: int
     layout: Mapping[str, int]  # dp, tp, pp, sp, zero_stage
-    resumed_from: str | None  # the checkpoint from which the last start went on
-    unigram_entropy_nats: float | None = None  # loss of a model that only knows how often each token occurs
-    sample: str | None = None  # what a language model writes
-    stages: Sequence[Mapping[str, Any]] = ()  # of a pipeline: stage, its ranks, its parts of the layers, parameters
+    resumed_from: str | None  # the checkpoint that the last start resumed from
+    unigram_entropy_nats: float | None = None  # loss of a model that predicts by token frequency alone
+    sample: str | None = None  # text from the trained language model
+    stages: Sequence[Mapping[str, Any]] = ()  # pipelines only: stage, its ranks, its layers, parameters
     conversations: Mapping[str, int] | None = None  # all, truncated, left out, their tokens
-    # name in metrics.jsonl -> measured, forecast (None: not known) and difference, as a share of the forecast
+    # name in metrics.jsonl -> measured, forecast (None: unknown) and difference as a share of the forecast
     against_forecast: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     @classmethod
@@ -59,7 +59,7 @@ class TrainingResult:
         return cls(run_dir=str(folder.path), **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit train --json` prints."""
+        """Return the data that `zerofit train --json` prints."""
         values = asdict(self)
         for name in ("sample", "stages"):
             if not values[name]:
@@ -67,7 +67,7 @@ class TrainingResult:
         return values
 
     def plot(self, path: str | Path) -> Path:
-        """Draw loss, throughput and memory of the run into a picture; return its path."""
+        """Draw loss, throughput and memory of the run; return the picture's path."""
         from zerofit.report.plot import draw
 
         draw([Path(self.run_dir)], Path(path))
@@ -82,7 +82,7 @@ class TrainingResult:
 
 
 def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
-    """Return the result of a run that has nothing left to do: its last step is saved, and the model is."""
+    """Return the result of a run that is already complete, with its last step and model saved, else None."""
     if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
         return None
     with refused(folder.result):
@@ -90,7 +90,7 @@ def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
 
 
 class RunEvents:
-    """Tells what the ranks of one start have written since the last look."""
+    """Reports what the ranks of a start have written since the last look."""
 
     def __init__(self, folder: RunFolder, report: Reporter):
         self._report = report
@@ -101,7 +101,7 @@ class RunEvents:
         self._phase, self._told = "", time.monotonic()
 
     def look(self, ranks: str) -> None:
-        """Tell what is new. `ranks`: how the ranks are, empty where there is nothing to say."""
+        """Report what is new. `ranks`: state of the ranks, "" if there is nothing to report."""
         if ranks != self._ranks:
             self._ranks = ranks
             self._report.on_event(Event(kind="ranks", text=ranks))
@@ -115,10 +115,10 @@ class RunEvents:
             self.phase(self._phase)
         if not self._stopping and self._stop_request.exists():
             self._stopping = True
-            self.phase("asked the ranks to save and stop; asking again stops at once")
+            self.phase("asked the ranks to save and stop; a second request stops at once")
 
     def phase(self, text: str) -> None:
-        """Tell what is being done now."""
+        """Report the current phase."""
         self._tell(Event(kind="phase", text=text))
 
     def _tell(self, event: Event) -> None:
@@ -130,7 +130,7 @@ class RunEvents:
 
 
 def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
-    """Return the event of one record of metrics.jsonl; `steps`: of the whole run, where known."""
+    """Return the event of a record in metrics.jsonl; `steps`: total of the run, if known."""
     rate = "samples_per_s" if record.get("tokens_per_s") is None else "tokens_per_s"
     shapes = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", rate: f"{{:,.0f}} {rate.removesuffix('_per_s')}/s"}
     shapes["mfu"] = "MFU {:.1%}"
@@ -141,7 +141,7 @@ def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
 
 
 def _memory(record: dict[str, Any]) -> str:
-    """Return the peak memory of the device so far, and of the host where that is another, beside the forecasts."""
+    """Return the peak memory of the device and, if separate, the host so far, with their forecasts."""
     device = record.get("reserved_bytes") or record.get("memory_bytes", 0)
     pairs = {"memory": (device, record.get("forecast_bytes"))}
     if record.get("forecast_host_bytes"):
@@ -154,7 +154,7 @@ def _memory(record: dict[str, Any]) -> str:
 
 
 def _event_of(line: dict[str, Any]) -> Event | None:
-    """Return the event of one line of events.jsonl; None for kinds that nobody shows."""
+    """Return the event of a line in events.jsonl; None for kinds that are not shown."""
     data = {key: value for key, value in line.items() if key not in ("event", "time_s", "text")}
     kind, text = line.get("event"), line.get("text", "")
     step = f"step {data.get('step')}"
@@ -187,10 +187,10 @@ def run_once(
     attempt: int = 1,
     handle_signals: bool = False,
 ) -> TrainingResult:
-    """Start the ranks, tell what they do, and return their result.
+    """Start the ranks, report their events, and return their result.
 
-    `handle_signals`: a first SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop (the main thread only).
-    Raises RunFailed with the one cause of a failure, DoesNotFit and Stopped.
+    `handle_signals`: the first SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop (main thread only). Raises
+    RunFailed with the cause of a failure, DoesNotFit and Stopped.
     """
     spec = LaunchSpec(
         folder=str(folder.path),
@@ -219,7 +219,7 @@ def run_once(
         raise KeyboardInterrupt(str(folder.path)) from None
     finally:
         folder.launch_spec.unlink(missing_ok=True)
-        end_all(spec.run_id)  # pdsh gives each ssh a session of its own
+        end_all(spec.run_id)  # pdsh starts each ssh in a separate session
         for note in site.sweep(spec.run_id) if site.sweep else ():
             report.note(note)
     seen = ended.verdict.problem if ended.verdict else None

@@ -1,4 +1,4 @@
-"""Training on the devices of this machine: in the foreground, or behind a handle."""
+"""Training on this machine: in the foreground, or behind a handle."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def train(
     handle_signals: bool = False,
     anyway: bool = False,
 ) -> TrainingResult | TrainingRun:
-    """Train on the devices of this machine; ranks are processes of their own, started through DeepSpeed's launcher.
+    """Train on the devices of this machine, in separate processes started through DeepSpeed's launcher.
 
-    Works in any thread, a script, a notebook or a server.
+    Works in any thread of a script, notebook or server.
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp")
@@ -64,23 +64,23 @@ def train(
     (20, True)
 
     Args:
-        run: a `Run`, or the path of a run file or of a run folder, which goes on from its newest checkpoint.
-        wait: return when the training has ended, with its result; False: return when the run is checked and its
-            ranks are being started, with a handle (`TrainingRun`).
-        on_event: hears what happens (`zerofit.Event`), from the thread that supervises the ranks.
-        handle_signals: a first SIGTERM, SIGHUP or SIGUSR1 to this process asks the ranks to save and stop. Only in the
-            main thread and with `wait`.
-        anyway: start what does not fit, too.
+        run: a `Run`, or the path of a run file or of a run folder, which resumes from its newest checkpoint.
+        wait: True: return the result when the training has ended. False: return a handle (`TrainingRun`) when the
+            run is checked and its ranks are starting.
+        on_event: gets events (`zerofit.Event`), from the thread that supervises the ranks.
+        handle_signals: the first SIGTERM, SIGHUP or SIGUSR1 to this process asks the ranks to save and stop. Needs
+            the main thread and `wait`.
+        anyway: start even a run that does not fit.
 
     Raises:
-        UserError: with everything that is wrong with the run (also with `wait=False`).
-        DoesNotFit: memory or disk that is free here is not enough; nothing was written.
+        UserError: with all problems of the run (also with `wait=False`).
+        DoesNotFit: too little free memory or disk here; nothing was written.
         RunFailed: the ranks failed (out of memory, NaN, a rank died).
-        Stopped: the ranks were asked to stop, and have saved a checkpoint.
+        Stopped: the ranks stopped on request and saved a checkpoint.
     """
     if handle_signals and not (wait and threading.current_thread() is threading.main_thread()):
-        message = "handle_signals=True needs the main thread and wait=True: Python sets signal handlers nowhere else"
-        raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
+        message = "handle_signals=True needs wait=True and the main thread, where Python sets signal handlers"
+        raise UserError(Problem(kind="usage", message=message, hint="remove it; TrainingRun.stop() stops a run"))
     report = Reporter(shielded(on_event) if on_event else None)
     with ExitStack() as stack:
         prepared, finished = claim(as_request(run), report, stack, anyway=anyway)
@@ -105,17 +105,17 @@ def claim(
     machine: Machine | None = None,
     hosts: Sequence[Host] = (),
 ) -> tuple[PreparedRun, TrainingResult | None]:
-    """Check a run, and make its folder ready; memory and folder are its own until `stack` closes.
+    """Check a run and prepare its folder; its memory and folder stay reserved until `stack` closes.
 
-    `machine`, `hosts`: all devices together and the hosts of the ranks, this one first; None and none: this machine.
-    With the result of a run that has nothing left to do; its folder is not held.
+    `machine`, `hosts`: all devices together and the hosts of the ranks, this one first; None and empty: this machine.
+    Also returns the result of a run that is already complete, whose folder is then not locked.
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
     prepared = prepare(asked, report, machine, gate=gate, fitter=fitter)
     finished = finished_before(prepared.job, prepared.folder)
     if finished:
-        report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
+        report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps continues it")
         return prepared, finished
     stack.enter_context(held(prepared.folder, report.status))
     for note in make_ready(prepared.folder, prepared.job.start):
@@ -132,14 +132,14 @@ def train_at(
     attempt: int = 1,
     handle_signals: bool = False,
 ) -> TrainingResult:
-    """Start the ranks of a job that is ready, and supervise them to their end."""
+    """Start the ranks of a prepared job, and supervise them to the end."""
     build_ops(needed_ops(prepared.job.ds_config, prepared.machine), site.env(""), report.phase)
     with leaner_next(prepared.folder, site.again):
         return run_once(prepared.folder, site, watch, report, attempt=attempt, handle_signals=handle_signals)
 
 
 class TrainingRun:
-    """A training that goes on in the background, as `zerofit.train(run, wait=False)` returns it.
+    """A training in the background, returned by `zerofit.train(run, wait=False)`.
 
     >>> import zerofit as zf
     >>> job = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/later"), wait=False)
@@ -174,12 +174,12 @@ class TrainingRun:
             self._folder.stop_request.touch()
 
     def done(self) -> bool:
-        """Return whether the run has ended, however it did."""
+        """Return whether the run has ended, in any way."""
         return self._ended.done()
 
     def result(self, timeout: float | None = None) -> TrainingResult:
         """Wait for the end, at most `timeout` seconds, and return the result.
 
-        Raises TimeoutError, RunFailed, and Stopped where the ranks were asked to stop and have saved.
+        Raises TimeoutError, RunFailed, and Stopped if the ranks stopped on request.
         """
         return self._ended.result(timeout)

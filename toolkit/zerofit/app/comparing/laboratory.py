@@ -1,4 +1,4 @@
-"""The laboratory: every experiment with one model, each in a folder of its own, and one page about all of them."""
+"""The laboratory: every experiment with one model, each in its own folder, and one page about all of them."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
     "batch-size": compare_sizes,
 }
 UNEQUAL = ["ddp", "parameter-server", "parameter-server-async", "parameter-server-ssp", "backup-workers"]
-SLOW = 4.0  # times as long as others the last rank's steps take
+SLOW = 4.0  # factor by which the last rank's steps are slower
 LAST_SIZE, LAST_SHARE = 16, 5  # small batches at the end of a run, for a fifth of its epochs
 LABORATORY_EPOCHS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment: what is asked of which comparison."""
+    """One experiment: a question, and the comparison that answers it."""
 
     name: str  # its folder
     question: str
     kind: str
-    options: Mapping[str, Any]  # fields of the run, and options of the comparison
+    options: Mapping[str, Any]  # fields of the run and options of the comparison
 
 
 class Done(NamedTuple):
-    """An experiment that was done."""
+    """A finished experiment."""
 
     experiment: Experiment
-    command: str  # that does it by itself
+    command: str  # command line that repeats it
     compared: Comparison[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Laboratory:
-    """All experiments, in their order, and the page about them."""
+    """All experiments in order, and the page about them."""
 
     experiments: Sequence[Done]
     written: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit compare all --json` prints."""
+        """Return the data that `zerofit compare all --json` prints."""
         found = [
             {"name": one.name, "question": one.question, "command": command, **compared.to_dict()}
             for one, command, compared in self.experiments
@@ -75,35 +75,35 @@ class Laboratory:
 
 
 def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: float) -> Iterator[Experiment]:
-    """Yield all experiments for a job's ranks, batch and learning rate, with so many training samples."""
+    """Yield all experiments for a job's ranks, batch and learning rate with `samples` training samples."""
     counts = rank_counts(job.ranks)
     steps = {"global_batch": job.global_batch, "steps": job.steps, "lr": job.lr}
     for ranks in counts:
-        question = f"What does each way to train cost on {ranks} rank{'s' if ranks > 1 else ''}, and what does it send?"
+        question = f"How fast is each strategy on {ranks} rank{'s' if ranks > 1 else ''}, and how much does it send?"
         options = {"ranks": ranks, **steps}
         yield Experiment(name=f"strategies-{ranks}", question=question, kind="strategies", options=options)
-    question = "How far does data parallelism scale, with a batch that grows and with one that does not?"
+    question = "How far does data parallelism scale, with a growing batch and with a fixed one?"
     yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
     study = {"target": target, "seeds": seeds, "epochs": epochs}
     sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
     rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
     rules["sqrt"] = ("a square-root", job.global_batch**-0.5)
-    for rule, (words, times) in rules.items():  # at the job's batch all have its learning rate
-        question = f"Which batch size is first, with {words} learning rate?"
+    for rule, (words, times) in rules.items():  # all equal the job's learning rate at the job's batch
+        question = f"Which batch size reaches the target first, with {words} learning rate?"
         options = {"sizes": sizes, "scale_lr": rule, "lr": job.lr * times, **study}
         yield Experiment(name=f"batch-size-{rule}", question=question, kind="batch-size", options=options)
     larger = [size for size in sizes if size > LAST_SIZE]
     last = max(1, epochs // LAST_SHARE)
     if larger and epochs > last:
-        question = "Do small batches at the end help large ones?"
+        question = "Does it help to end a run with small batches?"
         options = {"sizes": larger, "finish": (LAST_SIZE, last), "lr": job.lr, **study}
         yield Experiment(name="batch-size-finish", question=question, kind="batch-size", options=options)
-    question = "Does a model learn as well on more ranks, with a batch and a learning rate that grow with them?"
+    question = "Does a model learn as well on more ranks, if batch and learning rate grow with them?"
     sizes = [job.global_batch * count for count in counts if job.global_batch * count <= samples]
     options = {"sizes": sizes, "per_rank": job.global_batch, "scale_lr": "linear", "lr": job.lr, **study}
     yield Experiment(name="ranks", question=question, kind="batch-size", options=options)
     if job.ranks > 1:
-        question = f"When does it pay to wait for nobody? One rank takes {SLOW:g} times as long."
+        question = f"When do asynchronous strategies win? One rank is {SLOW:g} times slower."
         unequal = {"strategies": UNEQUAL, "slow": {job.ranks - 1: SLOW}, "target": target}
         options = {"ranks": job.ranks, **steps, **unequal}
         yield Experiment(name="unequal", question=question, kind="strategies", options=options)
@@ -119,19 +119,19 @@ def compare_all(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Laboratory:
-    """Do every experiment with a model, and write one page about all of them into `run.output`.
+    """Run every experiment with a model, and write one page about all of them into `run.output`.
 
-    The same call goes on after a kill, and keeps what was measured.
+    After a kill the same call resumes and keeps earlier measurements.
 
     Args:
-        run: the model, data, ranks, global batch, steps, epochs, learning rate (of the global batch) and seed.
+        run: the model, data, ranks, global batch, steps, epochs, learning rate (for the global batch) and seed.
         target: validation accuracy.
-        seeds: runs of each batch size.
-        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
-        anyway: start what cannot fit into the memory that is free, too.
-        on_event: hears the progress, and each row (kind "result") when it is measured.
+        seeds: runs per batch size.
+        hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
+        anyway: start even what cannot fit into the free memory.
+        on_event: gets progress, and each row (kind "result") once measured.
 
-    Raises UserError with everything that is wrong.
+    Raises UserError with all problems.
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     hosts, shared = hosts_of(hostfile), {"hostfile": str(hostfile)} if hostfile else {}
@@ -158,7 +158,7 @@ def compare_all(
 def conduct(
     one: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
 ) -> Done:
-    """Do one experiment in a folder; `common` are fields of the run, `shared` and `how` options of the comparison."""
+    """Run one experiment in a folder; `common`: fields of the run, `shared` and `how`: options of the comparison."""
     shared = shared or {}
     of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
     options = {name: value for name, value in one.options.items() if name not in of_run}
@@ -167,12 +167,12 @@ def conduct(
 
 
 def command(one: Experiment, common: Mapping[str, Any]) -> str:
-    """Return the command line that does an experiment by itself; `common` are the run's fields of all experiments."""
+    """Return the command line that repeats an experiment; `common`: fields of the run in all experiments."""
     return shlex.join(["zerofit", "compare", one.kind, *flags({"model": Run().model, **common, **one.options})])
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line for fields of a run and options: the model first, then a flag for each."""
+    """Return the command line words for fields of a run and options: the model first, then flags."""
     words = [options["model"]]
     for name, value in options.items():
         if name != "model":
@@ -181,7 +181,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the values of an option: several where it is given more than once."""
+    """Return the values of an option; several if it is repeated."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
             return [f"{key}={one:g}" for key, one in value.items()]

@@ -1,7 +1,7 @@
 """One process of a row on another host, started over ssh: `python -m zerofit.app.comparing.on_host`.
 
-What it is to do stands in the first line of its standard input, as JSON; the end of that input ends it, since then
-whoever started it is gone.
+The first line of its standard input contains its order as JSON. It exits when that input ends, since its parent has
+died then.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import NoReturn
 from zerofit.launch.host import environment, interface_to
 from zerofit.spec.local_machine import usable_cores
 
-# of the environment here, what counts there as well
+# prefixes of environment variables to pass on
 KEPT = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZERS_", "CUDA_")
 
 
 def order(folder: Path, accelerator: str, slots: int, own: Mapping[str, str]) -> bytes:
-    """Return the line that a process is started with; `own` is of its environment, `slots` the ranks of its host."""
+    """Return the first input line of a process; `own`: variables of its own, `slots`: ranks on its host."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
     asked = {"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": kept | dict(own)}
     return json.dumps(asked).encode() + b"\n"
 
 
 def main() -> NoReturn:
-    """Measure this process's part, in the environment that its order names."""
+    """Measure this process's part in the environment of its order."""
     asked = json.loads(sys.stdin.readline())
     folder, kept = Path(asked["folder"]), asked["env"]
     if not (folder / "job.json").is_file():
-        sys.exit(f"{folder} is not there on this host: --output must be on a file system that all hosts share")
+        sys.exit(f"{folder} does not exist on this host: --output must be on a file system that all hosts share")
     os.environ |= environment(asked["accelerator"], usable_cores(), asked["slots"], os.environ | kept)
     interface = interface_to(kept["MASTER_ADDR"])
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():

@@ -1,4 +1,4 @@
-"""Processes that measure one row, started and ended together; each leaves a report."""
+"""Processes that measure one row, started and stopped together; each writes a report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zerofit.spec.local_machine import usable_cores
 Process = subprocess.Popen[bytes] | Rank
 ON_HOST = "zerofit.app.comparing.on_host"
 POLL_S = 0.1
-GRACE_S = 10.0  # for the others, once one process has failed
-SILENT_S = 300.0  # without a step
-LAST = 3  # lines of a log that are shown, where a process left no report
+GRACE_S = 10.0  # time for the other processes after one has failed
+SILENT_S = 300.0  # limit without a step
+LAST = 3  # log lines shown for a process without a report
 
 
 def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Run the processes of a job; return what each measured, or why not. `folder` takes their logs."""
+    """Run the processes of a job, with logs in `folder`; return each one's measurements or why it has none."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob("rank-*.json"), folder / "done"):
         left.unlink(missing_ok=True)
@@ -41,7 +41,7 @@ def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str],
 
 @contextmanager
 def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[Process]]:
-    """Start the processes; none is left afterwards."""
+    """Start the processes; kill those left at the end."""
     first = job.hosts[0][0] if job.hosts else "127.0.0.1"
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": first, "MASTER_PORT": str(free_port())}
     running: list[Process] = []
@@ -56,7 +56,7 @@ def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[Pro
 
 
 def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Process:
-    """Start one process: here, or over ssh on the host that has its rank. A server is beside the last rank."""
+    """Start one process here, or over ssh on its rank's host. A server runs on the host of the last rank."""
     log = folder / f"rank-{rank}.log"
     if not job.hosts:
         log.write_bytes(b"")
@@ -66,14 +66,14 @@ def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Pro
     with log.open("wb") as file:
         process = subprocess.Popen(command(name, ON_HOST, None), stdin=subprocess.PIPE, stdout=file, stderr=file)
     assert process.stdin
-    with suppress(BrokenPipeError):  # ssh has failed, and its log says why
+    with suppress(BrokenPipeError):  # ssh has failed; its log has the reason
         process.stdin.write(order(folder, job.accelerator, slots, own | {"LOCAL_RANK": str(number)}))
         process.stdin.flush()
     return process
 
 
 def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> bool:
-    """Wait until all have ended, or the others had their time after a failure; True where progress stopped."""
+    """Wait until all have ended, or for the grace period after a failure; return True if progress stopped."""
     began = moved = time.monotonic()
     done, deadline = "", float("inf")
     while any(process.poll() is None for process in running):
@@ -92,13 +92,13 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
 
 
 def _report(folder: Path, rank: int, code: int | None, late: bool) -> dict[str, Any]:
-    """Return the report that a process left, or how it ended; `code` is None of one that was ended from here."""
+    """Return the report of a process, or how it ended; `code` is None if it was killed here."""
     file = folder / f"rank-{rank}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     if late:
-        return {"error": f"process {rank} has made no step for {SILENT_S:.0f} s"}
+        return {"error": f"process {rank} made no step for {SILENT_S:.0f} s"}
     if code is None:
-        return {"left": f"process {rank} waited for another one, which had ended"}
+        return {"left": f"process {rank} waited for another process that had ended"}
     lines = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return {"ended": f"process {rank} ended with exit code {code}: {' / '.join(lines[-LAST:])}"}
+    return {"ended": f"process {rank} exited with code {code}: {' / '.join(lines[-LAST:])}"}

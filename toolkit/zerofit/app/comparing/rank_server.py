@@ -1,8 +1,8 @@
-"""The process that a comparison's ranks on this machine are forked from (`spec.server_process`).
+"""The process from which a comparison's ranks on this machine are forked (`spec.server_process`).
 
-It imports what every rank of every row needs before it looks at its memory for the first time, and nothing else: what a
-strategy loads, each rank loads itself. Requests and answers are lines of JSON. {"start": [folder, environment, log]}
-is answered with a process id; {"poll": id} with the exit code, or null while it runs; {"end": id} kills it first.
+It imports only what every rank of every row needs before its first look at its memory; each rank loads what its
+strategy needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]} returns a process id;
+{"poll": id} returns the exit code, or null while it runs; {"end": id} kills it first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Pages = list[tuple[int, int]]
 
 
 def serve() -> None:
-    """Answer requests until standard input is closed; then the kernel ends the ranks with this process."""
+    """Answer requests until standard input is closed; the kernel then ends the ranks with this process."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    gc.freeze()  # or each rank's collector would write to, and so copy, all that it shares with this process
+    os.dup2(2, 1)  # keep prints of libraries out of the answers
+    gc.freeze()  # otherwise each rank's collector would write to shared pages and so copy them
     pages = mapped_pages()
     for line in sys.stdin:
         os.write(answers, f"{json.dumps(_answer(json.loads(line), pages))}\n".encode())
@@ -50,7 +50,7 @@ def _answer(request: dict[str, Any], pages: Pages) -> int | None:
 
 
 def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages) -> NoReturn:
-    """Be a rank as if started by its own command line: with this environment, this log, and no input."""
+    """Run a rank as if started by its own command line: with this environment, this log and no input."""
     try:
         end_with_parent(server)
         for stream, path in enumerate((os.devnull, log, log)):
@@ -58,7 +58,7 @@ def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages
             os.dup2(opened, stream)
             os.close(opened)
         threads = env.get("OMP_NUM_THREADS")
-        if threads and threads != os.environ.get("OMP_NUM_THREADS"):  # which OpenMP has read when it was loaded
+        if threads and threads != os.environ.get("OMP_NUM_THREADS"):  # OpenMP reads it only when it loads
             torch.set_num_threads(int(threads))
         os.environ.clear()
         os.environ.update(env)

@@ -1,4 +1,4 @@
-"""Ranks of this machine, forked from one process for all rows of a comparison."""
+"""Ranks of this machine, all forked from one process during a comparison."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ MODULE = "zerofit.app.comparing.rank_server"
 
 
 class Rank:
-    """A rank that was started; `poll`, `kill`, `wait` and `returncode` are those of subprocess.Popen."""
+    """A running rank; `poll`, `kill`, `wait` and `returncode` behave as in subprocess.Popen."""
 
     def __init__(self, server: ServerProcess, pid: int):
         self._server, self.pid = server, pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code; None while the rank runs."""
         return self._ask("poll")
 
     def kill(self) -> None:
-        """End it, where it runs."""
+        """Kill the rank if it runs."""
         self._ask("end")
 
     def wait(self) -> int | None:
-        """Return the exit code of a rank that was ended."""
+        """Return the exit code of a killed rank."""
         return self.returncode
 
     def _ask(self, what: str) -> int | None:
         if self.returncode is None:
             try:
                 self.returncode = self._server.ask({what: self.pid})
-            except RuntimeError:  # the server has ended, and its ranks with it
+            except RuntimeError:  # the server has died, and its ranks with it
                 self.returncode = -signal.SIGKILL
         return self.returncode
 
 
 class RankServer:
-    """The process that ranks are forked from, started before the first of them."""
+    """The process from which ranks are forked, started with the first rank."""
 
     def __init__(self) -> None:
         self._process: ServerProcess | None = None
@@ -55,7 +55,7 @@ class RankServer:
         return Rank(self._process, self._process.ask({"start": request}))
 
     def end(self) -> None:
-        """End it, and with it all ranks."""
+        """End the process and with it all ranks."""
         if self._process is not None:
             self._process.end()
 
@@ -65,7 +65,7 @@ _SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Fork all ranks that are started within from one process, which ends with the outermost of these blocks."""
+    """Fork all ranks started within from one process, which ends with the outermost of these blocks."""
     if _SERVER.get() is not None:
         yield
         return
@@ -79,7 +79,7 @@ def one_server() -> Iterator[None]:
 
 
 def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
-    """Start a rank of the job in a folder, in this environment; `one_server` is around it."""
+    """Start a rank of the job in a folder with this environment, inside a `one_server` block."""
     server = _SERVER.get()
     assert server
     return server.start(str(folder), dict(env), str(log))

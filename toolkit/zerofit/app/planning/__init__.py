@@ -1,1 +1,1 @@
-"""Planning: which layouts of a model fit a cluster, and how fast they are."""
+"""Planning: which layouts of a model fit a cluster, and how fast they run."""

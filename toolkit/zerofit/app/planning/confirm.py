@@ -1,6 +1,6 @@
-"""Planned layouts held against simulations of the engine: what a plan lets fit, `simulate` does not refuse.
+"""Confirms planned layouts by simulating the engine, so that `simulate` does not refuse what a plan says fits.
 
-A plan forecasts bytes and keeps a margin for what depends on the order of allocations; only a simulation knows that.
+A plan forecasts bytes and keeps a margin for effects of the order of allocations, which only a simulation shows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from zerofit.spec.events import Reporter
 if TYPE_CHECKING:
     from zerofit.simulate.result import Simulation
 
-MOST = 6  # layouts that are simulated for one that fits
+MOST = 6  # simulated layouts at most until one fits
 
 
 def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
-    """Return the plan with its best layouts simulated, `count` of them."""
+    """Return the plan with its `count` best layouts simulated."""
     return replace(plan, confirmed=tuple(_look(plan, n, report) for n in range(min(count, len(plan.layouts)))))
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with layouts simulated until one fits: the one that `Plan.write` takes, then the others."""
+    """Return the plan with layouts simulated until one fits: first the one that `Plan.write` writes, then others."""
     known = {one.layout: one for one in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
@@ -37,9 +37,9 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 
 
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
-    """Return the plan for the largest value at which a simulation finds the leanest layout to fit as well.
+    """Return the plan for the largest value at which the smallest layout also fits in simulation.
 
-    From the forecast's value down, each time by what the simulation misses, then between the last two.
+    Starts at the forecast's value, scales down by what the simulation lacks, then bisects between the last two values.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None
     fitting, refused = 0, value + step
@@ -65,7 +65,7 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
     report.status(f"simulating layout {number + 1} ...")
     try:
         found = _simulate(planned, plan)
-    except Exception as error:  # what the plan says stands without it
+    except Exception as error:  # the plan is valid without it
         return Confirmation(layout=number, fits=False, problem=why_it_failed(error))
     beside = sum(one.high_bytes for one in found.overheads)
     return Confirmation(

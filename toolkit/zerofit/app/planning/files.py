@@ -1,4 +1,4 @@
-"""A planned layout as the files that `zerofit train` takes: ds_config.json and run.yaml."""
+"""A planned layout as files for `zerofit train`: ds_config.json and run.yaml."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NAMES = ("ds_config.json", "run.yaml")
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise a UserError where a file would be replaced, or the folder is a file."""
+    """Raise a UserError if a file exists already, or the folder is a file."""
     problems = Problems()
     if folder.exists() and not folder.is_dir():
-        problems.add("output-exists", f"{folder} is a file", "name a folder", "--write")
+        problems.add("output-exists", f"{folder} is a file", "use a folder", "--write")
     for path in (folder / name for name in NAMES):
         if path.exists():
-            problems.add("output-exists", f"{path} exists", "name another folder, or remove it", "--write")
+            problems.add("output-exists", f"{path} exists", "use another folder, or remove it", "--write")
     problems.raise_if_any()
 
 
 def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, Path]:
-    """Write a DeepSpeed JSON and the fields of a run with a comment below, and return their paths. Raises UserError."""
+    """Write a DeepSpeed JSON and a run file ending in a comment; return their paths. Raises UserError."""
     refuse_existing(folder)
     ds_file, run_file = (folder / name for name in NAMES)
     try:
@@ -47,7 +47,7 @@ def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any
 
 
 def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
-    """Return the bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
+    """Return the bundled JSON of the stage with the plan's values; sizes that the run sets stay "auto"."""
     base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
     config = read_for_run(base).config
     zero = config["zero_optimization"]
@@ -77,25 +77,25 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
 
 
 def data_line(profile: Profile, image: str | None) -> str:
-    """Return what the plan cannot know, as a comment to fill in."""
+    """Return a comment line for the run file, in which the user fills in the data."""
     if profile.task == "segmentation":
-        return "# data: segmentation:/path/to/folder   # images/ and masks/; without it synthetic is taken\n"
+        return "# data: segmentation:/path/to/folder   # images/ and masks/; default: synthetic\n"
     if profile.task == "image":
         size = f"{image.rpartition(':')[2]} images" if image else "images"
-        return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
+        return f"# data: imagefolder:/path/to/folder   # {size}; default: digits\n"
     if profile.task == "table":
-        return "# data: csv:/path/to/table.csv   # without it synthetic is taken\n"
+        return "# data: csv:/path/to/table.csv   # default: synthetic\n"
     if has_head(profile.task) or profile.task == "seq2seq-lm":
-        return "# data: jsonl:/path/to/file.jsonl   # without it synthetic is taken\n"
+        return "# data: jsonl:/path/to/file.jsonl   # default: synthetic\n"
     if gives_loss(profile.task):
-        return f"# data: synthetic   # {profile.task} models are trained on nothing else here, to measure them\n"
-    return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
+        return f"# data: synthetic   # the only data for {profile.task} models, to measure them\n"
+    return "# data: text:/path/to/file.txt   # default: pysource\n"
 
 
 def run_fields(
     layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
 ) -> dict[str, Any]:
-    """Return the fields of the run that the plan is for; what it leaves out `zerofit train` decides."""
+    """Return the fields of the planned run; `zerofit train` decides the others."""
     path = Path(profile.model)
     return {
         "model": str(path.absolute()) if path.exists() else profile.model,
@@ -109,7 +109,7 @@ def run_fields(
 
 
 def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
-    """Return the fields of a run that its layout decides."""
+    """Return the fields of a run that its layout sets."""
     degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
     degrees["expert_parallel"] = layout.ep
     return {
@@ -126,7 +126,7 @@ def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed JSON of one's own, filled with what was planned."""
+    """Return the user's DeepSpeed JSON, completed with the planned values."""
     found = dict(copy.deepcopy(planned))
     for key, value in own.items():
         if isinstance(value, dict) and isinstance(found.get(key), dict):

@@ -1,4 +1,4 @@
-"""A trace of real steps as calibration: what each kind of kernel took, by shape where the trace has shapes."""
+"""A trace of real steps as calibration: the time of each kind of kernel, by shape if the trace has shapes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Job, RunFolder
 
 FLAG = "--from-trace"
-MOST = 100.0  # a kind that took so many times longer, or shorter, than forecast is another thing than was forecast
+MOST = 100.0  # a kind whose measured and forecast times differ by more than this factor is not the same work
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceCalibration:
-    """What a trace says of a device, and the step that it has, forecast without it and measured."""
+    """The calibration from a trace, with the forecast and measured time of its step."""
 
     path: Path
     calibration: Calibration = field(repr=False)
-    layout: PlannedLayout | None  # None: the trace lies in no run folder; its shapes alone count
+    layout: PlannedLayout | None  # None: the trace is not in a run folder, so only its shapes are used
     forecast_step_s: float | None
     measured_step_s: float
 
@@ -52,33 +52,33 @@ class TraceCalibration:
 
     def __str__(self) -> str:
         if self.layout is None:
-            return f"products and attention as in {self.path}; it lies in no run folder, so that its shapes alone count"
+            return f"matrix products and attention as in {self.path}, not in a run folder, so only shapes are used"
         kinds = ", ".join(f"{kind} x {times:.3g}" for kind, times in self.calibration.longer.items())
         return (
-            f"kernels as in {self.path}: {self.layout} took {self.measured_step_s:.3g} s a step, forecast were "
-            f"{self.forecast_step_s:.3g} s; {kinds}, the whole x {self.calibration.slower:.3g}"
+            f"kernels as in {self.path}: {self.layout} took {self.measured_step_s:.3g} s per step (forecast "
+            f"{self.forecast_step_s:.3g} s); {kinds}, total x {self.calibration.slower:.3g}"
         )
 
 
 def calibrated(
     path: Path, cluster: Cluster, base: Calibration | None, report: Reporter, trust_model_code: bool = False
 ) -> TraceCalibration:
-    """Return the calibration of this kind of device by a trace, on top of what was measured.
+    """Return the calibration of this kind of device from a trace, on top of stored measurements.
 
-    Raises UserError, also where the run folder names code unless `trust_model_code`: its model is built.
+    Raises UserError, also if the run folder names code and `trust_model_code` is not set: its model is built.
     """
     trace = read_trace(path, FLAG)
     if trace.forecast:
-        raise _refused(f"{path} is a forecast of zerofit's own", "name traces/rank-0-step-3.json of a run folder")
+        raise _refused(f"{path} is a forecast, not a real trace", "use traces/rank-0-step-3.json of a run folder")
     if trace.on_device == cluster.on_cpu:
         found, kind = ("a GPU" if trace.on_device else "CPUs"), cluster.device.kind
-        raise _refused(f"{path} is of {found}, and the plan is for {kind}", "name the kind that was traced with --gpu")
+        raise _refused(f"{path} is from {found}, but the plan is for {kind}", "set --gpu to the traced device")
     kept = _with_kernels(base, measured_kernels(path), cluster, path)
     folder = RunFolder(path.absolute().parent.parent)
     if not folder.plan.is_file() or not folder.run.is_file():
         if kept.kernels == (base.kernels if base else ()):
             hint = "trace with `zerofit train --profile` and leave the file in its run folder"
-            raise _refused(f"{path} has no shapes of kernels, and no run folder says what it is of", hint)
+            raise _refused(f"{path} has no kernel shapes and is not in a run folder", hint)
         return TraceCalibration(
             path=path, calibration=kept, layout=None, forecast_step_s=None, measured_step_s=trace.step_s
         )
@@ -94,7 +94,7 @@ def _refused(message: str, hint: str) -> UserError:
 def _with_kernels(
     base: Calibration | None, found: tuple[MeasuredKernel, ...], cluster: Cluster, path: Path
 ) -> Calibration:
-    """Return a calibration with a trace's kernels in place of those of the same kind and dtype."""
+    """Return a calibration with a trace's kernels replacing those of the same kind and dtype."""
     kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
     known = {(one.kind, one.dtype) for one in found}
     others = tuple(one for one in kept.kernels if (one.kind, one.dtype) not in known)
@@ -104,9 +104,9 @@ def _with_kernels(
 def _by_kind(
     path: Path, trace: ReadTrace, job: Job, kept: Calibration, cluster: Cluster, report: Reporter
 ) -> TraceCalibration:
-    """Return the calibration with a factor for each kind of kernel, and one for what a step takes beside them.
+    """Return the calibration with a factor for each kind of kernel, and one for the rest of the step.
 
-    With them the forecast of the step that was traced is what it took.
+    With these factors the forecast of the traced step equals its measured time.
     """
     layout, profile = PlannedLayout.of(job), _profile(job, cluster, report)
     nodes = max(1, layout.world_size // cluster.gpus)
@@ -125,7 +125,7 @@ def _by_kind(
         for kind, seconds in forecast.items()
         if seconds > 0
         and seconds / MOST < measured[kind] < seconds * MOST
-        and not (kind == HOST and trace.on_device)  # which runs ahead
+        and not (kind == HOST and trace.on_device)  # the host runs ahead of a GPU
     }
     by_kind = replace(kept, longer=longer)
     again_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind)).step(layout).step_s
@@ -139,10 +139,10 @@ def _by_kind(
 
 
 def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
-    """Return the profile of the model that was traced, at its inputs."""
+    """Return the profile of the traced model with its inputs."""
     run, layout = job.run, job.layout
     image = None
-    if not run.seq_len:  # what other models are fed is told by the data
+    if not run.seq_len:  # the inputs of other models depend on the data
         from zerofit.app.requests import as_request, input_option
         from zerofit.app.resolve import resolve_job
 

@@ -1,4 +1,4 @@
-"""The largest value that fits, the fewest devices that are enough, and what would make a model fit."""
+"""The largest value that fits, the fewest devices that suffice, and what would make a model fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.profile import Profile, Savings, offered
 from zerofit.spec.units import shown_bytes
 
-MOST_TOKENS = 2**24  # of a sequence
+MOST_TOKENS = 2**24  # per sequence
 MOST_LAYERS = 4096
-MOST_SAMPLES = 2**16  # of a micro batch
-TOKENS = 256  # steps in which sequence lengths are looked for
+MOST_SAMPLES = 2**16  # per micro batch
+TOKENS = 256  # distance between tried sequence lengths
 
 
 def maximum_of(
@@ -49,7 +49,7 @@ def with_value(question: PlanQuestion, what: Maximum, value: int, report: Report
 
 
 def fewest(question: PlanQuestion, cluster: Cluster, full: int | None = None) -> Cluster | None:
-    """Return the smallest such cluster where a layout fits, on nodes of `full` devices; None beyond MOST_GPUS."""
+    """Return the smallest cluster that fits a layout, with nodes of `full` devices; None beyond MOST_GPUS."""
     forecast = forecast_of(question.profile, cluster)
 
     def wants(gpus: int, nodes: int) -> float:
@@ -60,20 +60,20 @@ def fewest(question: PlanQuestion, cluster: Cluster, full: int | None = None) ->
 
 
 def remedies_of(question: PlanQuestion, cluster: Cluster) -> list[str]:
-    """Return what would make the model fit, where nothing does."""
+    """Return what would make the model fit, if nothing does."""
     found = []
     more = fewest(question, cluster, max(cluster.gpus, cluster.device.node.gpus))
     if more is not None and more.ranks > cluster.ranks:
         found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
     elif more is None:
         size = shown_bytes(cluster.device.memory_bytes)
-        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} are enough")
+        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} suffice")
     forecast = forecast_of(question.profile, cluster)
     if cluster.on_cpu:
         return found
     host_bytes = host_needed(question.profile, cluster, question.request, forecast)
     if host_bytes is not None:
-        found.append(f"{shown_bytes(host_bytes)} of host memory a node (--host-memory)")
+        found.append(f"{shown_bytes(host_bytes)} of host memory per node (--host-memory)")
     larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
     for device in sorted(larger, key=lambda d: d.memory_bytes):
         able = question.request.precision in device.tflops
@@ -92,11 +92,11 @@ def remedies_of(question: PlanQuestion, cluster: Cluster) -> list[str]:
 def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tuple[PlanQuestion, LargestFit]:
     traced, request = question.traced, question.request
     if traced is None or question.profile.seq_len is None:
-        message = "--max seq-len needs a model that takes tokens, by its name: other lengths are traced anew"
-        hint = "give MODEL instead of --profile" if traced is None else "take --max micro-batch"
+        message = "--max seq-len needs a text model by name, because other lengths have to be traced"
+        hint = "use MODEL instead of --profile" if traced is None else "use --max micro-batch"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
     limit, model = longest_sequence(traced), traced.model
-    # where it may be recomputed it is: the longest sequence is found among the layouts that need least
+    # recompute unless forbidden, because the longest sequence is among the layouts with least memory
     checkpointing = True if request.checkpointing is None else request.checkpointing
     lean = replace(traced, checkpointings=(checkpointing,), degrees=_degrees_on(cluster, question.profile))
     single = replace(request, micro_batch=request.micro_batch or 1)
@@ -120,7 +120,7 @@ def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
 
 
 def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
-    """Return the degrees of a profile that a cluster can have."""
+    """Return the degrees of a profile that are possible on a cluster."""
     found = [Degrees(**{n: int(d) for n, d in (p.split("=") for p in key.split("/")[2:])}) for key in profile.costs]
     fitting = [one for one in found if cluster.ranks % one.product == 0 and cluster.ranks % one.ep == 0]
     return tuple(dict.fromkeys((Degrees(), *fitting)))
@@ -129,11 +129,11 @@ def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
 def _longer(
     question: PlanQuestion, cluster: Cluster, found: int | None, most: int, report: Reporter
 ) -> Iterator[LongerSequence]:
-    """Add what makes longer sequences fit, each time what needs least memory at twice the length; until none does."""
+    """Yield longer sequences: each adds the option that needs least memory at twice the length, while lengths grow."""
     traced, known = question.traced, question.profile
     assert traced
     choices = offered(known.task, known.model_type).fields
-    if cluster.on_cpu or not all(traced.checkpointings):  # host memory is the device's, or there is nothing to keep
+    if cluster.on_cpu or not all(traced.checkpointings):  # the host is the device, or nothing to offload
         choices.pop("activation_offload")
     length = found or 0
     while length + TOKENS <= most and (choices := _others(choices, traced.savings)):
@@ -161,8 +161,8 @@ def _others(choices: dict[str, Any], savings: Savings) -> dict[str, Any]:
 def _deepest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tuple[PlanQuestion, LargestFit]:
     layer = question.profile.layers[repeated_layer(question.profile)]
     if layer.count == 1:
-        message = f"--max layers repeats equal layers, and {question.profile.model} has no more than two of a kind"
-        hint = "take --max micro-batch, or the same model with more layers (--model-args)"
+        message = f"--max layers repeats a layer, but {question.profile.model} has no kind of layer with more than two"
+        hint = "use --max micro-batch, or the same model with more layers (--model-args)"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
 
     def wants(count: int, pipelines: bool = False) -> float:
@@ -170,7 +170,7 @@ def _deepest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
         profile, request = with_layers(question.profile, count), replace(question.request, pipelines=pipelines)
         return pressure(profile, cluster, request, forecast_of(profile, cluster))
 
-    # cutting many layers into stages takes seconds, and pipelines seldom hold most: they are asked where others end
+    # cutting many layers into stages is slow and pipelines seldom fit most, so they are tried last
     found, looked = largest(wants, 1, 1, MOST_LAYERS)
     border = (found or 0) + 1
     if border <= MOST_LAYERS and wants(border, pipelines=True) <= 1:
@@ -182,7 +182,7 @@ def _deepest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
 
 
 def _widest(question: PlanQuestion, cluster: Cluster) -> tuple[PlanQuestion, LargestFit]:
-    """Look for any micro batch, without regard to a global batch."""
+    """Search for the largest micro batch, ignoring the global batch."""
     free = replace(question.request, global_batch=None)
     forecast = forecast_of(question.profile, cluster)
 

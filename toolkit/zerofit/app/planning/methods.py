@@ -1,4 +1,4 @@
-"""Ways to fine-tune a model, side by side: which fit a cluster, how fast they are, and the longest sequence of each."""
+"""Ways to fine-tune a model, compared: which fit a cluster, how fast they are, and the longest sequence of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.partial_training import PART_FIELDS, Method
 
-USUAL_RANK = 8  # of adapters, where --lora names none; peft's own default
-USUAL_BITS = "nf4"  # of "qlora"
+USUAL_RANK = 8  # rank of adapters without --lora; peft's default
+USUAL_BITS = "nf4"  # for "qlora"
 METHODS: tuple[Method, ...] = get_args(Method)
 
 
@@ -26,12 +26,12 @@ class MethodFit:
     """One way to train a model on a cluster."""
 
     method: Method
-    plan: Plan  # at the asked sequence length
-    longest: LargestFit | None  # as forecast; None for images
+    plan: Plan  # at the requested sequence length
+    longest: LargestFit | None  # by forecast; None for images
 
     @property
     def best(self) -> PlannedRun | None:
-        """The fastest layout; None where nothing fits."""
+        """The fastest layout; None if nothing fits."""
         return next(iter(self.plan.layouts), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class MethodComparison:
         return [row.best for row in self.rows if row.best]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit plan --methods --json` prints."""
+        """Return the data that `zerofit plan --methods --json` prints."""
         first = self.rows[0].plan
         return {
             "model": first.profile.model,
@@ -76,7 +76,7 @@ def read_methods(words: str) -> tuple[Method, ...]:
     named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
     found: tuple[Method, ...] = tuple(method for method in METHODS if method in named)
     if unknown := [word for word in named if word not in METHODS] or ([] if named else [words]):
-        message, hint = f"--methods {words}: there is no {unknown[0]!r}", f"name of {', '.join(METHODS)}"
+        message, hint = f"--methods {words}: unknown method {unknown[0]!r}", f"use {', '.join(METHODS)}"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
     return found
 
@@ -84,11 +84,11 @@ def read_methods(words: str) -> tuple[Method, ...]:
 def compare_methods(
     request: PlanningRequest, methods: Sequence[Method], cluster: Cluster, *, on_event: OnEvent | None = None
 ) -> MethodComparison:
-    """Return the plan of each method, and the longest sequence with which it fits, as forecast."""
+    """Return the plan of each method, and the longest sequence that fits by forecast."""
     problems, report = Problems(), Reporter(on_event)
     for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
         if given:
-            problems.add("usage", f"--methods with {flag}", "ask one question", f"--methods, {flag}")
+            problems.add("usage", f"--methods with {flag}", "use one of them", f"--methods, {flag}")
     problems.raise_if_any()
     for note in request.notes:
         report.note(note)
@@ -96,7 +96,7 @@ def compare_methods(
 
 
 def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
-    """Return the fields of a run by which a method trains; those that were asked for, where it has them."""
+    """Return the fields of a run by which a method trains, including those given that apply to it."""
     if method == "full":
         return {}
     part = {"lora": USUAL_RANK, **request.part}

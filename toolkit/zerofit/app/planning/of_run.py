@@ -1,4 +1,4 @@
-"""The plan of a run that was resolved: the profile of its model, and the nodes that its ranks are on."""
+"""The plan of a resolved run: the profile of its model, and the nodes of its ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 
 
 def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
-    """Return this machine, or hosts like it. Raises UserError where they differ in slots."""
+    """Return this machine, or hosts like it, as a cluster. Raises UserError if hosts have different slots."""
     nodes = max(1, len(hosts))
     if len({host.slots for host in hosts}) > 1 or ranks % nodes:
-        message = f"{ranks} ranks on {nodes} hosts of {', '.join(str(host.slots) for host in hosts)} slots"
-        hint = "forecasts need as many ranks on every host: take --include, --exclude or --ranks"
+        message = f"{ranks} ranks on {nodes} hosts with {', '.join(str(host.slots) for host in hosts)} slots"
+        hint = "forecasts need the same number of ranks on every host: use --include, --exclude or --ranks"
         raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
     return replace(Cluster.here(), gpus=ranks // nodes, nodes=nodes)
 
@@ -35,7 +35,7 @@ def profile_of(
     degrees: tuple[Degrees, ...] | None = None,
     savings: Savings = NOTHING_SAVED,
 ) -> Profile:
-    """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
+    """Return the stored profile of a run's model with its inputs, or trace it now. Raises UserError and ModelError."""
     run, inputs = resolved.job.run, resolved.inputs
     request = ProfileRequest.of_run(run, precision, cluster.accelerator, input_option(inputs), degrees)
     return get_profile(replace(request, savings=savings), report)[0]

@@ -1,4 +1,4 @@
-"""Knobs of a layout that a user decides: by fields of the run, flags of a plan, and a DeepSpeed JSON."""
+"""Knobs of a layout that the user sets: in fields of the run, flags of a plan, or a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import PipelineSchedule, Precision
 
-# knob of a layout -> the run's field, the DeepSpeed JSON's key
+# knob of a layout -> field of the run; key of the DeepSpeed JSON
 FIELDS = {
     "micro_batch": "micro_batch",
     "accumulation": "gradient_accumulation_steps",
@@ -44,7 +44,7 @@ KEYS = {
     "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
     "persistence": "zero_optimization.stage3_param_persistence_threshold",
 }
-# knob of a layout -> a plan's own pin
+# knob of a layout -> pin of a plan
 PINS = {
     "zero_stage": "zero_stage",
     "offload_optimizer": "offload",
@@ -56,7 +56,7 @@ DEGREES = ("tp", "pp", "sp", "ep")
 
 
 class LayoutPins(TypedDict, total=False):
-    """What a plan keeps of a run; what is left out is searched for."""
+    """Values that a plan keeps fixed; those left out are searched."""
 
     model_args: dict[str, Any]
     task: Literal["classify", "tag", "seq2seq"] | None
@@ -75,7 +75,7 @@ class LayoutPins(TypedDict, total=False):
     sequence_parallel: int | None
     expert_parallel: int | None
     zero_stage: Literal[0, 1, 2, 3] | None
-    offload: Offload | None  # of the optimizer's states
+    offload: Offload | None  # optimizer states
     offload_param: Offload | None
     overlap_comm: bool | None
     activation_offload: bool | None
@@ -92,11 +92,11 @@ class LayoutPins(TypedDict, total=False):
     freeze: Sequence[str]
     quantize: Bits | None
     double_quant: bool
-    ds_config: str | dict[str, Any] | None  # a file, a name from ds_configs/, or its content
+    ds_config: str | dict[str, Any] | None  # a file, a bundled name, or the content
 
 
 def decided(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs of a layout that these fields decide, the keys of the DeepSpeed JSON among them."""
+    """Return the knobs of a layout that these fields set, including the keys of the DeepSpeed JSON."""
     config = given.get("ds_config", {})
     found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
     if get(config, "expert_parallel.enabled") is not True:
@@ -104,7 +104,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
     if found.get("optimizer") not in ("auto", None):
         name = run_name(str(found["optimizer"]))
-        found["optimizer"] = name if name in PLANNED else "adamw"  # whose states most others have
+        found["optimizer"] = name if name in PLANNED else "adamw"  # most others have the same states
     ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
         found["checkpointing"] = True
@@ -115,7 +115,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
-    """Return what fields of a run and a DeepSpeed JSON ask for beside checkpointing to hold fewer activations."""
+    """Return the memory savings, besides checkpointing, that fields of a run and a DeepSpeed JSON request."""
     found = {name: given[name] for name in Savings._fields if given.get(name)}
     if get(config, "activation_checkpointing.cpu_checkpointing") is True:
         found["activation_offload"] = True
@@ -123,7 +123,7 @@ def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
 
 
 def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a file, a bundled name or plain data; empty for None. Raises UserError."""
+    """Return the DeepSpeed JSON of a file, bundled name or dictionary; {} for None. Raises UserError."""
     if ds_config is None:
         return {}
     if isinstance(ds_config, str):
@@ -132,21 +132,21 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs that pins and a DeepSpeed JSON decide; a pin holds against the JSON.
+    """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
 
-    What a JSON's `zero_optimization` does not offload stays where it is.
+    If a JSON has `zero_optimization`, what it does not offload stays on the device.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
     found = stays | decided({**given, "ds_config": config})
     found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
     if found.get("zero_stage") == 0:
-        found.pop("overlap", None)  # which says nothing there
+        found.pop("overlap", None)  # it has no effect at stage 0
     return {knob: max(1, value) if knob in DEGREES else value for knob, value in found.items()}
 
 
 def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global batch and the precision that pins, else a DeepSpeed JSON, decide."""
+    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set."""
     found = {"global_batch": get(config, "train_batch_size", "auto")}
     found["precision"] = next((p for p in ("bf16", "fp16") if get(config, f"{p}.enabled") is True), "auto")
     found = {name: value for name, value in found.items() if value != "auto"}
@@ -156,33 +156,33 @@ def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> d
 def refuse_impossible(
     pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
 ) -> None:
-    """Note pins of the wrong kind, knobs that DeepSpeed does not take together, and a JSON without a formula."""
+    """Add problems for invalid pins, unsupported combinations, and a JSON that plan cannot forecast."""
     if get(config, "zero_optimization.zenflow") is not None:
-        message = "the DeepSpeed JSON has zenflow, and plan has no formula for its selected columns and late updates"
+        message = "plan cannot forecast zenflow in the DeepSpeed JSON (selected columns, late updates)"
         problems.add("combination", message, "plan with zero3_offload, the same without zenflow", "--ds-config")
     for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):
         if pins.get(name) is not None and pins[name] not in allowed:
             flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))
-            problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"take one of {words}", flag)
+            problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"use one of {words}", flag)
     stage, optimizer = knobs.get("zero_stage"), knobs.get("offload_optimizer", "none")
     params = knobs.get("offload_param", "none")
     if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:
-        message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline takes stages 0 and 1"
-        problems.add("combination", message, "leave one of them out", "--pipeline, --zero-stage")
+        message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline supports stages 0 and 1"
+        problems.add("combination", message, "remove one of them", "--pipeline, --zero-stage")
     if stage == 0 and knobs.get("ep", 1) > 1:
         message = "--expert-parallel at ZeRO stage 0: DeepSpeed averages the norm over ranks with different experts"
-        problems.add("combination", message, "take --zero-stage 1, 2 or 3", "--expert-parallel, --zero-stage")
+        problems.add("combination", message, "use --zero-stage 1, 2 or 3", "--expert-parallel, --zero-stage")
     if stage in (0, 1, 2) and (params != "none" or optimizer == "nvme"):
-        message = f"parameters, and what goes to disks, are offloaded at ZeRO stage 3 alone, and this is stage {stage}"
-        problems.add("combination", message, "take --zero-stage 3, or another --offload", "--zero-stage, --offload")
+        message = f"offloading parameters or offloading to disk needs ZeRO stage 3, but this is stage {stage}"
+        problems.add("combination", message, "use --zero-stage 3, or another --offload", "--zero-stage, --offload")
     elif stage in (0, 1) and optimizer != "none":
-        message = f"the optimizer is offloaded from ZeRO stage 2 on, and this is stage {stage}"
-        problems.add("combination", message, "take --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
+        message = f"offloading the optimizer needs ZeRO stage 2 or 3, but this is stage {stage}"
+        problems.add("combination", message, "use --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
     if knobs.get("optimizer") == "adafactor" and stage:
         message = (
-            f"--optimizer adafactor keeps a number a row and one a column of whole matrices, and this is stage {stage}"
+            f"--optimizer adafactor has states per row and column of full matrices, but this is ZeRO stage {stage}"
         )
-        problems.add("combination", message, "take --zero-stage 0", "--optimizer, --zero-stage")
+        problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
-        message = f"parameters go to {params} with the optimizer's states, and those stay on the device"
-        problems.add("combination", message, "offload the optimizer as well", "--offload, --offload-param")
+        message = f"offloading parameters to {params} needs the optimizer offloaded too, but it stays on the device"
+        problems.add("combination", message, "also offload the optimizer", "--offload, --offload-param")

@@ -1,4 +1,4 @@
-"""`zerofit.plan`: which layouts of a model fit a cluster, and how fast they are, before any GPU is there."""
+"""`zerofit.plan`: which layouts of a model fit a cluster, and how fast they run, before you have a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerofit.spec.run import Run
 
 
 class PlanOptions(LayoutPins, WorkOptions):
-    """What `plan` takes beside its question."""
+    """Options of `plan` besides its question."""
 
 
 def plan(
@@ -49,37 +49,36 @@ def plan(
     on_event: OnEvent | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """Rank the layouts of a model that fit a cluster, with memory and speed, and say why the others do not.
+    """Rank the layouts of a model that fit a cluster by speed, with their memory, and explain why others do not fit.
 
     Args:
-        model: a model's name, or a run, of which every field that was set and that `options` could name is kept.
-        cluster: what to plan for; of several the plan of the fastest is returned, with all as its `boxes`.
+        model: a model's name, or a run, whose fields that `options` could name stay fixed.
+        cluster: the cluster; of several, the fastest one's plan is returned, with the plans of all as its `boxes`.
             None: this machine.
-        profile: a stored profile (`Plan.profile_file`) in place of a model; then torch is not imported.
-        image: "image:3x224x224", what an image model is fed.
-        maximum: "seq-len", "micro-batch" or "layers": plan for the largest that fits (`Plan.answer`).
-        minimum: "gpus": plan for the fewest devices that are enough (`Plan.answer`).
-        tuned: folder of `zerofit tune`, whose trials correct step times.
-        measured: "5.33samples/s", "21000tokens/s" or "0.52s" a step, of the layout that `options` describe; it scales
-            the step times of all layouts, which are then searched for freely.
-        from_trace: a trace of `zerofit train --profile`, whose kernels count in place of the catalogue's.
-        top: layouts to return.
-        nvme_path: folder of layouts that offload to disks.
-        confirm: simulate so many of the best layouts as well (`Plan.confirmed`); `Plan.write` takes none refused.
+        profile: a stored profile (`Plan.profile_file`) instead of a model; torch is not imported then.
+        image: "image:3x224x224", input of an image model.
+        maximum: "seq-len", "micro-batch" or "layers": plan for the largest value that fits (`Plan.answer`).
+        minimum: "gpus": plan for the fewest devices that suffice (`Plan.answer`).
+        tuned: folder of `zerofit tune`; its trials correct step times.
+        measured: "5.33samples/s", "21000tokens/s" or "0.52s" per step of the layout that `options` describe; it scales
+            the step times of all layouts, which are then searched freely.
+        from_trace: a trace of `zerofit train --profile`, whose kernel times replace the catalogue's.
+        top: number of layouts to return.
+        nvme_path: folder for layouts that offload to disk.
+        confirm: also simulate this many of the best layouts (`Plan.confirmed`); `Plan.write` skips refused ones.
         trust_model_code: import a model of the form package.module:callable that `profile`, or the run folder of
             `from_trace`, names.
-        on_event: hears what is being done.
-        **options: how long the whole training is (`epochs`, `tokens`, `samples`), what a GPU hour costs (`price`) and
-            how often machines fail (`mtbf`; `storage` or `timed_by` say what a save takes), for the `outlook` of each
-            layout ("15T", "2.5", "6000/node"); and what is fixed of the layouts: `global_batch`, `micro_batch`,
-            `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`, `precision`, `activation_checkpointing`,
-            `activation_offload`, `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`, `pipeline_schedule`,
-            `sequence_parallel`, `expert_parallel`,
-            `zero_stage`, `offload` (of the optimizer), `offload_param`, `overlap_comm`, `model_args`, what is trained
-            (`lora` and its options, `train`, `freeze`), and `ds_config`, a DeepSpeed JSON of which every value but
-            "auto" is kept.
+        on_event: gets progress.
+        **options: two kinds. For the `outlook` of each layout: the length of the training (`epochs`, `tokens`,
+            `samples`), the price of a GPU hour (`price`), and how often machines fail (`mtbf`; `storage` or `timed_by`
+            give the time of a save), like "15T", "2.5", "6000/node". Fixed values of the layouts: `global_batch`,
+            `micro_batch`, `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`, `precision`,
+            `activation_checkpointing`, `activation_offload`, `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`,
+            `pipeline_schedule`, `sequence_parallel`, `expert_parallel`, `zero_stage`, `offload` (of the optimizer),
+            `offload_param`, `overlap_comm`, `model_args`, the trained part (`lora` and its options, `train`, `freeze`),
+            and `ds_config`, a DeepSpeed JSON whose values other than "auto" are kept.
 
-    Raises UserError with everything that is wrong.
+    Raises UserError with all problems.
 
     >>> import zerofit as zf
     >>> plan = zf.plan("llama-tiny", zf.Cluster("l4", gpus=2), global_batch=8, seq_len=64, tensor_parallel=1)
@@ -112,7 +111,7 @@ def plan(
 
 
 def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_event: OnEvent | None = None) -> Plan:
-    """Return the plan for the best of the clusters, with those for all of them where there are several."""
+    """Return the plan for the best cluster; with several clusters, also the plans for all of them."""
     start, problems, report = time.perf_counter(), Problems(), Reporter(on_event)
     for note in request.notes:
         report.note(note)
@@ -120,7 +119,7 @@ def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_
         for cluster in clusters:
             problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))
     if request.measured and len(clusters) > 1:
-        problems.add("usage", "--measured is of one kind of machine", "name one with --gpu", "--measured, --gpu")
+        problems.add("usage", "--measured is for one kind of machine", "name one with --gpu", "--measured, --gpu")
     problems.raise_if_any()
     plans = [plan_for(cluster, request, report) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
@@ -130,7 +129,7 @@ def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with simulations of the layouts that were asked for, and of the one to be written."""
+    """Return the plan with the requested layouts simulated, and the one that will be written."""
     request = plan.request
     if request.confirm:
         plan = confirm_layouts(plan, request.confirm, report)
@@ -145,7 +144,7 @@ def plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Pl
     if request.maximum:
         question, largest_fit = maximum_of(question, cluster, request.maximum, report)
         plan = _plan_of(question, cluster, request, file, largest_fit)
-        if request.profile is not None:  # without torch
+        if request.profile is not None:  # stay without torch
             return plan
 
         def plan_at(value: int) -> Plan:
@@ -177,7 +176,7 @@ def _plan_of(
         result=with_outlooks(result, request.work, profile) if request.work else result,
         request=request,
         profile=profile,
-        profile_file=file if request.maximum != "seq-len" else None,  # which is of another length
+        profile_file=file if request.maximum != "seq-len" else None,  # the stored profile has another length
         answer=answer,
         remedies=() if result.layouts else tuple(remedies_of(question, cluster)),
         tuned=request.corrections,

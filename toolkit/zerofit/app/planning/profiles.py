@@ -1,4 +1,4 @@
-"""The profile that a plan is made from: a file, one that was kept, or traced now (which imports torch)."""
+"""The profile behind a plan: read from a file, stored earlier, or traced now (which imports torch)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run import Run
 
-TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced
+TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """A model to be profiled, and the settings to profile it in."""
+    """A model to profile, and the settings for it."""
 
     model: str
     precision: str
@@ -39,16 +39,16 @@ class ProfileRequest:
     image: str | None = None  # "3x224x224"
     model_args: dict[str, Any] = field(default_factory=dict)
     checkpointings: tuple[bool, ...] = (False, True)
-    degrees: tuple[Degrees, ...] | None = None  # None: all that are worth it
+    degrees: tuple[Degrees, ...] | None = None  # None: all useful ones
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
-    task: str | None = None  # of Run: what the model is trained to do, where not what its config says
+    task: str | None = None  # Run.task: the training task, if not the one in the config
 
     @classmethod
     def of_run(
         cls, run: Run, precision: str, device: str, image: str | None, degrees: tuple[Degrees, ...] | None
     ) -> ProfileRequest:
-        """Return that for a run's model and settings."""
+        """Return the request for a run's model and settings."""
         return cls(
             model=run.model,
             precision=precision,
@@ -65,12 +65,12 @@ class ProfileRequest:
 
 def read_profile(path: Path) -> Profile:
     """Read a stored profile. Raises UserError."""
-    with refused(path, kind="profile", hint="`zerofit plan MODEL` keeps one and says where", where="--profile"):
+    with refused(path, kind="profile", hint="`zerofit plan MODEL` stores one and prints its path", where="--profile"):
         return Profile.from_dict(read_json(path))
 
 
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
-    """Return the kept profile, or trace and keep it; and its file (None: that of a user's own code is not kept).
+    """Return the stored profile or trace and store it, and its file (None for a user's own code, not stored).
 
     Raises UserError and ModelError.
     """
@@ -88,34 +88,34 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
 
 def kept_profile(wanted: ProfileRequest) -> Profile | None:
-    """Return the profile that was kept; None where it never was, or by other code."""
+    """Return the stored profile; None if there is none, or one made by other code."""
     path = _place(wanted)
     if path is None or not path.is_file():
         return None
     try:
         return read_profile(path)
     except UserError:
-        path.unlink()  # half written, or of another version
+        path.unlink()  # truncated, or from another version
         return None
 
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Run the model without memory; note the degrees that it does not take. Raises UserError and ModelError."""
+    """Run the model on fake tensors; report unsupported degrees. Raises UserError and ModelError."""
     with deepspeed_quiet():
         from zerofit.simulate.profile import TraceSetting, profile_model
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):
         source = replace(with_task(find(wanted.model), wanted.task), partial=wanted.partial)
-    task = task_of(source, Run(model=wanted.model, model_args=wanted.model_args))  # of a user's own model
+    task = task_of(source, Run(model=wanted.model, model_args=wanted.model_args))  # for a user's own model
     if task == "gan":
-        message = f"{wanted.model} trains two engines, which no profile describes"
+        message = f"{wanted.model} trains two engines, which plan does not support"
         raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))
     with models_say("MODEL"):
         inputs, degrees = _inputs_and_degrees(wanted, source, task)
         checkpointings = wanted.checkpointings
         while True:
-            # the largest first: where one does not divide every layer, it shows at once
+            # largest first: a degree that does not divide every layer fails at once
             ordered = sorted(degrees, reverse=True)
             pairs = [(degree, c) for degree in ordered for c in checkpointings]
             settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings) for d, c in pairs]
@@ -123,17 +123,17 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
                 return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
             except ModelError as error:
                 if error.kind == "model-checkpointing" and len(checkpointings) > 1:
-                    report.note(f"left out: {error.message}")
+                    report.note(f"skipped: {error.message}")
                     checkpointings = (False,)
                     continue
                 if error.kind != "profile-tp" or wanted.degrees or ordered[0].tp == 1:
                     raise
-                report.note(f"left out: {error.message}")
+                report.note(f"skipped: {error.message}")
                 degrees.remove(ordered[0])
 
 
 def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
-    """Return what the model is fed, and the degrees that are asked for, or worth it, and possible for such a model."""
+    """Return the model's inputs, and the degrees that are requested or useful, and possible for such a model."""
     from zerofit.models.hf_config import make_config, max_positions
     from zerofit.train.probe import expert_count
 
@@ -150,11 +150,11 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     found = [d for d in found if d.ep == 1 or (model_type in EXPERT_TYPES and (experts or 1) % d.ep == 0)]
     found = [Degrees()] if has_head(task) else found
     fitting = [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
-    return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix documents
+    return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix packed documents
 
 
 def _place(wanted: ProfileRequest) -> Path | None:
-    """Return where the profile is kept: by the model's config and everything else that it depends on."""
+    """Return the file of the profile, named by the model's config and everything else that it depends on."""
     content = _content(wanted.model)
     if content is None:
         return None
@@ -174,12 +174,12 @@ def _place(wanted: ProfileRequest) -> Path | None:
 
 
 def _content(model: str) -> Any:
-    """Return what stands behind a model's name, as plain data; None where it is a user's own code."""
+    """Return the config behind a model's name; None for a user's own code."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
     if (path / "model_index.json").is_file():
-        return None  # a pipeline of diffusers, whose parts have configs of their own
+        return None  # a diffusers pipeline has a config per part
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
@@ -187,7 +187,7 @@ def _content(model: str) -> Any:
 
 
 def _notes(path: Path) -> list[str]:
-    """Return what is left out of a config; none of one that cannot be read, which `find` refuses."""
+    """Return notes on unused parts of a config; [] for one that `find` refuses."""
     try:
         return notes_of_config(str(path), read_config(path / "config.json" if path.is_dir() else path))
     except ModelError:
@@ -195,7 +195,7 @@ def _notes(path: Path) -> list[str]:
 
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:
-    """Return the longest sequence that the model takes; None without a limit of its own. Raises UserError."""
+    """Return the longest sequence that the model supports; None without a limit. Raises UserError."""
     from zerofit.app.model_facts import max_positions_of
     from zerofit.train.probe import models_say
 

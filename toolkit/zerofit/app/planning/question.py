@@ -1,4 +1,4 @@
-"""What a plan asks of a model's layouts on one cluster: the profile, and what is decided."""
+"""The question of a plan about one cluster: the profile, and the fixed values."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from zerofit.spec.run import Run, micro_batches_of
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """A profile, what is asked of its layouts, and how it can be traced again for another sequence length."""
+    """A profile, the question about its layouts, and how to trace it again for another sequence length."""
 
     profile: Profile
     request: PlanRequest
     traced: ProfileRequest | None = None  # None: the profile came from a file
     top: int = 10
-    correct: Correct | None = None  # step times, by what was measured
-    scaling: MeasuredScaling | None = None  # by which all step times are corrected
-    calibration: Calibration | None = None  # of the device
-    by_trace: TraceCalibration | None = None  # where that is a trace's
+    correct: Correct | None = None  # corrects step times by measurements
+    scaling: MeasuredScaling | None = None  # factor for all step times
+    calibration: Calibration | None = None  # calibration of the device
+    by_trace: TraceCalibration | None = None  # set if the calibration is from a trace
 
 
 def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
-    """Return the question about this cluster, and where its profile lies."""
+    """Return the question about this cluster, and the file of its profile."""
     question, file = _uncalibrated(cluster, request, report)
     question = replace(question, calibration=read_calibration(cluster.device.kind))
     if request.from_trace:
@@ -52,9 +52,9 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
 
 
 def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
-    """Return the question as far as the device's rates do not matter."""
+    """Return the question without the device's calibration."""
     stored = read_profile(request.profile) if request.profile else None
-    if request.profile and stored:  # --confirm would build its model, and --write name it in a run.yaml
+    if request.profile and stored:  # --confirm would build its model, --write would name it in run.yaml
         refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
     pins, corrections = request.pins, request.corrections
     wanted = _wanted(cluster, request, stored)
@@ -64,8 +64,8 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         question = PlanQuestion(profile=stored, request=wanted, top=request.top, correct=correct)
         return question, request.profile
     assert isinstance(request.model, str)
-    degrees = None  # all that are worth it
-    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # the asked ones beside the plain model
+    degrees = None  # all useful ones
+    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # only the requested ones and the plain model
         degrees = wanted.degrees.beside_plain()
     traced = ProfileRequest(
         model=request.model,
@@ -87,7 +87,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
 
 
 def _scaled(question: PlanQuestion, cluster: Cluster, speed: MeasuredSpeed | None) -> PlanQuestion:
-    """Return the question for all layouts of the global batch that the measured one has, corrected by it."""
+    """Return the question for all layouts with the measured layout's global batch, scaled by the measurement."""
     if speed is None:
         return question
     profile, wanted = question.profile, question.request
@@ -97,12 +97,12 @@ def _scaled(question: PlanQuestion, cluster: Cluster, speed: MeasuredSpeed | Non
 
 
 def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
-    """Return what is decided of the layouts. Raises UserError."""
+    """Return the fixed values of the layouts. Raises UserError."""
     knobs = knobs_of(request.pins, request.ds_config)
     decided = batch_and_precision(request.pins, request.ds_config)
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
-        message = "offloading to disks is asked for, and no disk is named"
-        raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE, of one node", where="--nvme"))
+        message = "offloading to disk needs a disk, but the cluster has none"
+        raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE (per node)", where="--nvme"))
     own = {
         name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "schedule", *DEGREES)
     }
@@ -118,26 +118,26 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
 def _by_rank(
     request: PlanningRequest, own: Mapping[str, Any], decided: dict[str, Any], cluster: Cluster
 ) -> dict[str, Any]:
-    """Return the choices that micro batches of each rank's own make: one data parallel rank a device.
+    """Return the request fields for --micro-batch-by-rank: one data parallel rank per device.
 
-    The step of such a layout takes as long as the rank with most samples, which also needs most memory. The global
-    batch goes out of what is decided, since it follows. Raises UserError.
+    The rank with most samples determines the step time and the memory. Removes the global batch from `decided`, since
+    the micro batches determine it. Raises UserError.
     """
     asked = request.pins.get("micro_batch_by_rank")
     if asked is None:
         return {}
     problems, place, micros = Problems(), "--micro-batch-by-rank", micro_batches_of(asked)
     if request.maximum or request.minimum or request.measured:
-        message = f"{place} {asked} beside --max, --min or --measured, which look for other batches or devices"
-        problems.add("usage", message, f"leave {place} out there", place)
+        message = f"{place} {asked} with --max, --min or --measured, which search other batches or devices"
+        problems.add("usage", message, f"remove {place}", place)
     if not micros:
-        message = f"{place} auto is measured where ranks start, and the devices of a plan are equal"
-        problems.add("batch-size", message, "leave it out, or name the micro batches, like 4,2", place)
+        message = f"{place} auto is measured on real ranks, but the devices of a plan are equal"
+        problems.add("batch-size", message, "remove it, or list the micro batches, like 4,2", place)
         problems.raise_if_any()
     degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}
     if degrees:
         words = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
-        problems.add("layout", f"{place} {asked} beside {words}: it is for data parallel ranks", "leave it out", place)
+        problems.add("layout", f"{place} {asked} with {words}: it needs only data parallel ranks", "remove it", place)
     total, steps = decided.pop("global_batch", None), own["accumulation"]
     sizes = {"micro_batch": own["micro_batch"], "gradient_accumulation_steps": steps, "global_batch": total}
     batch = solve_by_rank(asked, sizes, cluster.ranks, place, place, problems)
@@ -157,9 +157,9 @@ def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
 
 
 def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
-    """Return the precision asked for, else the device's usual one, or one that the profile has.
+    """Return the requested precision, else the device's default if the profile has it, else one of the profile's.
 
-    Usual are bf16, fp16 before Ampere, and fp32 on a CPU. Raises UserError.
+    The default is bf16, fp16 before Ampere, and fp32 on a CPU. Raises UserError.
     """
     able = cluster.device.tflops
     if asked is None:
@@ -169,5 +169,5 @@ def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> s
     if asked in able:
         return asked
     message = f"{cluster.device.kind} has no {asked} arithmetic"
-    hint = f"take --precision {' or '.join(able)}"
+    hint = f"use --precision {' or '.join(able)}"
     raise UserError(Problem(kind="precision", message=message, hint=hint, where="--precision"))

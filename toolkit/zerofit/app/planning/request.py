@@ -1,4 +1,4 @@
-"""Questions to a plan, checked before any model is traced; and trials of a tuning that correct its times."""
+"""Requests to plan, checked before any model is traced; and tuning trials that correct step times."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from zerofit.tune.step_time_model import StepTimeModel, forecast_errors
 from zerofit.tune.trial import Candidate
 
 FLAG = "--from"
-TUNED_HINT = "name the folder that `zerofit tune --output` has written"
-FILE = "trials.json"  # in the folder that a tuning has written
+TUNED_HINT = "use the folder of `zerofit tune --output`"
+FILE = "trials.json"  # in the folder of a tuning
 Maximum = Literal["seq-len", "micro-batch", "layers"]
 Minimum = Literal["gpus"]
 
@@ -43,10 +43,10 @@ class TunedLayouts:
     path: Path
     model: str
     device: str
-    measured: tuple[tuple[Candidate, float], ...]  # with their step times in seconds
+    measured: tuple[tuple[Candidate, float], ...]  # with step times in seconds
 
     def correct(self, layout: PlannedLayout, step_s: float) -> float:
-        """Return the step time of a layout, forecast as `step_s`, as the trials have it."""
+        """Return a forecast step time, corrected by the trials."""
         return math.exp(self._learned.expected(Candidate(layout=layout, forecast_step_s=step_s, peak_bytes=0))[0])
 
     @cached_property
@@ -54,7 +54,7 @@ class TunedLayouts:
         return StepTimeModel(self.measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return how far forecasts were from what was measured, as `zerofit plan --json` prints it."""
+        """Return the errors of forecasts against the trials, as `zerofit plan --json` prints them."""
         errors = forecast_errors(self.measured)
         shares = {
             name: {"median": pair[0], "most": pair[1]} if pair else None for name, pair in errors._asdict().items()
@@ -82,54 +82,54 @@ class _Tuning:
 
 
 def read_tuned(path: Path) -> TunedLayouts:
-    """Read the trials of a tuning, from its folder or its trials.json. Raises UserError."""
+    """Read the trials of a tuning from its folder or its trials.json. Raises UserError."""
     file = path / FILE if path.is_dir() else path
     with refused(file, kind="tuned", hint=TUNED_HINT, where=FLAG):
         found = shaped(read_json(file), TypeAdapter(_Tuning))
         if not found.measured:
-            raise Unreadable("it holds no trial that was measured")
+            raise Unreadable("it has no measured trial")
     pairs = []
     for row in found.measured:
-        layout = replace(row.choice, by_rank=())  # trials give every rank the same
+        layout = replace(row.choice, by_rank=())  # trials use equal micro batches
         figures = {"forecast_step_s": row.forecast_step_s, "peak_bytes": row.peak_bytes}
         pairs.append((Candidate(layout=layout, compiled=row.compiled, **figures), row.measured_step_s))
     return TunedLayouts(file, found.model, found.device, tuple(pairs))
 
 
 def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
-    """Raise a UserError where the plan is for another kind of device than was measured."""
+    """Raise a UserError if the plan is for another kind of device than the trials."""
     if kind != tuned.device:
-        message = f"{tuned.path} was measured on {tuned.device}, and the plan is for {kind}"
-        hint = f"leave {FLAG} out, or take --gpu {tuned.device}"
+        message = f"{tuned.path} was measured on {tuned.device}, but the plan is for {kind}"
+        hint = f"remove {FLAG}, or use --gpu {tuned.device}"
         raise UserError(Problem(kind="tuned-elsewhere", message=message, hint=hint, where=FLAG))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """A model, what is fixed of its run, and the question. Raises UserError with everything that is wrong."""
+    """A model, fixed values of its run, and the question. Raises UserError with all problems."""
 
     model: str | Run | None = None  # None: the profile's
     pins: LayoutPins
-    profile: Path | None = None  # a stored profile, in place of the model
-    image: str | None = None  # "image:3x224x224", what an image model is fed
+    profile: Path | None = None  # a stored profile, instead of the model
+    image: str | None = None  # "image:3x224x224", input of an image model
     maximum: Maximum | None = None
     minimum: Minimum | None = None
-    tuned: Path | None = None  # folder of `zerofit tune`, whose trials correct step times
+    tuned: Path | None = None  # folder of `zerofit tune`; its trials correct step times
     top: int = 10  # layouts to return
-    nvme_path: str = "/local_nvme"  # of layouts that offload to disks
-    measured: MeasuredSpeed | None = None  # of the layout that the pins describe; the search is free then
-    from_trace: Path | None = None  # a trace of real steps, whose kernels count in place of the catalogue's
-    work: Work | None = None  # of the whole training
-    confirm: int = 0  # layouts that are simulated as well
-    trust_model_code: bool = False  # import what a stored profile, or the run folder of `from_trace`, names
-    notes: tuple[str, ...] = field(init=False, default=())  # on what the model's name is taken for
-    write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
+    nvme_path: str = "/local_nvme"  # for layouts that offload to disk
+    measured: MeasuredSpeed | None = None  # speed of the layout that the pins describe; the search is then free
+    from_trace: Path | None = None  # a trace of real steps, whose kernel times replace the catalogue's
+    work: Work | None = None  # length and cost of the training
+    confirm: int = 0  # number of layouts to simulate
+    trust_model_code: bool = False  # import code named in a stored profile or in the run folder of `from_trace`
+    notes: tuple[str, ...] = field(init=False, default=())  # on how the model's name was interpreted
+    write: bool = False  # a layout will be written, so it is simulated unless only a stored profile is known
 
     def __post_init__(self) -> None:
         problems = Problems()
         if (optimizer := self.pins.get("optimizer")) and optimizer not in PLANNED:
-            message = f"--optimizer {optimizer}: plan has no formula for its states"
-            problems.add("usage", message, f"take one of {', '.join(PLANNED)}; simulate takes it", "--optimizer")
+            message = f"--optimizer {optimizer}: plan cannot forecast its states"
+            problems.add("usage", message, f"use one of {', '.join(PLANNED)}, or simulate", "--optimizer")
         if isinstance(self.model, Run):
             fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
@@ -143,7 +143,7 @@ class PlanningRequest:
             if partly:
                 check_part(partly, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)
         if (self.model is None) == (self.profile is None):
-            problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
+            problems.add("usage", "plan needs MODEL or --profile FILE", "use one of them", "MODEL")
         if isinstance(self.model, str):
             shape = shape_named(self.model)
             object.__setattr__(self, "model", shape.name)
@@ -154,15 +154,15 @@ class PlanningRequest:
             flag, size = "--" + name.replace("_", "-"), self.pins.get(name) or 0
             if size > 0 and batch % size:
                 message = f"{flag} {size} does not divide --global-batch {batch}"
-                problems.add("batch-size", message, f"leave {flag} out, or take one that does", flag)
+                problems.add("batch-size", message, f"remove {flag}, or use a divisor", flag)
         if self.maximum and self.minimum:
-            problems.add("usage", "--max and --min are two questions", "ask one of them", "--max, --min")
+            problems.add("usage", "--max and --min exclude each other", "use one of them", "--max, --min")
         if self.tuned and self.measured:
-            problems.add("usage", "--from and --measured both correct step times", "give one", "--from, --measured")
+            problems.add("usage", "--from and --measured both correct step times", "use one", "--from, --measured")
         if self.from_trace and (self.tuned or self.measured):
             beside = "--from" if self.tuned else "--measured"
             message = f"--from-trace and {beside} both correct step times"
-            problems.add("usage", message, "give one", f"--from-trace, {beside}")
+            problems.add("usage", message, "use one", f"--from-trace, {beside}")
         if self.image:
             problems.attempt(lambda: parse_input(self.image or ""))
         if self.tuned:
@@ -171,41 +171,41 @@ class PlanningRequest:
 
     @cached_property
     def ds_config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON that pins what it names; empty without one. Raises UserError."""
+        """The DeepSpeed JSON with fixed values; {} without one. Raises UserError."""
         return read_config(self.pins.get("ds_config"))
 
     @cached_property
     def part(self) -> dict[str, Any]:
-        """The fields of the run that say what of the model is trained."""
+        """The fields of the run that select the trained part of the model."""
         return {name: self.pins[name] for name in PART_FIELDS if self.pins.get(name)}
 
     @cached_property
     def corrections(self) -> TunedLayouts | None:
-        """The trials of a tuning. Raises UserError where they cannot be read."""
+        """The trials of a tuning. Raises UserError if they cannot be read."""
         return read_tuned(self.tuned) if self.tuned else None
 
     def refuse_meaningless(self, profile: Profile) -> None:
-        """Raise a UserError for what says nothing of such a model."""
+        """Raise a UserError for flags that do not apply to this kind of model."""
         problems = Problems()
         taken, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
         if not is_text(profile.task) and self.pins.get("seq_len"):
-            message = f"{profile.model} takes {taken}, which have no --seq-len"
-            problems.add("flag", message, f"leave it out; --input {size} sets the size", "--seq-len")
+            message = f"{profile.model} uses {taken}, which have no --seq-len"
+            problems.add("flag", message, f"remove it; --input {size} sets the size", "--seq-len")
         if profile.seq_len is None and self.work and self.work.tokens:
-            message = f"{profile.model} takes {taken}, and --tokens are of text"
-            problems.add("flag", message, "say --samples instead", "--tokens")
+            message = f"{profile.model} uses {taken}, but --tokens is for text"
+            problems.add("flag", message, "use --samples instead", "--tokens")
         if profile.seq_len is not None and self.image not in (None, PACKED) and not gives_loss(profile.task):
-            message = f"{profile.model} takes tokens, and --input is for images"
-            problems.add("flag", message, "leave it out; --seq-len sets how many tokens", "--input")
+            message = f"{profile.model} uses tokens, but --input is for images"
+            problems.add("flag", message, "remove it; --seq-len sets the number of tokens", "--input")
         problems.raise_if_any()
 
     def _check_model(self, model: str, problems: Problems) -> None:
         if Path(model).suffix in (".yaml", ".yml"):
-            hint = f"name its model; `zerofit simulate {model}` tells what that run needs"
-            problems.add("usage", f"plan takes a MODEL, and {model} is a run", hint, "MODEL")
+            hint = f"name its model; `zerofit simulate {model}` shows what that run needs"
+            problems.add("usage", f"plan needs a MODEL, but {model} is a run", hint, "MODEL")
         config = {**PRESETS.get(model, {}), **self.pins.get("model_args", {})}
         longest = config.get("n_positions") or config.get("max_position_embeddings")
         seq_len = self.pins.get("seq_len")
         if seq_len and longest and seq_len > longest:
             message = f"--seq-len {seq_len} is more than the {longest} positions of {model}"
-            problems.add("seq-len", message, f"take {longest} or less", "--seq-len")
+            problems.add("seq-len", message, f"use {longest} or fewer", "--seq-len")

@@ -1,4 +1,4 @@
-"""The step time of a job, as far as profiles and rates that are there already tell it."""
+"""Forecast of a job's step time from stored profiles and rates."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from zerofit.spec.profile import Profile
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
-    """Return the seconds that a step should take on this machine; None where that cannot be told at once.
+    """Return the forecast seconds per step on this machine; None if they are not known at once.
 
-    It takes a profile that `zerofit plan`, `tune` or `--fit` has kept, and on CPUs `zerofit calibrate`: nothing is
-    traced or measured here.
+    Nothing is traced or measured here: it needs a profile stored by `zerofit plan`, `tune` or `--fit`, and on CPUs
+    `zerofit calibrate`.
     """
     job = resolved.job
     if job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None:
@@ -37,12 +37,12 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     if profile is None or (cluster.on_cpu and calibration is None):
         return None
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
-    layout = replace(PlannedLayout.of(job), micro_batch=max(job.batch.shares))  # of the slowest, on equal devices
+    layout = replace(PlannedLayout.of(job), micro_batch=max(job.batch.shares))  # the slowest
     return timer.step(layout).step_s
 
 
 def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
-    """Return a kept profile of the job's model in its setting, by whichever question it was traced for."""
+    """Return a stored profile of the job's model in its setting, whatever it was traced for."""
     job, inputs = resolved.job, resolved.inputs
     layout, run = job.layout, job.run
     key = PlannedLayout.of(job).setting

@@ -22,14 +22,14 @@ FLAG = "--trace"
 
 
 def refuse_place(path: Path) -> None:
-    """Raise a UserError where this cannot be the file of a trace."""
+    """Raise a UserError if a trace cannot be written to this path."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         hint = "name a file in an existing folder"
-        raise UserError(Problem(kind="bad-value", message=f"{path} cannot be written", hint=hint, where=FLAG))
+        raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=FLAG))
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Write a trace. Raises UserError where that cannot be."""
+    """Write a trace. Raises UserError if it cannot be written."""
     try:
         write_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
     except OSError as error:
@@ -40,7 +40,7 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
 def trace_of_layout(
     profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
 ) -> dict[str, Any]:
-    """Return the trace of a planned step, which takes `step_s`: the first rank of each pipeline stage."""
+    """Return the trace of a planned step, scaled to `step_s`: the first rank of each pipeline stage."""
     timer = Timer(profile, cluster, rates)
     timeline = step_timeline(profile, timer, layout)
     timeline = timeline.scaled(step_s / timeline.step_s)
@@ -51,6 +51,6 @@ def trace_of_layout(
 
 
 def about(profile: Profile, cluster: Cluster, layout: PlannedLayout) -> dict[str, Any]:
-    """Return what a trace says of its step: the layout, the model and the machine."""
+    """Return the description of a traced step: the layout, the model and the machine."""
     machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
     return {"forecast": str(layout), "model": profile.model, **machine, "layout": layout.to_dict()}

@@ -1,4 +1,4 @@
-"""What a plan is told of a whole training: how much work, prices, and failures, as words that are checked."""
+"""Work, prices and failures of a full training, read from options and checked."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from zerofit.spec.units import parse_bytes
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)\s*", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _MTBF = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:h?\s*/\s*)?(gpu|node)?\s*")
-FIRST_PHASE = "reading the data"  # of each start, in events.jsonl
+FIRST_PHASE = "reading the data"  # first phase of each start in events.jsonl
 
 
 class WorkOptions(TypedDict, total=False):
-    """How long a training is, what it costs and how often machines fail; numbers, or words such as "15T"."""
+    """Length of a training, its price and how often machines fail; numbers, or words like "15T"."""
 
     epochs: float | None  # passes over `samples` or `tokens`
     tokens: float | str | None
     samples: float | str | None
-    price: float | str | Mapping[str, float] | None  # US dollars of a GPU hour; by kind, or "h100-80gb=2.5,l4=0.8"
+    price: float | str | Mapping[str, float] | None  # US dollars per GPU hour; or "h100-80gb=2.5,l4=0.8"
     mtbf: float | str | None  # hours between failures of one GPU, or "5000/node"
-    storage: str | int | None  # bytes a second that checkpoints are written with, by all ranks together
-    timed_by: str | Path | None  # a run folder, whose saves and starts took as long as this one's will
+    storage: str | int | None  # bytes per second of writing checkpoints, all ranks together
+    timed_by: str | Path | None  # a run folder with saves and starts that take as long as this run's
 
 
 def read_work(options: Mapping[str, Any]) -> Work | None:
-    """Return the work that these options ask for; None where there are none. Raises UserError with all problems."""
+    """Return the requested work; None without options. Raises UserError with all problems."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given:
         return None
@@ -51,12 +51,10 @@ def read_work(options: Mapping[str, Any]) -> Work | None:
     for name, value in given.items():
         found[name] = problems.attempt(lambda name=name, value=value: readers[name](value))
     if "tokens" in given and "samples" in given:
-        problems.add(
-            "usage", "--tokens and --samples are two measures of one length", "give one", "--tokens, --samples"
-        )
+        problems.add("usage", "--tokens and --samples exclude each other", "use one of them", "--tokens, --samples")
     if "epochs" in given and not {"tokens", "samples"} & given.keys():
-        hint = "add --samples or --tokens, of one pass"
-        problems.add("usage", "--epochs are passes over data of a size that is not said", hint, "--epochs")
+        hint = "add --samples or --tokens of one pass"
+        problems.add("usage", "--epochs needs the size of the data", hint, "--epochs")
     problems.raise_if_any()
     mtbf_h, of_node = found.get("mtbf", (None, False))
     save_s, restart_s = found.get("timed_by", (None, None))
@@ -90,7 +88,7 @@ def _prices(value: Any) -> dict[str, float]:
     except ValueError:
         found = {}
     if not found or not all(0 < price < 1e6 for price in found.values()):
-        hint = "write US dollars of a GPU hour: 2.5, or h100-80gb=2.5,a100-80gb=1.4"
+        hint = "write US dollars per GPU hour: 2.5, or h100-80gb=2.5,a100-80gb=1.4"
         raise UserError(Problem(kind="bad-value", message=f"--price: got {value!r}", hint=hint, where="--price"))
     return found
 
@@ -98,13 +96,13 @@ def _prices(value: Any) -> dict[str, float]:
 def _mtbf(value: Any) -> tuple[float, bool]:
     match = _MTBF.fullmatch(str(value))
     if not match or not float(match[1]):
-        hint = "write the hours between failures of one GPU, 50000, or of a node: 6000/node"
+        hint = "write the hours between failures of one GPU, like 50000, or of a node, like 6000/node"
         raise UserError(Problem(kind="bad-value", message=f"--mtbf: got {value!r}", hint=hint, where="--mtbf"))
     return float(match[1]), match[2] == "node"
 
 
 def measured_times(folder: Path) -> tuple[float, float]:
-    """Return the seconds that a run stood still for a save and took to start, in the median. Raises UserError."""
+    """Return the median seconds that a run waited for a save and needed to start. Raises UserError."""
     file = RunFolder(folder).events
     stalls, starts, began = [], [], None
     try:
@@ -121,6 +119,6 @@ def measured_times(folder: Path) -> tuple[float, float]:
         elif kind == "saved" and stalled is not None:
             stalls.append(stalled)
     if not stalls or not starts:
-        message, hint = f"{folder} has saved no checkpoint", "name a run folder that has, or leave --timed-by out"
+        message, hint = f"{folder} has no saved checkpoints", "use a run folder that has, or remove --timed-by"
         raise UserError(Problem(kind="no-saves", message=message, hint=hint, where="--timed-by"))
     return statistics.median(stalls), statistics.median(starts)

@@ -1,1 +1,1 @@
-"""Tuning: short real runs of the configurations that should fit, and the files of the fastest."""
+"""Tuning: short real runs of the configurations that should fit, and files for the fastest."""

@@ -1,4 +1,4 @@
-"""A run to be tuned, and every configuration of it that should fit."""
+"""A run to tune, and all its configurations that should fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.trial import Candidate
 
 FLAG = (bool,)
-# the types of values; the knobs of the second part stay as in the run unless the space names them
+# types of values; precision, global_batch and compile stay as in the run unless the space names them
 KNOBS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp", "ep"), (int,)),
     **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements"), (int,)),
@@ -42,17 +42,17 @@ KNOBS: dict[str, tuple[type, ...]] = {
     "compile": FLAG,
 }
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# fields of the run that a trial does without
+# fields of the run that trials turn off
 QUIET = {"save_every": "0", "eval_every": 0, "eval_samples": 1, "epochs": None}
 QUIET |= {"callbacks": [], "tensorboard": False, "wandb": None, "profile": None}
-ENDLESS = 10**9  # steps: a trial is stopped when enough is known
+ENDLESS = 10**9  # steps; a trial is stopped once its step time is known
 ALL = 10**6  # layouts
 
 
 def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the allowed values by knob, given as a mapping or as a YAML file of one.
+    """Return the allowed values by knob, from a mapping or from a YAML file.
 
-    Raises UserError with everything that is wrong in it.
+    Raises UserError with all problems.
     """
     place = "space" if isinstance(space, Mapping) else str(space)
     problems, allowed = Problems(), dict[str, list[Any]]()
@@ -68,7 +68,7 @@ def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _parse(path: Path) -> dict[Any, Any]:
-    hint = "write lines such as `zero_stage: [1, 2]`"
+    hint = "write lines like `zero_stage: [1, 2]`"
     return read_own_values(path, kind="space", hint=hint, where="--space")
 
 
@@ -78,19 +78,19 @@ def _check(key: str, value: Any, place: str, problems: Problems) -> None:
         words = {int: "a whole number", bool: "true or false", str: "a word"}[kinds[0]]
         problems.add("space", f"{key}: {value!r} is not {words}", f"write {key}: [value, value]", place)
     elif key == "global_batch" and value < 1:
-        problems.add("space", f"global_batch: {value}", "take 1 or more samples", place)
+        problems.add("space", f"global_batch: {value}", "use 1 or more samples", place)
     elif key == "precision" and value not in PRECISIONS:
-        problems.add("space", f"precision: {value!r}", f"take {', '.join(PRECISIONS)}", place)
+        problems.add("space", f"precision: {value!r}", f"use {', '.join(PRECISIONS)}", place)
 
 
 def allows(allowed: Mapping[str, list[Any]], row: Mapping[str, Any]) -> bool:
-    """Return whether a configuration, as --json shows it, has only values that are allowed."""
+    """Return whether a configuration, as in --json, has only allowed values."""
     return all(row[knob] in values for knob, values in allowed.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialHosts:
-    """Hosts that trials run on, and the flags of `zerofit launch` that name them."""
+    """Hosts for trials, and the flags of `zerofit launch` that name them."""
 
     hosts: tuple[Host, ...]
     flags: tuple[str, ...]
@@ -105,17 +105,17 @@ class TrialHosts:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneJob:
-    """The part of a tuning that stays the same over all trials."""
+    """The part of a tuning that is the same for all trials."""
 
     asked: RunRequest
-    run: Run  # with everything filled in
+    run: Run  # with all values filled in
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
     profiles: dict[str, Profile]  # by precision
     candidates: tuple[Candidate, ...]
-    device: str  # kind
+    device: str  # device kind
     hosts: tuple[Host, ...]  # empty: this machine
-    host_flags: tuple[str, ...]  # of `zerofit launch`, for trials on hosts
-    anyway: bool = False  # start trials that do not fit into what is free, too
+    host_flags: tuple[str, ...]  # flags of `zerofit launch` for trials on hosts
+    anyway: bool = False  # start even trials that do not fit into free memory
 
     @classmethod
     def of(
@@ -131,12 +131,12 @@ class TuneJob:
         report, on = report or Reporter(), TrialHosts.of(hosts)
         if asked.run.micro_batch_by_rank:
             message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
-            hint = "leave it out here, and give it to `zerofit train` with what was found"
+            hint = "remove it here, and add it to `zerofit train` with the result"
             raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
         for key in ("zenflow", "offload_optimizer.super_offload"):
             if get(ds_document(asked.run).config, f"zero_optimization.{key}"):
-                message = f"trials have a section zero_optimization of their own, and none has {key}"
-                hint = "leave --ds-config out, and compare what was found with `zerofit train --ds-config ...`"
+                message = f"trials set zero_optimization themselves, and none of them has {key}"
+                hint = "remove --ds-config, and compare the result with `zerofit train --ds-config ...`"
                 raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--ds-config"))
         allowed = read_space(space) if space else {}
         machine = machine_of(on.hosts, None) if on.hosts else None
@@ -146,7 +146,7 @@ class TuneJob:
         cluster = cluster_of(job.layout.world_size, used)
         precisions = allowed.get("precision") or [job.precision]
         named = (Degrees(), Degrees(run.tensor_parallel, 1, run.sequence_parallel, run.expert_parallel))
-        traced = named if run.expert_parallel > 1 else None  # a degree of its own, beyond those that are searched
+        traced = named if run.expert_parallel > 1 else None  # a degree that the search does not cover
         profiles = {
             precision: profile_of(resolved, cluster, precision, report, degrees=traced) for precision in precisions
         }
@@ -168,8 +168,8 @@ class TuneJob:
         candidates = [c for c in candidates if allows(allowed, c.to_dict())]
         if not candidates:
             place = "space" if isinstance(space, Mapping) else str(space)
-            message = f"none of {considered} configurations fits" + (f" and is in {place}" if space else "")
-            hint = "`zerofit plan` says what lacks" if not space else "allow more values"
+            message = f"none of {considered} configurations fits" + (f" and is allowed by {place}" if space else "")
+            hint = "`zerofit plan` shows what is missing" if not space else "allow more values"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where=place if space else "MODEL"))
         return cls(
             asked=asked,
@@ -184,11 +184,11 @@ class TuneJob:
         )
 
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return the user's DeepSpeed JSON with this configuration in it; batch sizes are the run's."""
+        """Return the user's DeepSpeed JSON with this configuration; the run has the batch sizes."""
         config, layout = copy.deepcopy(self.ds_source), candidate.layout
         for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
-        if layout.precision != self.run.precision:  # the space asks for it: run.yaml says which
+        if layout.precision != self.run.precision:  # set by the space, so run.yaml sets it
             for key in ("fp16", "bf16"):
                 config.pop(key, None)
         offload = config.get("zero_optimization", {}).get("offload_param", {})
@@ -204,7 +204,7 @@ class TuneJob:
         return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
     def trial_run(self, candidate: Candidate) -> dict[str, Any]:
-        """Return run.yaml of a trial: the real run, without an end, saving and evaluating nothing."""
+        """Return run.yaml of a trial: the real run without an end, saves or evaluations."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1, "expert_parallel": 1}

@@ -1,4 +1,4 @@
-"""One trial: a short real run of a configuration, in processes of its own, whose failure is a result."""
+"""One trial: a short real run of a configuration in separate processes; a failure is a result too."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from zerofit.spec.files import JsonlTail
 from zerofit.spec.run_folder import RunFolder
 from zerofit.tune.trial import Candidate, Status, Timing, Trial, timing
 
-SURE = 0.03  # half the confidence interval, as a share of the mean: then a trial has told enough
-LOSING = 1.1  # times the best step time, beyond which (with all of its interval) a trial is cut short
-START_S, TRAIN_S = 300.0, 60.0  # until the first step, and after it
-OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # errors that say nothing of a configuration
+SURE = 0.03  # a trial ends when half its confidence interval is below this share of the mean
+LOSING = 1.1  # a trial whose full interval is above this multiple of the best step time is cut short
+START_S, TRAIN_S = 300.0, 60.0  # limits until the first step, and after it
+OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # errors not caused by a configuration
 TRIALS = ".zerofit-trial-"
 POLL_S = 0.2
 STOP_S = 60.0
@@ -37,13 +37,13 @@ HANGS = ("hang", "rank-stopped")
 def run_trial(
     job: TuneJob, candidate: Candidate, best_s: float | None, deadline: float, show: Callable[[str], None]
 ) -> Trial:
-    """Train with this configuration until its step time is known, or it fails.
+    """Train with this configuration until its step time is known or it fails.
 
-    `best_s` is the step time at which the candidate would be as fast as the best so far, `deadline` a time of
-    `time.monotonic`. Raises RunFailed where hosts, not the configuration, are at fault.
+    `best_s`: step time at which the candidate equals the best so far. `deadline`: a time of `time.monotonic`. Raises
+    RunFailed if hosts are at fault, not the configuration.
     """
     began = time.monotonic()
-    shared = Path.cwd() if job.hosts else None  # hosts must see it too
+    shared = Path.cwd() if job.hosts else None  # all hosts must see it
     with tempfile.TemporaryDirectory(prefix=TRIALS, dir=shared, ignore_cleanup_errors=True) as place:
         folder = RunFolder(Path(place) / "run")
         metrics, records = JsonlTail(folder.metrics), list[dict[str, Any]]()
@@ -88,9 +88,9 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return the timing once it is sure, or (with True) clearly worse than the best; None if the run ends first.
+    """Return the timing once it is certain, or (with True) certainly worse than the best.
 
-    None also where the time is over first. The steps that are read are added to `records`.
+    Returns None if the run or its time ends first. Adds the steps it reads to `records`.
     """
     began, first = time.monotonic(), None
     while process.poll() is None:
@@ -113,7 +113,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Stop the run without saving, if it has not ended."""
+    """Stop the run without saving if it is still running."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -124,7 +124,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _error(place: Path) -> dict[str, str]:
-    """Return the error that the command printed; empty where it printed none."""
+    """Return the error that the command printed; {} if none."""
     lines = (place / "out").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     try:
         return json.loads(lines[-1])["error"]
@@ -133,10 +133,10 @@ def _error(place: Path) -> dict[str, str]:
 
 
 def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, str]:
-    """Return status and reason of a trial without a step time; `late`: it was still running when its time was over."""
+    """Return status and reason of a trial without a step time; `late`: it ran out of time."""
     if late:
-        return "stopped", "its time was over before its step time was known"
-    kind, message = error.get("kind", ""), error.get("message") or f"it ended with exit code {code}"
+        return "stopped", "ran out of time before its step time was known"
+    kind, message = error.get("kind", ""), error.get("message") or f"exited with code {code}"
     if kind == "does-not-fit":
         return "does-not-fit", message
     if kind == "out-of-memory":

@@ -1,4 +1,4 @@
-"""Tuning: the fastest configuration of a run that fits, measured in a handful of short real runs."""
+"""Tuning: find the fastest configuration of a run that fits, in a few short real runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.search import Search, TuneResult
 from zerofit.tune.trial import Trial, describe
 
-LEAST_S = 20.0  # with less time left no trial is started
+LEAST_S = 20.0  # start no trial with less time left
 NAMES = ("ds_config.json", "run.yaml", "trials.json", "trials.png")
-# fields of the run that a candidate sets, or that do not change the time of a step
+# fields of the run that a candidate sets, or that do not affect the step time
 FREE = {
     *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline"),
     *("sequence_parallel", "expert_parallel"),
@@ -50,25 +50,24 @@ def tune(
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> TuneResult:
-    """Measure short real runs of a run, and write the fastest configuration as ds_config.json and run.yaml.
+    """Measure short real runs, and write the fastest configuration as ds_config.json and run.yaml.
 
-    Searched are the ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation
-    checkpointing, overlap, bucket, prefetch and persistence sizes, tensor, pipeline and sequence degrees. Precision,
-    global batch and compile stay unless `space` names them. Trials are kept by what the run is: the same call goes on
-    after a kill.
+    It searches ZeRO stage, offload, micro batch x accumulation at the run's global batch, activation checkpointing,
+    overlap, bucket, prefetch and persistence sizes, and tensor, pipeline and sequence degrees. Precision, global batch
+    and compile stay fixed unless `space` names them. Trials are stored by run: the same call resumes after a kill.
 
     Args:
-        run: the model, data and whatever else the run has, or a run file; a degree above 1 is kept.
-        trials: at most so many, earlier ones of the same run included.
-        minutes: no trial is started later; None: no limit.
-        space: the values that are allowed, by knob, or a YAML file of them: `{"zero_stage": [1, 2], "pp": 1}`.
-        hosts: a hostfile, where trials are to run on several hosts.
+        run: a run or a run file; degrees above 1 are kept.
+        trials: the most trials, including earlier ones of the same run.
+        minutes: start no trial after this time; None: no limit.
+        space: allowed values by knob, or a YAML file of them: `{"zero_stage": [1, 2], "pp": 1}`.
+        hosts: a hostfile, to run trials on several hosts.
         output: the folder for results (default runs/tune-TIME).
-        anyway: start trials that do not fit into the memory that is free, too.
-        on_event: hears the progress, and each trial (kind "result") when it ends.
+        anyway: start even trials that do not fit into the free memory.
+        on_event: gets progress, and each trial (kind "result") when it ends.
 
     Raises:
-        UserError: with everything that is wrong with the run or the space.
+        UserError: with all problems of the run or the space.
         RunFailed: if no trial could be measured, or the hosts cannot be reached.
 
     >>> import zerofit as zf
@@ -83,12 +82,12 @@ def tune(
 
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
-    """Run trials until there are `trials`, earlier ones included, the time is over, or none is worth its while."""
+    """Run trials until there are `trials` (including earlier ones), time is over, or no candidate is promising."""
     deadline, store = time.monotonic() + 60 * minutes if minutes else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:
-        report.note(f"{len(search.trials)} trials of this run are known ({store.path})")
-    report.note(f"{len(job.candidates)} configurations fit by the forecast")
+        report.note(f"{len(search.trials)} earlier trials of this run found ({store.path})")
+    report.note(f"{len(job.candidates)} configurations fit by forecast")
     while len(search.trials) < trials and deadline - time.monotonic() > LEAST_S:
         candidate = search.next()
         if candidate is None:
@@ -107,24 +106,24 @@ def _outcome(trial: Trial) -> str:
         return f"{trial.status}: {trial.reason}"
     spread = "" if trial.spread is None else f" +- {trial.spread:.1%}"
     short = ", slower than the best: cut short" if trial.cut_short else ""
-    return f"{trial.measured_step_s:.4f} s a step{spread} (forecast {trial.forecast_step_s:.4f}){short}"
+    return f"{trial.measured_step_s:.4f} s per step{spread} (forecast {trial.forecast_step_s:.4f}){short}"
 
 
 def _find_output(output: Path | None) -> Path:
     """Return the folder for results: a new one, or one of an earlier tuning. Raises UserError for any other."""
     path = (output or Path("runs") / f"tune-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - set(NAMES)):
-        message, hint = f"{path} holds other things", "name another folder, or remove this one"
+        message, hint = f"{path} contains other files", "use another folder, or remove this one"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
     return path
 
 
 def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
-    """Write the fastest configuration, the trials and their picture. Raises RunFailed where no trial succeeded."""
+    """Write the fastest configuration, the trials and their picture. Raises RunFailed if no trial succeeded."""
     result = TuneResult.of(search, job.run.seq_len)
     if result is None:
-        tried = "; ".join(f"{t.status}: {t.reason}" for t in search.trials[:3]) or "no trial was made"
-        hint = "raise --minutes, or see with `zerofit train` what a run of it says"
+        tried = "; ".join(f"{t.status}: {t.reason}" for t in search.trials[:3]) or "no trial ran"
+        hint = "raise --minutes, or try the run with `zerofit train`"
         raise RunFailed(Problem(kind="tune", message=f"no configuration could be measured: {tried}", hint=hint))
     folder.mkdir(parents=True, exist_ok=True)
     config, run_file, trials, picture = paths = tuple(folder / name for name in NAMES)
@@ -146,7 +145,7 @@ def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
 
 
 class TrialStore:
-    """A file of trials, one a line."""
+    """A file of trials, one per line."""
 
     def __init__(self, job: TuneJob):
         run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
@@ -159,21 +158,21 @@ class TrialStore:
         self.path: Path = cache_root() / "tune" / f"{hashlib.sha256(content.encode()).hexdigest()[:20]}.jsonl"
 
     def trials(self) -> list[Trial]:
-        """Return earlier trials of the candidates, without a line that a kill has cut."""
+        """Return earlier trials of the candidates, skipping invalid lines."""
         if not self.path.exists():
             return []
         found = {}
         for values in read_jsonl(self.path):
             try:
                 trial = shaped(values, TypeAdapter(Trial))
-            except Unreadable:  # of another version
+            except Unreadable:  # written by another version
                 continue
             if trial.key in self._keys:
                 found[trial.key] = trial
         return list(found.values())
 
     def keep(self, trial: Trial) -> None:
-        """Add a trial, unless time or other runs' memory ended it, which says nothing about the configuration."""
+        """Add a trial, unless time or other runs' memory stopped it: that is not the configuration's fault."""
         if trial.status in ("stopped", "does-not-fit"):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
