@@ -46,7 +46,7 @@ def test_what_was_measured_is_kept(tmp_path):
     assert Bench(tmp_path / "d").keep("x", lambda: [2]) == [2]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").touch()
-    with pytest.raises(UserError, match="holds other things"):
+    with pytest.raises(UserError, match="contains other files"):
         Bench(tmp_path / "other")
 
 

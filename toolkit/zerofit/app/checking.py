@@ -167,7 +167,7 @@ class CheckResult:
         left = list(autos(settled.subject.config))
         if left and not problems:
             message = f"no value given for {', '.join(left)}"
-            hint = "set --training-args or flags; --ranks for the batch size, --model for sizes that depend on it"
+            hint = "set flags or --training-args; --ranks gives the batch size, --model the sizes that depend on it"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)

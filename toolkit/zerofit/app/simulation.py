@@ -150,7 +150,7 @@ def simulate(
         report.stages(found)
     if trace is not None:
         refuse_place(Path(trace))
-        exact = True  # an extrapolated rank has no memory over time
+        exact = True  # an extrapolated rank has no timeline of memory
     targets = [prepared.target(one) for one in _ranks(prepared.job, rank)]
     exactly = partial(simulate_ranks, show=report.status, exact=True)
     simulated = decided(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)

@@ -67,7 +67,7 @@ class Data:
     valid: Dataset
     inputs: Inputs  # the model's inputs
     # Text: mean -ln p(token) over the validation tokens, where p is the token's frequency in the training tokens with
-    # add-one smoothing: the loss of a model that knows only token frequencies.
+    # add-one smoothing: the loss of a model that predicts by token frequency alone.
     unigram_entropy_nats: float | None = None
     decode: Callable[[list[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None

@@ -130,7 +130,7 @@ class MadePictures(LabelledDataset):
 
     @property
     def decodes(self) -> bool:
-        """Whether drawing a batch of such large pictures takes longer than a GPU trains on it."""
+        """Whether pictures are so large that drawing a batch is slower than training on it."""
         return self.size >= LARGE
 
     def __len__(self) -> int:

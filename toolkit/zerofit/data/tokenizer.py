@@ -20,13 +20,7 @@ from zerofit.spec.foreign import Unreadable, read_json
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _MASK_TOKENS = ("[MASK]", "<mask>")
 _KNOWN = "use bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
-_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)  # transformers' and convertible ones
+_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # transformers' and convertible ones
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,7 @@ class LaunchSite:
     again: str = "zerofit train"  # command that resumes a run folder, its argument
     coming_s: float = 180.0  # limit for a guard to report, with slow ssh, Python and cold file systems
     timeout_s: float  # limit without a heartbeat before ranks are killed
-    sweep: Callable[[str], list[str]] | None = (
-        None  # kills processes of a run id on all hosts; returns notes for the user
-    )
+    sweep: Callable[[str], list[str]] | None = None  # kills a run id's processes on all hosts; returns notes
 
 
 def launcher(ranks: int, port: int) -> list[str]:
@@ -88,10 +86,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-    message, hint = (
-        f"no free port in {NEVER_GIVEN.start} to {NEVER_GIVEN.stop - 1}",
-        "stop processes that use them",
-    )
+    message, hint = f"no free port in {NEVER_GIVEN.start} to {NEVER_GIVEN.stop - 1}", "stop processes that use them"
     raise UserError(Problem(kind="ranks", message=message, hint=hint))
 
 

@@ -93,7 +93,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 def _built(env: Mapping[str, str], op: str) -> Path:
     """Return the file that marks an op as compiled by this environment on this host (for its processor and GPU).
 
-    Asking DeepSpeed's builder takes a process that imports DeepSpeed: 6 s. A rank uses the builder anyway and compiles
+    Asking DeepSpeed's builder needs a process that imports DeepSpeed: 6 s. A rank uses the builder anyway and compiles
     what is missing.
     """
     return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"

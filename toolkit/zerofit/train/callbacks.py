@@ -47,8 +47,8 @@ class StepRecord(TypedDict):
     loss_scale: NotRequired[float]  # fp16 only
     skipped_steps: NotRequired[float]
     router_loss: NotRequired[float]  # load-balancing part of the loss of a mixture of experts
-    expert_load_most: NotRequired[float]  # tokens of the busiest spread expert in any layer, over an even share
-    expert_load_least: NotRequired[float]  # the same for the least busy one
+    expert_load_most: NotRequired[float]  # tokens of the busiest expert in any layer, divided by an even share
+    expert_load_least: NotRequired[float]  # the same for the least busy expert
     truncated: NotRequired[int]  # training conversations cut to the length of a sample
     dropped: NotRequired[int]  # training conversations left out
 
@@ -141,7 +141,7 @@ class EventLog(Callback):
         self._write("phase", text=text)
 
     def training(self, **steps: int) -> None:
-        """Record that training begins or continues; `steps` is the total and, at the start, `done` those done."""
+        """Record that training begins or continues: `steps` in total and, at the start, `done` before it."""
         self._progress.phase = TRAINING
         self._write("training", **steps)
 

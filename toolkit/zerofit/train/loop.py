@@ -161,8 +161,8 @@ class Loop:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact in any layout.
 
-        Masks add mean IoU, labelled text F1, and encoder-decoders ROUGE of the text they generate. Names of figures for
-        averaged weights begin with ema_.
+        Masks also get mean IoU, labelled text F1, and the text that an encoder-decoder generates ROUGE. Figures of
+        averaged weights have names that begin with ema_.
         """
         self.recorder.flush()
         self.events.phase("evaluating")

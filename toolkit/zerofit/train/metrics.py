@@ -179,7 +179,7 @@ class MetricsRecorder:
 
     def _last_good(self) -> str:
         good = self.last
-        return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no step before it was good"
+        return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no good step before"
 
     def _stop(self, step: _Step, loss: float) -> None:
         """Raise RunFailed with the samples whose own loss was not finite; all ranks call this together."""

@@ -119,7 +119,7 @@ class RankRun:
         )
 
     def _shared_out(self, job: Job) -> Job:
-        """Return the job with its samples divided by the measured speed of each rank, if the run asks for it."""
+        """Return the job with samples distributed by the ranks' measured speeds, if the run asks for it."""
         trainer, known = self.trainer, job.start and job.start.shares
         if job.batch.limit <= job.batch.micro or known or not isinstance(trainer, ZeroTrainer):
             return job

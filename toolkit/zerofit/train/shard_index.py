@@ -124,7 +124,7 @@ def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[t
         return local, None
     shape = tuple(getattr(p, DS_AUTOTP_UC_META)["logical_shape"])
     if prod(cut.shape(shape)) != prod(local):
-        raise Unsupported(f"a weight of shape {shape} was cut into {local} for tensor parallelism, not as {cut}")
+        raise Unsupported(f"tensor parallelism cut a weight of shape {shape} into {local}, but recorded {cut}")
     return shape, cut
 
 

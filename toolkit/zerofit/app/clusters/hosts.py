@@ -31,7 +31,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import as_argument
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # first CUDA compute capabilities with native arithmetic
-COMING_S, ALONE_S = 180.0, 1800.0  # time for a guard to report; the same if nodes start by themselves
+COMING_S, ALONE_S = 180.0, 1800.0  # limits for a guard to report; the second if nodes start by themselves
 LOOPBACK = "127."
 
 

@@ -61,7 +61,7 @@ def follow(
 
 
 def _finished(folder: RunFolder, began: float) -> bool:
-    """Return whether node 0 has finished; a repeated command on a finished run updates the result's time."""
+    """Return whether node 0 has finished: its result is recent (rewritten or touched by this start)."""
     try:
         return folder.result.stat().st_mtime > began - RECENT_S
     except OSError:

@@ -180,7 +180,7 @@ class RestartingRun:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:
-        """Return the hosts that answer once all do or time is up. Raises RunFailed if too few do."""
+        """Wait for all hosts to answer, with a time limit; return those that do. Raises RunFailed if too few do."""
         if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder

@@ -1,4 +1,4 @@
-"""Confirms planned layouts by simulating the engine, so that `simulate` does not refuse what a plan says fits.
+"""Confirms planned layouts by simulating the engine, so that no layout of a plan fails in `zerofit simulate`.
 
 A plan forecasts bytes and keeps a margin for effects of the order of allocations, which only a simulation shows.
 """

@@ -79,7 +79,7 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
     path = _place(wanted)
     profile = kept_profile(wanted)
     if profile is None:
-        report.status(f"tracing {wanted.model} without memory ...")
+        report.status(f"tracing {wanted.model} on fake tensors ...")
         profile = trace(wanted, report)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
