@@ -321,7 +321,7 @@ def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
 
 
 def _asked(run: Run) -> Iterator[Asked]:
-    """Yield the values that given flags request for keys of the JSON."""
+    """Yield the values for keys of the JSON that the run's flags set."""
     for name in COMPARED:
         value = getattr(run, name)
         if name in run.model_fields_set and value is not None:

@@ -46,7 +46,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return whether DeepSpeed must clone views before a save: copies are complete tensors in any case."""
+        """Return True unless saves are copied: DeepSpeed then clones views before it writes them."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:

@@ -1,6 +1,6 @@
 """Confirms planned layouts by simulating the engine, so that no layout of a plan fails in `zerofit simulate`.
 
-A plan forecasts bytes and keeps a margin for effects of the order of allocations, which only a simulation shows.
+A plan only has a margin for fragmentation; a simulation replays every allocation.
 """
 
 from __future__ import annotations
