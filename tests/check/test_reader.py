@@ -95,7 +95,7 @@ def test_a_part_of_gpt_neox_files_and_one_in_block_style(tmp_path):
     (one,) = [f for f in check_file(block).findings if f.code == "unknown-key"]
     assert (one.path, one.line, one.column, one.edits) == ("zero_optimization.stag", 5, 3, ())
     block.write_text("num-layers: 2\nhidden-size: [8\nseq-length: 1\n")
-    with pytest.raises(UserError, match="does not parse as YAML at line 3"):
+    with pytest.raises(UserError, match="is not valid YAML at line 3"):
         check_file(block)
 
 

@@ -31,7 +31,7 @@ def test_what_is_no_training_is_done_once(call):
     code, out, err = call(0, "models", "lenet", "--json")
     assert code == 0
     assert json.loads(out)["models"][0]["name"] == "lenet"
-    assert "torchrun has started 2 processes" in err and "only `zerofit train` joins them" in err
+    assert "torchrun has started 2 processes" in err and "only `zerofit train` uses all" in err
     assert call(1, "models", "lenet", "--json") == (0, "", "")
 
 

@@ -80,7 +80,7 @@ def test_units_say_the_same():
         (["--measured", "5samples/s"], "--zero-stage is not said"),
         (["--measured", "5samples/s", "--zero-stage", 1], "--micro-batch is not said"),
         ([*MINE, "--measured", "much"], "got 'much'"),
-        ([*MINE, "--measured", "5samples/s", "--gpu", "l4"], "one kind of machine"),
+        ([*MINE, "--measured", "5samples/s", "--gpu", "l4"], "cannot be combined"),
     ],
 )
 def test_what_it_needs_is_said(stored, flags, words):

@@ -99,10 +99,10 @@ def test_a_file_describes_a_device(tmp_path):
     assert (device.kind, device.memory_bytes, device.link, cluster.gpus) == ("own:mine", 96 * 2**30, 300e9, 4)
     assert device.peak("bf16") == 4e14 and device.peak("fp16") is None and device.node.network == 25e9
     assert (device.node.price.usd, device.node.price.date) == (6.0, "2026-11-01")
-    assert device.node.host_bandwidth == 614.4e9 and "host memory's speed" in device.node.source  # of no key
+    assert device.node.host_bandwidth == 614.4e9 and "host memory bandwidth" in device.node.source  # of no key
     file.write_text(OWN + "host_bandwidth: 512GB\n")
     own = Cluster(str(file)).device
-    assert own.node.host_bandwidth == 512e9 and "host memory's speed" not in own.node.source
+    assert own.node.host_bandwidth == 512e9 and "host memory bandwidth" not in own.node.source
     file.unlink()
     assert replace(cluster, nodes=1).device == device  # it was read once
 

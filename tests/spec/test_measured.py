@@ -75,7 +75,7 @@ def test_a_smaller_context_makes_room_for_more_tensors():
 @pytest.mark.parametrize(("pinned", "kind"), [(3, OWN), (5, SHARED)])
 def test_host_memory_has_a_margin_of_its_own(pinned, kind):
     text = outgrown(replace(GPU, host_bytes=GPU.host_bytes + 2 * GIB, shared_bytes=pinned * GIB), FORECAST)
-    assert text and "9.00 GiB of host memory, 2.00 GiB more" in text and f"what grew most: {kind}, 2.00 GiB" in text
+    assert text and "9.00 GiB of host memory, 2.00 GiB more" in text and f"grown most: {kind}, by 2.00 GiB" in text
 
 
 def test_figures_stand_beside_the_forecast_of_the_same_thing():

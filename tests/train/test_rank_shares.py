@@ -94,7 +94,7 @@ def test_what_cannot_be_unequal_is_refused():
 
     assert "3 micro batches (6,2,3) for 2 data parallel ranks" in problems(micro_batch_by_rank="6,2,3")
     assert "(6+2) x 1 accumulation steps = 8" in problems(micro_batch_by_rank="6,2", global_batch=12)
-    assert "each rank has its own" in problems(micro_batch_by_rank=[6, 2], micro_batch=4)
+    assert "sets it for each rank" in problems(micro_batch_by_rank=[6, 2], micro_batch=4)
     assert "activations of one size" in problems(micro_batch_by_rank="6,2", pipeline=2)
     assert "the same samples" in problems(micro_batch_by_rank="auto", tensor_parallel=2)
     assert "wait for each other in every layer" in problems(micro_batch_by_rank="auto", ds_config="zero3")

@@ -1,6 +1,6 @@
 """zerofit: train CNNs and Transformers that no longer fit, through the DeepSpeed engine.
 
-The names below are loaded when they are first used, so that `import zerofit` takes no time and imports no torch.
+Names are loaded on first use, so that `import zerofit` is fast and does not import torch.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from where it is defined."""
+    """Load a public name from its module."""
     if name not in _PLACES:
         raise AttributeError(f"module 'zerofit' has no attribute {name!r}")
     module = import_module(_PLACES[name])
@@ -126,7 +126,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This module, whose functions keep their names where a package of the same name is imported (`zerofit.plan`)."""
+    """This module. Importing a package such as `zerofit.plan` does not replace the function of that name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _PLACES and isinstance(value, ModuleType)):

@@ -1,4 +1,4 @@
-"""For the Hugging Face Trainer: its training simulated before it starts, and callbacks that watch it.
+"""Tools for the Hugging Face Trainer: simulation of its training before it starts, and callbacks that watch it.
 
     args = TrainingArguments(..., deepspeed="ds.json")
     zf.hf.simulate("llama-3.2-1b", args, zf.Cluster("h100-80gb", gpus=8), seq_len=2048)
@@ -52,8 +52,8 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import cache_root, write_json, write_text
 from zerofit.spec.run import Run
 
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}  # whose states are zerofit's too
-RECENT_BATCHES = 64  # whose indices are remembered: more than loader processes draw ahead of training
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}  # with the same states as zerofit's
+RECENT_BATCHES = 64  # batches whose indices are kept: more than loader processes prefetch
 
 
 # --- a training of the Trainer as a run ---
@@ -67,38 +67,38 @@ def run_of(
     seq_len: int | None = None,
     on_event: OnEvent | None = None,
 ) -> Run:
-    """Return the run that the Trainer would train, one rank a device of the cluster.
+    """Return the run that the Trainer would train, with one rank per device of the cluster.
 
     Args:
-        model: a name that zerofit or transformers knows, a folder, a config, or a model.
+        model: a name known to zerofit or transformers, a folder, a config, or a model.
         args: batch, accumulation, precision, checkpointing, optimizer, steps and the DeepSpeed JSON are read from it.
-        cluster: its devices are the ranks; `args.world_size`, which is this process's, is not looked at.
-        seq_len: tokens of a sample, which the arguments do not say.
-        on_event: hears what is assumed.
+        cluster: the ranks' devices; `args.world_size` belongs to this process and is ignored.
+        seq_len: tokens per sample, which is not in the arguments.
+        on_event: is called with notes about assumptions.
 
-    Raises UserError with everything that the Trainer would refuse, or that zerofit cannot simulate.
+    Raises UserError with everything that the Trainer would refuse or zerofit cannot simulate.
     """
     problems, report = Problems(), Reporter(on_event)
     name, config = _model(model)
     if args.fsdp:
         problems.add("trainer", "args.fsdp: zerofit simulates DeepSpeed", "set args.deepspeed instead", "args.fsdp")
     written = _written(args, report)
-    steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only a schedule asks
+    steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only for the schedule
     if get(written, "expert_parallel.enabled") is True:
-        message = "expert_parallel in args.deepspeed: the layers that AutoEP would make are not those of the Trainer"
-        problems.add("trainer", message, "take `zerofit simulate MODEL --expert-parallel N`", "args.deepspeed")
+        message = "expert_parallel in args.deepspeed: AutoEP would replace the Trainer's layers"
+        problems.add("trainer", message, "use `zerofit simulate MODEL --expert-parallel N`", "args.deepspeed")
     degrees = {
         "tensor_parallel": written.get("tensor_parallel", {}).get("autotp_size"),
         "sequence_parallel": written.get("sequence_parallel_size"),
     }
-    fields: dict[str, Any] = {key: one for key, one in degrees.items() if isinstance(one, int) and one > 1}
+    fields: dict[str, Any] = {key: degree for key, degree in degrees.items() if isinstance(degree, int) and degree > 1}
     if seq_len is not None:
         fields["seq_len"] = seq_len
     if "optimizer" not in written:
         fields["optimizer"] = _optimizer(args, problems)
     filled = problems.attempt(lambda: _filled(written, args, config, cluster.ranks, steps))
     problems.raise_if_any()
-    # transformers 5.23 has renamed it
+    # renamed in transformers 5.23
     recompute = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False)
     return Run(
         model=name,
@@ -121,7 +121,7 @@ def simulate(
     exact: bool = False,
     on_event: OnEvent | None = None,
 ) -> Simulation:
-    """Simulate what the Trainer would train (see `run_of`), without memory and without GPUs.
+    """Simulate the Trainer's training (see `run_of`), without allocating the model and without GPUs.
 
     >>> from transformers import LlamaConfig, TrainingArguments
     >>> import zerofit as zf
@@ -137,7 +137,7 @@ def simulate(
 
 
 def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, PretrainedConfig | None]:
-    """Return a name that zerofit takes, and the config that the Trainer sizes buckets by. Raises UserError."""
+    """Return a model name for zerofit, and the config that the Trainer sizes buckets by. Raises UserError."""
     if isinstance(model, str):
         try:
             source = find(model)
@@ -156,7 +156,7 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
         config.architectures = config.architectures or [type(model).__name__]
     assert isinstance(config, PretrainedConfig)
     text = config.to_json_string(use_diff=False)
-    # a file of its own content: it is read again when knobs are simulated
+    # named by its content, since it is read again to simulate changes
     file = cache_root() / "hf" / hashlib.sha256(text.encode()).hexdigest()[:20] / "config.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -165,11 +165,11 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
 
 
 def _optimizer(args: TrainingArguments, problems: Problems) -> str | None:
-    """Return the run's name of the Trainer's optimizer."""
+    """Return the run's name for the Trainer's optimizer."""
     asked = str(getattr(args.optim, "value", args.optim))
     if asked not in OPTIMIZERS:
-        hint = f"known: {', '.join(OPTIMIZERS)}; or an optimizer block in the DeepSpeed JSON"
-        problems.add("trainer", f"args.optim {asked} is not simulated", hint, "args.optim")
+        hint = f"use {', '.join(OPTIMIZERS)}, or an optimizer block in the DeepSpeed JSON"
+        problems.add("trainer", f"args.optim {asked} cannot be simulated", hint, "args.optim")
     return OPTIMIZERS.get(asked)
 
 
@@ -182,14 +182,14 @@ def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
 
 
 def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
-    """Return the DeepSpeed JSON as the user wrote it; the plainest where there is none. Raises UserError."""
+    """Return the user's DeepSpeed JSON, or a minimal one if there is none. Raises UserError."""
     if isinstance(args.deepspeed, dict):
         return args.deepspeed
     if args.deepspeed:
         return dict(read_document(Path(str(args.deepspeed)), where="args.deepspeed").config)
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    words = f", with float32 weights that {precision} operations cast" if precision else ""
-    report.note(f"args.deepspeed is not set: simulated as DeepSpeed's stage 0{words}")
+    words = f" with autocast to {precision}" if precision else ""
+    report.note(f"args.deepspeed is not set: simulating ZeRO stage 0{words}")
     plain: dict[str, Any] = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}
     if precision:
         plain["torch_autocast"] = {"enabled": True, "dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
@@ -197,7 +197,7 @@ def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
 
 
 class _AsOnCluster:
-    """The arguments as the ranks of a cluster would read them."""
+    """The arguments, with the world size of a cluster."""
 
     def __init__(self, args: TrainingArguments, ranks: int):
         self._args, self.world_size = args, ranks
@@ -209,18 +209,18 @@ class _AsOnCluster:
 def _filled(
     written: dict[str, Any], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
 ) -> dict[str, Any]:
-    """Return the JSON with its "auto" values filled by transformers. Raises UserError where the two disagree."""
+    """Let transformers fill the JSON's "auto" values. Raises UserError if JSON and arguments disagree."""
     mine = getattr(args, "hf_deepspeed_config", None)
     try:
-        filler = HfTrainerDeepSpeedConfig(written)  # takes the place of the Trainer's own for from_pretrained
+        filler = HfTrainerDeepSpeedConfig(written)  # replaces the Trainer's for from_pretrained
         seen = _AsOnCluster(args, ranks)
         filler.trainer_config_process(seen)
-        filler.trainer_config_finalize(seen, SimpleNamespace(config=config), steps)  # no more of a model is read
+        filler.trainer_config_finalize(seen, SimpleNamespace(config=config), steps)  # only reads model.config
         if left := list(autos(filler.config)):
-            raise ValueError(f'the Trainer does not fill {", ".join(left)}, which says "auto"')
+            raise ValueError(f'{", ".join(left)} is "auto", and the Trainer does not fill it in')
         return dict(filler.config)
     except ValueError as error:
-        hint = 'write values where the Trainer has none, and "auto" where it has'
+        hint = 'write "auto" where the Trainer has an argument, and values elsewhere'
         problem = Problem(kind="trainer", message=str(error), hint=hint, where="args.deepspeed")
         raise UserError(problem) from None
     finally:
@@ -231,17 +231,17 @@ def _filled(
 
 
 def _folder(asked: Path | str | None, args: TrainingArguments) -> Path:
-    """Make and return the folder that a callback writes to."""
+    """Create and return the folder that a callback writes to."""
     folder = Path(asked or args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 class MemoryAgainstForecast(TrainerCallback):
-    """Compares the memory of this rank with a forecast, and warns once where it is above it.
+    """Compares the memory of this rank with a forecast, and warns once if it is exceeded.
 
-    `forecast` is a simulation, or bytes. `measured_bytes` is the most that torch has allocated on this rank's GPU; on
-    a CPU it is what the process has grown by since this callback was made, which should be before the model is.
+    `forecast` is a simulation, or bytes. `measured_bytes` is torch's peak allocation on this rank's GPU; on a CPU it is
+    the growth of the process since this callback was created, which should be before the model.
     """
 
     def __init__(self, forecast: Simulation | int, *, tolerance: float = 0.05):
@@ -252,11 +252,11 @@ class MemoryAgainstForecast(TrainerCallback):
 
     @property
     def ratio(self) -> float:
-        """What was measured, as a share of the forecast."""
+        """Measured memory / forecast."""
         return self.measured_bytes / self.forecast_bytes
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Measure after a step or a micro batch, and warn."""
+        """Measure after each step and micro batch, and warn if the forecast is exceeded."""
         if args.device.type == "cuda":
             now = torch.cuda.max_memory_allocated(args.device)
         else:
@@ -265,7 +265,7 @@ class MemoryAgainstForecast(TrainerCallback):
         if self.ratio > 1 + self.tolerance and not self._warned:
             self._warned = True
             warnings.warn(
-                f"rank {args.process_index} has {self.measured_bytes:,} bytes by step {state.global_step}, "
+                f"rank {args.process_index} used {self.measured_bytes:,} bytes by step {state.global_step}, "
                 f"{self.ratio - 1:.0%} more than the forecast of {self.forecast_bytes:,}",
                 stacklevel=2,
             )
@@ -275,22 +275,22 @@ class MemoryAgainstForecast(TrainerCallback):
 
 @dataclass(frozen=True, kw_only=True)
 class NanFinding:
-    """A loss that is not finite, and what it came from."""
+    """A loss that is not finite, and its batch."""
 
-    step: int  # optimizer steps that were done before
+    step: int  # optimizer steps before it
     micro_batch: int  # forward passes of this rank before it, from 0
     rank: int
-    loss: str  # "nan", "inf" or "-inf": JSON knows none of them
-    indices: list[int] | None  # of the samples in the training set; None where they cannot be known
+    loss: str  # "nan", "inf" or "-inf", which JSON does not have
+    indices: list[int] | None  # of the samples in the training set; None if unknown
     batch_file: str  # the batch, for torch.load
     shapes: dict[str, list[int]]
 
 
 class NanReport(TrainerCallback):
-    """Finds the first loss of the model that is NaN or infinite, and keeps the batch and its samples.
+    """Reports the first loss that is NaN or infinite, and saves its batch and sample indices.
 
     Writes `nan-rank-R.json` and `nan-rank-R.pt` into `folder` (default: `args.output_dir`), warns, and stops the
-    training if `stop`. Samples are known where the Trainer's loader draws indices (not for an IterableDataset).
+    training if `stop`. Sample indices are unknown for an IterableDataset.
     """
 
     def __init__(self, folder: Path | str | None = None, *, stop: bool = False):
@@ -310,17 +310,17 @@ class NanReport(TrainerCallback):
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        """Listen to the model's losses and to the loader's indices."""
+        """Start to record the model's losses and the loader's indices."""
         self._count, self._seen = 0, []
         self._hook = model.register_forward_hook(self._forward, with_kwargs=True)
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's
         sampler = getattr(loader, "batch_sampler", None)
-        if sampler is not None and state.global_step == 0:  # a run that goes on gets another loader
+        if sampler is not None and state.global_step == 0:  # a resumed run gets another loader
             self._drawn = _RecordedBatches(sampler)
-            loader.__dict__["batch_sampler"] = self._drawn  # assigning it is refused by torch
+            loader.__dict__["batch_sampler"] = self._drawn  # torch refuses a plain assignment
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stop listening."""
+        """Stop recording."""
         self._hook.remove()
 
     def _forward(self, module: torch.nn.Module, args: Any, batch: dict[str, Any], output: Any) -> None:
@@ -331,7 +331,7 @@ class NanReport(TrainerCallback):
             self._count += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Look at the losses of a step's, or a micro batch's, forward passes."""
+        """Check the losses of the forward passes since the last call."""
         seen, self._seen = self._seen, []
         for number, loss, batch in seen:
             value = float(loss.float().sum())
@@ -365,7 +365,7 @@ class NanReport(TrainerCallback):
 
 
 class _RecordedBatches:
-    """A batch sampler that remembers the indices of the batches that were last drawn from it."""
+    """A batch sampler that remembers the indices of its last batches."""
 
     def __init__(self, sampler: Any):
         self._sampler, self._drawn = sampler, 0
@@ -384,31 +384,31 @@ class _RecordedBatches:
         return getattr(self._sampler, name)
 
     def indices(self, number: int) -> list[int] | None:
-        """Return the indices of the n-th batch since training began; None where it is forgotten."""
+        """Return the indices of batch `number` since training began, or None if it is no longer remembered."""
         return next((indices for n, indices in self._recent if n == number), None)
 
 
 class HangWatch(TrainerCallback):
-    """Writes the stacks of all threads to a file where no step has ended for `seconds`, and says so.
+    """Writes the stacks of all threads to a file and warns if no step has ended for `seconds`.
 
-    The file is `hang-rank-R.txt` in `folder` (default: `args.output_dir`). Evaluating and saving count as progress
-    when they end; give more seconds where they take long.
+    The file is `hang-rank-R.txt` in `folder` (default: `args.output_dir`). Evaluation and saving count as progress only
+    at their end; use more seconds if they take long.
     """
 
     def __init__(self, seconds: float = 600.0, *, folder: Path | str | None = None):
         self.seconds, self.folder = seconds, folder
-        self.file: Path | None = None  # once something hung
+        self.file: Path | None = None  # set after a hang
         self._progress, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._ended.clear()
         self._thread = threading.Thread(target=self._watch, args=(args,), name="zerofit-hang-watch", daemon=True)
         self._thread.start()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End watching."""
+        """Stop watching."""
         self._ended.set()
         self._progress.set()
         if self._thread:

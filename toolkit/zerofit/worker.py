@@ -31,16 +31,16 @@ from zerofit.train.stop_signals import SignalNotes
 from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, rank_group
 from zerofit.watch.rank_guard import listen_for_dumps
 
-# what gloo, NCCL and torch's store say in a RuntimeError when another rank is gone
+# texts in RuntimeErrors of gloo, NCCL and torch's store if another rank is gone
 PEER_LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
 PEER_LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
 BACKENDS = ("gloo", "NCCL")
 NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
-LINES = 3  # of a library's message: validators name the key in the second
+LINES = 3  # shown of a library's message: validators name the key in the second
 
 
 def main() -> NoReturn:
-    """Run one rank; exit code 0 done or stopped on request, 3 failed (the reason lies in the run folder)."""
+    """Run one rank. Exit code 0: done or stopped on request, 3: failed (the reason is in the run folder)."""
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
     _log_to(folder.rank_log(rank))
@@ -59,16 +59,16 @@ def main() -> NoReturn:
             _train(folder, signals, progress)
     except BaseException as error:
         _report_failure(folder, rank, error, heartbeat)
-        os._exit(3)  # not by way of exit handlers: they may wait for ranks that are gone
-    folder.rank_stacks(rank).unlink(missing_ok=True)  # nobody has asked for them
-    atexit._run_exitfuncs()  # what writers of records have left to do
+        os._exit(3)  # without exit handlers, which may wait for ranks that are gone
+    folder.rank_stacks(rank).unlink(missing_ok=True)  # empty
+    atexit._run_exitfuncs()  # loggers flush their records here
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # tearing torch's and DeepSpeed's modules down takes the interpreter seconds
+    os._exit(0)  # without tearing down torch and DeepSpeed, which takes seconds
 
 
 def _log_to(path: Path) -> None:
-    """Send all output of this rank, libraries' and C++ code's included, to its file."""
+    """Redirect all output of this rank, including that of libraries and C++ code, to its log."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -77,10 +77,10 @@ def _log_to(path: Path) -> None:
 
 
 def _limit_memory(folder: RunFolder, rank: int) -> None:
-    """Limit a CPU rank to its share of the memory that is free now, beside what was there when it started.
+    """Limit a CPU rank to its share of the host's free memory.
 
-    An allocation beyond it fails in this rank, with a message, before the host runs out. If the host runs out all the
-    same, the kernel ends ranks first, and no other process.
+    An allocation beyond it fails in this rank, with a message, before the host runs out of memory. If the host still
+    runs out, the kernel kills ranks before other processes.
     """
     end_first()
     if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -89,7 +89,7 @@ def _limit_memory(folder: RunFolder, rank: int) -> None:
 
 
 def _share(folder: RunFolder, rank: int) -> float:
-    """Return this rank's share of what its host has free: by the forecast, since ranks differ, else an equal one."""
+    """Return this rank's share of its host's free memory: by the forecast, else an equal share."""
     here, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
     if forecast is None:
         return 1 / here
@@ -99,9 +99,9 @@ def _share(folder: RunFolder, rank: int) -> float:
 
 
 def refuse_small_host(folder: RunFolder, rank: int) -> None:
-    """Raise RunFailed where this host has too little memory for its ranks, and the command could not ask it before.
+    """Raise RunFailed if this host has too little memory for its ranks and the command could not check it.
 
-    The first rank of the host looks, before any rank here has taken something.
+    Only the host's first rank checks, before any rank there allocates memory.
     """
     forecast, here = read_forecast(folder.path), int(os.environ["LOCAL_SIZE"])
     if forecast is None or int(os.environ["LOCAL_RANK"]) or rank < forecast["judged_ranks"]:
@@ -116,8 +116,8 @@ def refuse_small_host(folder: RunFolder, rank: int) -> None:
 
 def _refuse_less(needed: int, free: int, what: str) -> None:
     if needed > free:
-        hint = "take fewer ranks on this host, or a leaner layout (`zerofit simulate`); --anyway starts it all the same"
-        message = f"{shown_bytes(needed)} {what} are needed by the forecast, and {shown_bytes(max(0, free))} are free"
+        hint = "use fewer ranks on this host, or a smaller layout (`zerofit simulate`); --anyway starts it regardless"
+        message = f"forecast to need {shown_bytes(needed)} {what}, but {shown_bytes(max(0, free))} are free"
         raise RunFailed(Problem(kind=DOES_NOT_FIT, message=message, hint=hint))
 
 
@@ -127,7 +127,7 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
     with collector_off():
         from zerofit.train.process_group import start, stop
 
-        gc.freeze()  # what is imported stays: no collection walks it, DeepSpeed asks for some too
+        gc.freeze()  # imported objects stay, so that no garbage collection (DeepSpeed calls some) has to traverse them
     job = Job.read(folder)
     start(timeout=timedelta(minutes=30))
     from zerofit.models.without_dynamo import without_dynamo
@@ -142,7 +142,7 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
 
 
 def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbeat: Heartbeat) -> None:
-    """Report why this rank fails: in its log, in the run folder, and to its guard, since the disk may be full."""
+    """Report the failure in the rank's log, in the run folder, and to its guard (since the disk may be full)."""
     with suppress(OSError):
         traceback.print_exc()
         sys.stderr.flush()
@@ -161,29 +161,29 @@ def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbea
 
 
 def translate(error: BaseException, log: Path) -> Problem:
-    """Return a library's exception as a problem that names the knob; the traceback is in the rank's log."""
+    """Convert a library's exception to a problem with a hint; the traceback is in the rank's log."""
     text = str(error).strip()
     first = "; ".join(line.strip() for line in text.splitlines()[:LINES])
     no_memory = any(sign.lower() in text.lower() for sign in NO_MEMORY)
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or no_memory:
         return out_of_memory(first, log)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room there; the same command goes on from the newest checkpoint"
-        message = f"no room on the disk: {first}"
+        hint = "free space on it; the same command resumes from the newest checkpoint"
+        message = f"no space left on the disk: {first}"
         return Problem(kind="disk-full", message=message, hint=hint, where=str(log.parent.parent))
     if "EADDRINUSE" in text:
-        message = f"another process has the port where this rank listens: {first}"
-        hint = "start it again; `zerofit launch` takes another port with --master-port"
+        message = f"another process uses this rank's port: {first}"
+        hint = "start the run again; `zerofit launch --master-port` sets another port"
         return Problem(kind="port-in-use", message=message, hint=hint, where=str(log))
     if _is_peer_lost(error):
-        message, hint = f"another rank is gone or busy elsewhere: {first}", "the other ranks' logs say why"
+        message, hint = f"lost another rank: {first}", "the other ranks' logs have the reason"
         return Problem(kind="peer-lost", message=message, hint=hint, where=str(log))
     message = f"{type(error).__name__}: {first}"
-    return Problem(kind="rank-failed", message=message, hint="its log has the traceback", where=str(log))
+    return Problem(kind="rank-failed", message=message, hint="the rank's log has the traceback", where=str(log))
 
 
 def _is_peer_lost(error: BaseException) -> bool:
-    """Return whether torch.distributed has lost a rank; W&B's or a hub's refused connections are raised elsewhere."""
+    """Return whether torch.distributed lost a rank, and not W&B or a hub its connection."""
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     text, frames = str(error), traceback.walk_tb(error.__traceback__)

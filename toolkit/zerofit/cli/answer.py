@@ -1,4 +1,4 @@
-"""Answers of commands: JSON as the last line if asked, errors in one form, exit codes 0, 1, 2, 3, 70, 75, 130."""
+"""Answers of commands: JSON as the last line with --json, errors, and exit codes 0, 1, 2, 3, 70, 75, 130."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from zerofit.spec.errors import DoesNotFit, ModelError, Problem, RunFailed, Stop
 from zerofit.spec.files import cache_root
 from zerofit.spec.process import stop_requests
 
-BAD_INPUT, INTERNAL, STOPPED = 2, 70, 130  # beside those of the errors in zerofit.spec.errors
+BAD_INPUT, INTERNAL, STOPPED = 2, 70, 130  # in addition to those in zerofit.spec.errors
 
 
 class Result(Protocol):
-    """The value that a command's work returns."""
+    """The result of a command's work."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the object that `--json` prints."""
         ...
 
 
@@ -38,7 +38,7 @@ R = TypeVar("R", bound="Result | dict[str, Any]")
 
 
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R:
-    """Do a command's work and print its answer; bad input and failed runs end the process with their exit codes."""
+    """Do a command's work and print its answer. Errors end the process with their exit code."""
     with _stoppable():
         try:
             result = work()
@@ -63,7 +63,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Answer a request to stop (SIGTERM, SIGUSR1, a closed terminal) as Ctrl-C is answered, within the block."""
+    """Handle SIGTERM, SIGUSR1 and a closed terminal like Ctrl-C within the block."""
     former = {number: signal.signal(number, signal.default_int_handler) for number in stop_requests()}
     try:
         yield
@@ -73,39 +73,39 @@ def _stoppable() -> Iterator[None]:
 
 
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
-    """End with exit code 70 for an error of zerofit itself; the traceback is in a file that the message names.
+    """Exit with code 70 for an error of zerofit itself, and name the file with the traceback.
 
-    A path that the system refuses, whatever opened it, is bad input: code 2.
+    A path that the system refuses is bad input (code 2).
     """
     if why := _of_path(error):
-        hint = "give another path, or see to its permissions and the room on its disk"
+        hint = "use another path, or check its permissions and the free disk space"
         fail([Problem(kind="path", message=why, hint=hint)], BAD_INPUT, as_json)
     message = f"zerofit failed: {type(error).__name__}: {error}"
-    hint = "this is an error of zerofit: please report it with the traceback in that file"
+    hint = "this is a bug in zerofit; please report it with the traceback in that file"
     problem = Problem(kind="internal", message=message, hint=hint, where=str(_write_traceback(error)))
     fail([problem], INTERNAL, as_json)
 
 
-# what a path, its permissions or its disk is to blame for; a file that is not there is looked for where it is named
+# errors due to a path, its permissions or its disk; missing files are handled where they are opened
 REFUSED = ("ENAMETOOLONG", "ENOTDIR", "EISDIR", "ELOOP", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EFBIG")
 
 
 def _of_path(error: Exception) -> str:
-    """Return what the system says of a path that it refuses; "" for any other error."""
+    """Return the system's message about a path that it refuses, or "" for other errors."""
     if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in REFUSED and error.filename is not None:
         return f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
     return "a path has a NUL byte" if isinstance(error, ValueError) and "embedded null byte" in str(error) else ""
 
 
 def _write_traceback(error: Exception) -> Path:
-    """Write the traceback where other things of zerofit are kept, else among the temporary files."""
+    """Write the traceback into zerofit's cache, else into the temporary folder."""
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     text = f"{' '.join(sys.argv)}\n\n" + "".join(traceback.format_exception(error))
     for folder in (cache_root() / "errors", Path(tempfile.gettempdir())):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / name, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-                file.write(text)  # the owner's alone: arguments can be secrets (--env NAME=VALUE)
+                file.write(text)  # readable by the owner only: arguments can be secrets (--env NAME=VALUE)
             return folder / name
         except OSError:
             continue
@@ -114,7 +114,7 @@ def _write_traceback(error: Exception) -> Path:
 
 
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
-    """Say what is wrong, on standard error for people and as the last line of standard output for scripts."""
+    """Print problems to standard error, and with --json as the last line of standard output, and exit."""
     for problem in problems:
         label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)

@@ -1,4 +1,4 @@
-"""`zerofit launch`: a run on many hosts, started again when something dies."""
+"""`zerofit launch`: a run on many hosts, restarted after a failure."""
 
 from __future__ import annotations
 
@@ -33,42 +33,57 @@ from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
 
 file_options = add_options(
-    click.option("--slurm", type=PATH, metavar="FILE", help="write a job for sbatch instead"),
-    click.option("--kubernetes", type=PATH, metavar="FILE", help="write a Kubeflow manifest"),
-    click.option("--job-name", help="of either [zerofit]"),
-    click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help="of either: of a rank [gpu]"),
-    click.option("--time", help="--slurm: time limit, as sbatch takes it (12:00:00); saved before, then queued again"),
-    click.option("--save-before-limit", "save_s", type=click.IntRange(min=1), help="--slurm: seconds [300]"),
+    click.option("--slurm", type=PATH, metavar="FILE", help="write an sbatch job to FILE instead of starting"),
+    click.option("--kubernetes", type=PATH, metavar="FILE", help="write a Kubeflow manifest to FILE instead"),
+    click.option("--job-name", help="for both: name of the job [zerofit]"),
+    click.option(
+        "--device",
+        type=click.Choice(["gpu", "cpu"]),
+        default="gpu",
+        help="for both: device of a rank [gpu]",
+    ),
+    click.option("--time", help="--slurm: time limit, like 12:00:00; the run saves before it and is queued again"),
+    click.option(
+        "--save-before-limit",
+        "save_s",
+        type=click.IntRange(min=1),
+        help="--slurm: seconds before --time [300]",
+    ),
     click.option("--partition", help="--slurm: partition"),
     click.option("--account", help="--slurm: account"),
-    click.option("--setup", help="--slurm: shell line that makes zerofit available [. VENV/bin/activate]"),
-    click.option("--image", help="--kubernetes: container image with zerofit in it"),
+    click.option("--setup", help="--slurm: shell line to set up zerofit [. VENV/bin/activate]"),
+    click.option("--image", help="--kubernetes: container image with zerofit"),
     click.option("--claim", help="--kubernetes: PersistentVolumeClaim for run folders and data"),
-    click.option("--kind", type=click.Choice(["trainjob", "pytorchjob"]), default="trainjob", help="[trainjob]"),
+    click.option(
+        "--kind",
+        type=click.Choice(["trainjob", "pytorchjob"]),
+        default="trainjob",
+        help="kind of job [trainjob]",
+    ),
 )
 
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @host_options
-@click.option("--no-ssh", is_flag=True, help="this command runs on every node, and starts that node's ranks only")
-@click.option("--node-rank", type=click.IntRange(min=0), help="with --no-ssh: which line of the hostfile this node is")
-@click.option("--nodes", type=click.IntRange(min=1), help="with --no-ssh, --slurm, --kubernetes: how many there are")
-@click.option("--slots", type=click.IntRange(min=1), help="with --nodes: ranks on each")
-@click.option("--master-addr", help="address where rank 0 listens [of the first host]")
-@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="start again so often after a failure [0]")
-@click.option("--min-nodes", type=click.IntRange(min=1), help="go on without lost nodes while so many are left")
-@click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
+@click.option("--no-ssh", is_flag=True, help="run this command on every node; it starts only that node's ranks")
+@click.option("--node-rank", type=click.IntRange(min=0), help="--no-ssh: this node's line in the hostfile, from 0")
+@click.option("--nodes", type=click.IntRange(min=1), help="--no-ssh, --slurm, --kubernetes: number of nodes")
+@click.option("--slots", type=click.IntRange(min=1), help="ranks per node, with --nodes")
+@click.option("--master-addr", help="address of rank 0 [that of the first host]")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="restarts after a failure [0]")
+@click.option("--min-nodes", type=click.IntRange(min=1), help="continue without lost nodes while this many are left")
+@click.option("--dry-run", is_flag=True, help="only print the launcher's command")
 @file_options
 @run_options()
 @ANYWAY
 @TRUST_MODEL_CODE
 @AS_JSON
 def launch(target: str | None, as_json: bool, **options: Any) -> None:
-    """Train on many hosts, through the deepspeed launcher.
+    """Train on many hosts with the deepspeed launcher.
 
-    Before the start every host is asked whether it can take part; while the ranks run each has a heartbeat; when one
-    dies or hangs all are stopped, and with --max-restarts the run starts again from its newest checkpoint.
+    All hosts are checked before the start. If a rank dies or hangs (has no heartbeat), all ranks are stopped. With
+    --max-restarts the run then restarts from its newest checkpoint.
     """
     own = {name: options.pop(name) for name in list(options) if name not in Run.model_fields}
     answer(lambda: _launch(target, given(options), own), as_json, _show)
@@ -111,12 +126,12 @@ def _launch(
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
-    """Raise UserError for options of a launch from here that a job file has no place for."""
+    """Raise UserError for options that cannot be used with a job file."""
     problems = Problems()
     for name in given:
         flag = HOST_FLAGS.get(name, "--" + name.replace("_", "-"))
-        hint = "leave it out: the scheduler gives the hosts, and the job starts there"
-        problems.add("conflict", f"{flag} means nothing to --slurm and --kubernetes", hint, flag)
+        hint = "leave it out: the scheduler chooses the hosts"
+        problems.add("conflict", f"{flag} cannot be used with --slurm or --kubernetes", hint, flag)
     problems.raise_if_any()
 
 

@@ -20,37 +20,37 @@ from zerofit.spec.errors import Problem, UserError
 
 NO_SSH = "--no-ssh"
 
-# name -> module of zerofit.cli (its command is called as the name is, "evaluate" for eval) and its line in --help
+# name -> module of zerofit.cli, whose function has the command's name ("evaluate" for eval), and the line in --help
 COMMANDS = {
     "calibrate": ("machine", "Measure this machine's kernels and links for `zerofit plan` (under a minute)."),
-    "check": ("check", "Find everything that is wrong in a DeepSpeed JSON, before anything starts."),
+    "check": ("check", "Find all faults in a DeepSpeed JSON before a run starts."),
     "ckpt": ("ckpt", "List, verify, compare, convert and export checkpoints."),
-    "compare": ("compare", "Measure ways to train on the same model, data, weights and order of samples."),
-    "data": ("data", "Show what a language model sees of a data set, and what it learns of it."),
-    "doctor": ("machine", "Check this machine, or all hosts of a hostfile, and measure what they reach."),
+    "compare": ("compare", "Compare ways to train by measuring them with the same model, data and weights."),
+    "data": ("data", "Show what a language model reads and learns from a data set."),
+    "doctor": ("machine", "Check and measure this machine, or all hosts of a hostfile."),
     "eval": ("inference", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
-    "generate": ("inference", "Continue a prompt with a run, a checkpoint or a causal language model."),
-    "launch": ("launch", "Train on many hosts, through the deepspeed launcher."),
+    "generate": ("inference", "Generate text with a run, a checkpoint or a causal language model."),
+    "launch": ("launch", "Train on many hosts with the deepspeed launcher."),
     "mcp": ("mcp", "Serve simulate, plan and check to a coding agent (Model Context Protocol)."),
-    "models": ("train", "List the models known by name, with parameter counts."),
-    "plan": ("plan", "Rank the layouts of a model that fit a cluster, with memory and speed."),
-    "plot": ("train", "Draw loss, throughput and memory of run folders into one picture."),
+    "models": ("train", "List the named models with their parameter counts."),
+    "plan": ("plan", "Rank the layouts of a model that fit a cluster, by speed."),
+    "plot": ("train", "Plot loss, throughput and memory of run folders."),
     "schema": ("check", "Print a JSON Schema of DeepSpeed's configuration, for editors."),
-    "simulate": ("simulate", "Forecast to the byte what one rank allocates, without a GPU."),
+    "simulate": ("simulate", "Forecast the memory of one rank to the byte, without a GPU."),
     "train": ("train", "Train a model on the devices of this machine."),
-    "tune": ("tune", "Measure short real runs, and write the fastest configuration that fits."),
+    "tune": ("tune", "Measure short runs and write the fastest configuration that fits."),
 }
 
 
 class Commands(click.Group):
-    """A group that imports a command when it is called, and whose errors are JSON too where that is asked for."""
+    """A group that imports a command when it is called, and prints errors as JSON with `--json`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None for an unknown name."""
+        """Import and return a command, or None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         module = import_module(f"zerofit.cli.{COMMANDS[cmd_name][0]}")
@@ -59,7 +59,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that is named. Raises UsageError with the nearest name where there is none."""
+        """Find the command. Raises UsageError with the nearest name for an unknown one."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             guess = f" Did you mean {near[0]!r}?" if near else ""
@@ -67,17 +67,17 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands for --help without importing them."""
+        """List the commands in --help without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Remember whether `--json` and `--no-ssh` stand among the arguments."""
+        """Remember whether the arguments have `--json` and `--no-ssh`."""
         ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
         return super().parse_args(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
-        """Run the command line; whatever it prints cannot command the terminal, and of a world's ranks one prints."""
+        """Run the command line with safe output; under a launcher only the first rank prints."""
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in (sys.argv if args is None else args))
             if world and world.rank:
@@ -87,7 +87,7 @@ class Commands(click.Group):
             return super().main(args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; click prints its errors and exits with 2, an error of zerofit itself ends with 70."""
+        """Run the command. click's errors exit with code 2, errors of zerofit itself with 70."""
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError) as error:
@@ -105,20 +105,20 @@ class Commands(click.Group):
 @click.pass_context
 def main(context: click.Context) -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
-    if context.invoked_subcommand != "train":  # which joins the processes that a launcher has started
+    if context.invoked_subcommand != "train":  # train joins the processes of a launcher
         _act_alone(context.invoked_subcommand or "", context)
 
 
 def _world(no_ssh: bool) -> World | None:
-    """Return the world that a launcher gives this process; `launch --no-ssh` is the same on every node."""
+    """Return the world that a launcher gives this process; None for `launch --no-ssh`, which runs on every node."""
     try:
         return None if no_ssh else given_world(os.environ)
     except UserError:
-        return None  # `train` says what is wrong
+        return None  # `train` reports the error
 
 
 def _act_alone(command: str, context: click.Context) -> None:
-    """Have one process of a launcher's world do what is no training, as if there were no others, which end."""
+    """Run a command other than `train` only in the first process of a launcher; the others exit."""
     world = _world(context.meta["no_ssh"])
     if world is None:
         return
@@ -127,6 +127,6 @@ def _act_alone(command: str, context: click.Context) -> None:
         fail(list(error.problems), error.exit_code, context.meta["json"])
     if world.rank:
         sys.exit(0)
-    others = f"{world.launcher} has started {world.size} processes, and `zerofit {command}` runs in the first alone"
-    click.echo(f"note: {others}: only `zerofit train` joins them", err=True)
+    others = f"{world.launcher} has started {world.size} processes, but `zerofit {command}` runs only in the first"
+    click.echo(f"note: {others}; only `zerofit train` uses all", err=True)
     leave_world(os.environ)

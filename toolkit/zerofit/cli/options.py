@@ -1,4 +1,4 @@
-"""Options that several commands share; those of the run are made from its fields: one field, one key of run.yaml."""
+"""Options shared by several commands. The run's options are generated from the fields of `Run`."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ INPUT = click.option(
     "--input",
     "image",
     metavar="KIND:SIZE",
-    help="what a model is fed, without --data: image:CxHxW, features:N, decoder:TOKENS, frames:N, packed",
+    help="the model's input, without --data: image:CxHxW, features:N, decoder:TOKENS, frames:N, packed",
 )
-ANYWAY = click.option("--anyway", is_flag=True, help="start what does not fit into the memory that is free, too")
+ANYWAY = click.option("--anyway", is_flag=True, help="start even if the forecast does not fit the free memory")
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,
-    help="import and run models and callbacks (package.module:callable) that the folder's files name",
+    help="allow code (package.module:callable) that a folder's files name as model or callback to run",
 )
 RUNNERS = ["pdsh", "slurm", "openmpi", "mpich"]
-RUNNER_HELP = "what DeepSpeed's runner starts ranks with; slurm without --hostfile takes the hosts of the allocation"
+RUNNER_HELP = "how DeepSpeed's runner starts ranks; slurm without --hostfile uses the hosts of the allocation"
 HOST_FLAGS = {"runner": "--launcher", "runner_args": "--launcher-args"}
 HOST_FIELDS = ("hostfile", "include", "exclude", "runner", "runner_args", "ssh_port", "master_port", "env")
 HARDWARE: dict[str, dict[str, Any]] = {
-    "gpus": {"type": int, "help": "devices of one node"},
-    "nodes": {"type": int, "help": "equal nodes [1]"},
-    "host_memory": {"metavar": "SIZE", "help": "memory of one node, for offloading"},
-    "device_memory": {"metavar": "SIZE", "help": "memory of one device, in place of the catalogue's"},
-    "nvme": {"metavar": "SIZE", "help": "local disks of one node that offloading may fill"},
-    "network": {"metavar": "SIZE", "help": "bytes a second to other nodes, for each device"},
+    "gpus": {"type": int, "help": "devices per node"},
+    "nodes": {"type": int, "help": "number of equal nodes [1]"},
+    "host_memory": {"metavar": "SIZE", "help": "host memory per node"},
+    "device_memory": {"metavar": "SIZE", "help": "memory per device, instead of the catalogue's"},
+    "nvme": {"metavar": "SIZE", "help": "local disk space per node that offloading may use"},
+    "network": {"metavar": "SIZE", "help": "bytes per second and device to other nodes"},
 }
 
 
@@ -53,7 +53,7 @@ class JsonObject(click.ParamType):
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        """Parse; anything but an object is a usage error (exit code 2)."""
+        """Parse an object; anything else is a usage error (exit code 2)."""
         if isinstance(value, dict):
             return value
         try:
@@ -66,12 +66,12 @@ class JsonObject(click.ParamType):
 
 
 class CountOrAuto(click.ParamType):
-    """A whole number, or auto; the run says which numbers it takes."""
+    """A whole number or "auto"; the run checks the number."""
 
     name = "integer|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Parse; anything else is a usage error (exit code 2)."""
+        """Parse it; anything else is a usage error (exit code 2)."""
         if value == AUTO or isinstance(value, int):
             return value
         if not value.isdecimal():
@@ -80,10 +80,10 @@ class CountOrAuto(click.ParamType):
 
 
 class Number(click.FloatRange):
-    """A number within bounds; nan lies within any for click, and an infinity has no use."""
+    """A finite number within bounds (click would accept nan)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse; anything but a finite number within the bounds is a usage error (exit code 2)."""
+        """Parse it; anything but a finite number within the bounds is a usage error (exit code 2)."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -91,7 +91,7 @@ class Number(click.FloatRange):
 
 
 def add_options(*options: Decorator) -> Decorator:
-    """Return a decorator that adds these options to a command, in their order."""
+    """Return a decorator that adds these options to a command, in this order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -102,12 +102,12 @@ def add_options(*options: Decorator) -> Decorator:
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that were given."""
+    """Return the options that the user gave."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def run_options(fields: Collection[str] | None = None) -> Decorator:
-    """Return a decorator that adds an option for each of these fields of Run (None: all but `model`, the argument)."""
+    """Return a decorator that adds an option for each of these fields of Run (default: all except `model`)."""
     taken = Run.model_fields.keys() - {"model"} if fields is None else fields
     return add_options(*(_option(field, info) for field, info in Run.model_fields.items() if field in taken))
 
@@ -131,39 +131,45 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
 
 
 host_options = add_options(
-    click.option("--hostfile", type=PATH, help="lines `node1 slots=8`"),
-    click.option("--include", help="only these: node1@node2:0,2 is all of node1 and devices 0 and 2 of node2"),
-    click.option("--exclude", help="all but these, written as for --include"),
+    click.option("--hostfile", type=PATH, help="file with a line like `node1 slots=8` for each host"),
+    click.option("--include", help="use only these: node1@node2:0,2 is all of node1, and devices 0 and 2 of node2"),
+    click.option("--exclude", help="use all except these, written like --include"),
     click.option(
         "--launcher", "runner", type=click.Choice(RUNNERS), default="pdsh", show_default=True, help=RUNNER_HELP
     ),
-    click.option("--launcher-args", "runner_args", default="", help="passed on to pdsh, srun or mpirun"),
-    click.option("--ssh-port", type=click.IntRange(1, 65535), help="of all hosts [as ~/.ssh/config says]"),
-    click.option("--master-port", type=click.IntRange(1, 65535), help="where rank 0 listens [29500]"),
-    click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="forward to all ranks; may be repeated"),
+    click.option("--launcher-args", "runner_args", default="", help="arguments for pdsh, srun or mpirun"),
+    click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of all hosts [from ~/.ssh/config]"),
+    click.option("--master-port", type=click.IntRange(1, 65535), help="port of rank 0 [29500]"),
+    click.option(
+        "--env",
+        "env",
+        multiple=True,
+        metavar="NAME[=VALUE]",
+        help="variable for all ranks; may be repeated",
+    ),
 )
 
 
 def host_arguments(options: dict[str, Any]) -> list[str]:
-    """Return the same options as words again, for a command that this one starts."""
+    """Return these options as command-line words, for a command to start."""
     words: list[str] = []
     for name in HOST_FIELDS:
         flag, value = HOST_FLAGS.get(name, "--" + name.replace("_", "-")), options[name]
-        for one in value if isinstance(value, tuple) else [value]:
-            words += [f"{flag}={one}"] if one not in (None, "") else []
+        for word in value if isinstance(value, tuple) else [value]:
+            words += [f"{flag}={word}"] if word not in (None, "") else []
     return words
 
 
 def hardware_options(*names: str, kinds: str) -> Decorator:
-    """Return a decorator that adds `--gpu`, with `kinds` as its help, and these of HARDWARE."""
+    """Return a decorator that adds `--gpu` (with `kinds` as help) and these options of HARDWARE."""
     gpu = click.option("--gpu", "kinds", multiple=True, metavar="KIND", help=kinds)
     return add_options(gpu, *(click.option("--" + name.replace("_", "-"), name, **HARDWARE[name]) for name in names))
 
 
 def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
-    """Return one cluster for each kind (several may stand in one word, with commas), or this machine.
+    """Return a cluster for each kind (also comma-separated), or for this machine if there is none.
 
-    Raises UserError with everything that is wrong.
+    Raises UserError with all problems.
     """
     from zerofit.spec.cluster import Cluster
 

@@ -1,4 +1,4 @@
-"""`zerofit plan`: which layouts fit and how fast they are, before any GPU is there."""
+"""`zerofit plan`: which layouts fit, and how fast they are, without a GPU."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ RUN_FIELDS = (
     *PART_FIELDS,
 )
 WORK = {
-    "tokens": {"metavar": "N", "help": "of the whole training, or of one of the --epochs: 300B, 15T"},
-    "samples": {"metavar": "N", "help": "the same in samples"},
+    "tokens": {"metavar": "N", "help": "tokens of the training, or of each of --epochs: 300B, 15T"},
+    "samples": {"metavar": "N", "help": "samples of the training, or of each of --epochs"},
     "epochs": {"type": float, "help": "passes over --tokens or --samples [1]"},
     "price": {
         "metavar": "USD",
-        "help": "of a GPU hour: 2.5, or h100-80gb=2.5,l4=0.8 [a cloud node's list price]",
+        "help": "price per GPU hour: 2.5, or h100-80gb=2.5,l4=0.8 [the cloud node's list price]",
     },
-    "mtbf": {"metavar": "HOURS", "help": "between failures of one GPU: 50000, or of a node: 6000/node [Llama 3's]"},
-    "storage": {"metavar": "SIZE", "help": "bytes a second that checkpoints are written with, by all ranks together"},
-    "timed_by": {"type": PATH, "help": "run folder: saves and starts take as long as its own"},
+    "mtbf": {"metavar": "HOURS", "help": "time between failures of a GPU (50000) or a node (6000/node) [Llama 3's]"},
+    "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
+    "timed_by": {"type": PATH, "help": "use the times of saving and starting from this run folder"},
 }
 OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
-FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, for any model and batch on such devices"
-FROM_TRACE_HELP = "a run folder's traces/rank-0-step-3.json (`train --profile`): its kernels count, by kind and shape"
-MEASURED_HELP = "5.33samples/s, 21000tokens/s or 0.52s a step, of the layout that the flags name: scales all times"
-WRITE_HELP = "folder for ds_config.json, run.yaml of the plainest that forecasts cannot tell from the best"
-METHODS_HELP = "full,lora,qlora: one table of these, with the longest sequence that each could take"
-TRACE_HELP = "file for the timeline of that layout's step: Chrome trace format, opens in Perfetto"
-PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
+FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
+FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
+MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
+WRITE_HELP = "write ds_config.json and run.yaml of the simplest layout about as fast as the best to this folder"
+METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
+TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
+PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 
 @click.command()
 @click.argument("model", required=False)
-@hardware_options(*HARDWARE, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own; several to compare")
-@click.option("--nvme-path", default="/local_nvme", show_default=True, help="where the disks are, for --write")
+@hardware_options(*HARDWARE, kinds="h100-80gb, p5.48xlarge, ..., cpu, or your own YAML file; several to compare")
+@click.option("--nvme-path", default="/local_nvme", show_default=True, help="path of the NVMe disks, for --write")
 @INPUT
 @click.option("--profile", type=PATH, help="plan from a stored profile, without torch")
 @click.option("--from", "tuned", type=PATH, help=FROM_HELP)
@@ -77,29 +77,29 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--from-trace", type=PATH, help=FROM_TRACE_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
-@click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="simulate the N best, too")
+@click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="also simulate the N best")
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
-@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
+@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="the smallest number that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
-@click.option("--show-mesh", is_flag=True, help="print which rank of the best layout is where")
-@click.option("--details", is_flag=True, help="print all of the best layout, and every reason why others do not fit")
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
+@click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
+@click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="number of layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
 @click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage [all that fit]")
-@click.option("--offload", type=click.Choice(OFFLOADS), help="where the optimizer's states are [all that fit]")
-@click.option("--offload-param", type=click.Choice(OFFLOADS), help="where parameters are, at stage 3 [all that fit]")
-@click.option("--overlap-comm/--no-overlap-comm", default=None, help="whether gradients are reduced beside backward")
+@click.option("--offload", type=click.Choice(OFFLOADS), help="device of the optimizer states [all that fit]")
+@click.option("--offload-param", type=click.Choice(OFFLOADS), help="device of parameters at stage 3 [all that fit]")
+@click.option("--overlap-comm/--no-overlap-comm", default=None, help="reduce gradients during backward")
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON
 def plan(model: str | None, as_json: bool, **options: Any) -> None:
-    """Rank the layouts of MODEL that fit a cluster, with memory and speed, and say why the others do not.
+    """Rank the layouts of MODEL that fit a cluster by speed, with their memory, and explain why others do not fit.
 
-    Flags of a run and --ds-config keep what they name of a layout; the rest is searched for. Layouts that lack memory
-    stand last, with their times. Without hardware flags: this machine.
+    Options of a run and --ds-config fix parts of the layout; the rest is searched. Layouts that do not fit are listed
+    last, with their times. Without hardware options the cluster is this machine.
 
-    Exit code 0: something fits, 1: nothing does, 2: bad input.
+    Exit code 0: a layout fits; 1: none fits; 2: bad input.
     """
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
     if methods:
@@ -115,8 +115,8 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
     request, found = _asked(model, options)
     beside = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(found) > 1)
     if beside:
-        message = f"--methods with {', '.join('--' + flag for flag in beside)}: it is a table of one kind of machine"
-        hint = "ask for one method with --lora"
+        message = f"--methods cannot be combined with {', '.join('--' + flag for flag in beside)}"
+        hint = "leave one of them out; --lora plans one method"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
     with EventConsole() as console:
         return compare_methods(request, read_methods(methods), found[0], on_event=console)
@@ -136,7 +136,7 @@ def _plan(model: str | None, options: dict[str, Any]) -> Plan:
 
 
 def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest, list[Cluster]]:
-    """Return what is asked, and of which clusters. Raises UserError with everything that is wrong."""
+    """Return the request and the clusters. Raises UserError with all problems."""
     from zerofit.app.planning.files import refuse_existing
     from zerofit.app.planning.measured import MeasuredSpeed
     from zerofit.app.planning.request import PlanningRequest

@@ -1,4 +1,4 @@
-"""`zerofit simulate`: what one rank of a run allocates, to the byte, before any GPU is there."""
+"""`zerofit simulate`: the memory of one rank of a run, to the byte, without a GPU."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ RUN_FIELDS = (
 SCRIPT = "zerofit.script"  # words after --, in click's context
 RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
 PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
-TRACE_HELP = "file for the timeline of a step: Chrome trace format, opens in Perfetto (implies --exact)"
+TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
 
 class CommandAfterDashes(click.Command):
     """A command whose words after `--` are another program's command line (`ctx.meta[SCRIPT]`)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Cut the words after the first `--` off; None where there is none."""
+        """Split off the words after the first `--` (None without one)."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[SCRIPT] = args[cut + 1 :] if cut < len(args) else None
         return super().parse_args(ctx, args[:cut])
@@ -67,20 +67,18 @@ class CommandAfterDashes(click.Command):
 
 @click.command(cls=CommandAfterDashes)
 @click.argument("target", metavar="MODEL | RUN.yaml | -- COMMAND", required=False)
-@hardware_options(
-    *HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own (default: this machine)"
-)
-@click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: the one that needs most)")
+@hardware_options(*HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or your own YAML file [this machine]")
+@click.option("--rank", type=click.IntRange(min=0), help="rank to simulate [the one that needs most memory]")
 @INPUT
-@click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
-@click.option("--alloc-conf", default="", metavar="OPTIONS", help="of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF")
-@click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
-@click.option("--details", is_flag=True, help="print memory by phase and kind, collectives and every change, too")
-@click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
-@click.option("--deepspeed-version", metavar="X.Y.Z", help="simulate with this release, installed beside the others")
-@click.option("--transformers-version", metavar="X.Y.Z", help="the same of transformers")
-@click.option("--write-config", type=PATH, help="file for the DeepSpeed JSON of the first change that fits")
-@click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
+@click.option("--exact", is_flag=True, help="simulate all layers of a large model instead of extrapolating from a few")
+@click.option("--alloc-conf", default="", metavar="OPTIONS", help="as in PYTORCH_CUDA_ALLOC_CONF")
+@click.option("--knobs/--no-knobs", default=True, help="also simulate changes that may help")
+@click.option("--details", is_flag=True, help="also print memory by phase and kind, collectives and all changes")
+@click.option("--longest", is_flag=True, help="script (--): also simulate the longest batches that it allows")
+@click.option("--deepspeed-version", metavar="X.Y.Z", help="simulate with this release, installed separately")
+@click.option("--transformers-version", metavar="X.Y.Z", help="likewise for transformers")
+@click.option("--write-config", type=PATH, help="write the DeepSpeed JSON of the first change that fits")
+@click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @baseline_options
 @run_options(RUN_FIELDS)
@@ -88,14 +86,13 @@ class CommandAfterDashes(click.Command):
 @AS_JSON
 @click.pass_context
 def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: Any) -> None:
-    """Run the real DeepSpeed engine as one rank of MODEL's training (or RUN.yaml's), without memory and without GPUs.
+    """Forecast the memory of one rank that trains MODEL (or RUN.yaml), with the real DeepSpeed engine on fake tensors.
 
-    Or any training script, unmodified: write what starts it behind --, with python, torchrun, deepspeed or accelerate
-    launch, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after
-    --steps optimizer steps (2). Of the options, the hardware's, --rank, --steps, --alloc-conf, --plot and --trace
-    belong to it.
+    To simulate your own unmodified script, put its command (python, torchrun, deepspeed or accelerate launch) after --,
+    as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after --steps
+    optimizer steps (default 2). Hardware options, --rank, --steps, --alloc-conf, --plot and --trace apply.
 
-    Exit code 0: it fits, 1: it does not, or is close to the limit, or more is added than --fail-above, 2: bad input.
+    Exit code 0: it fits; 1: it does not fit, is close to the limit, or adds more than --fail-above; 2: bad input.
     """
     words = ctx.meta[SCRIPT]
 
@@ -123,51 +120,51 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
 
 def _refuse_place(path: Path, knobs: bool) -> None:
-    """Raise UserError where no JSON can be written there, or none would be found."""
+    """Raise UserError if --write-config cannot work: the path, or --no-knobs."""
     problems = Problems()
     if path.exists():
         problems.add("exists", f"{path} exists", "name a new file", "--write-config")
     elif not path.absolute().parent.is_dir():
         problems.add("bad-value", f"{path} cannot be written", "name a file in an existing folder", "--write-config")
     if not knobs:
-        message = "--write-config writes the JSON of a change that fits, and --no-knobs tries none"
+        message = "--write-config needs the changes that --no-knobs leaves out"
         problems.add("usage", message, "leave one of the two out", "--write-config")
     problems.raise_if_any()
 
 
 def _write_config(result: Simulation, path: Path) -> None:
-    """Write the bundled DeepSpeed JSON of the change that fits and costs least speed."""
+    """Write the DeepSpeed JSON of the fitting change that costs least speed."""
     fitting = [row for row in result.tried if row.fits and row.config]
     best = min(fitting, key=lambda row: row.cost_rank, default=None)
     if best is None or best.config is None:
-        click.echo("note: no change that fits takes another DeepSpeed JSON: nothing was written", err=True)
+        click.echo("note: no DeepSpeed JSON written, since no fitting change needs another one", err=True)
         return
     write_for_trainer(best.config, path)
-    click.echo(f"written: {path}, the DeepSpeed JSON of {best.change}", err=True)
+    click.echo(f"wrote {path}, the DeepSpeed JSON of {best.change}", err=True)
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
-    """Return that zerofit's simulator does not work with releases that were asked for."""
+    """Return the problem that the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     said = str(error).strip().splitlines()[-1]
-    hint = "take a later release: which ones were tried stands in docs/scripts.md, under releases"
+    hint = "use a later release; docs/scripts.md lists the tested ones under releases"
     where = " ".join(PLACES[name] for name in releases)
     return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {said}", hint=hint, where=where)
 
 
 def _named(target: str | None, longest: bool) -> str:
-    """Return the model or run file. Raises UserError where none is named, or it is asked what only scripts have."""
+    """Return the model or run file. Raises UserError without one, or with an option for scripts."""
     if longest:
-        hint = "--seq-len is the length of a run's batches"
-        raise UserError(Problem(kind="usage", message="--longest is of a script", hint=hint, where="--longest"))
+        hint = "use --seq-len for a run"
+        raise UserError(Problem(kind="usage", message="--longest is only for scripts", hint=hint, where="--longest"))
     if target is None:
-        hint = "zerofit simulate MODEL, RUN.yaml, or -- and the command that starts your own script"
-        raise UserError(Problem(kind="usage", message="nothing to simulate is named", hint=hint, where="MODEL"))
+        hint = "give MODEL, RUN.yaml, or -- and the command of your script"
+        raise UserError(Problem(kind="usage", message="nothing to simulate", hint=hint, where="MODEL"))
     return target
 
 
 def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Simulate a user's own script, and show the answer. Raises UserError with all that is wrong."""
+    """Simulate a user's script, and show the answer. Raises UserError with all problems."""
     problems = Problems()
     _refuse_run_options(ctx, problems)
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
@@ -190,17 +187,17 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
 
 
 def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
-    """Refuse options that describe a run of zerofit's own: a script's are words of its command."""
+    """Refuse options of a run, which do not apply to a script."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
         described = name in (*RUN_FIELDS, "target", "image", "exact", "trust_model_code") and name != "steps"
         if described and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            message = f"{parameter.opts[-1]} describes a run of zerofit's own, and behind -- stands a command"
-            problems.add("usage", message, "leave it out, and change the command instead", parameter.opts[-1])
+            message = f"{parameter.opts[-1]} does not apply to the script after --"
+            problems.add("usage", message, "leave it out, and change the script's command instead", parameter.opts[-1])
 
 
 def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Simulate, and show the answer before its knobs, which take longer."""
+    """Simulate, and show the answer before the changes, which take longer."""
     start = time.perf_counter()
     asked, cluster = _asked(target, options)
     with EventConsole() as console:
@@ -215,7 +212,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
 
 
 def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
-    """Simulate what could be changed, if that is asked for."""
+    """Simulate changes, if requested."""
     if options["knobs"]:
         with EventConsole() as console:
             result.knobs(console)
@@ -223,7 +220,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Draw and show what was found; return it with its picture and what it is compared with."""
+    """Show the result; return it with its picture and comparison."""
     if options["base"] is not None:
         from zerofit.simulate.baseline import compare_with
 
@@ -238,7 +235,7 @@ def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simula
 
 
 def _asked(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
-    """Return the run and the hardware that are named. Raises UserError with all that is wrong."""
+    """Return the run and the hardware. Raises UserError with all problems."""
     problems = Problems()
     flags = given({name: options[name] for name in RUN_FIELDS})
     asked = problems.attempt(lambda: read_request(target, flags, options["trust_model_code"]))
@@ -252,9 +249,9 @@ def _asked(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
 
 
 def one_cluster(hardware: dict[str, Any]) -> Cluster:
-    """Return the hardware that the options name. Raises UserError where they name several kinds."""
+    """Return the hardware from the options. Raises UserError for several kinds."""
     found = clusters(**hardware)
     if len(found) > 1:
         hint = "`zerofit plan` compares several"
-        raise UserError(Problem(kind="usage", message="--gpu names several kinds", hint=hint, where="--gpu"))
+        raise UserError(Problem(kind="usage", message="--gpu has several kinds", hint=hint, where="--gpu"))
     return found[0]

@@ -1,6 +1,6 @@
-"""Standard output and error of all commands: only zerofit's own codes command the terminal, never data.
+"""Standard output and error of all commands, without escape sequences from data.
 
-Names of folders, manifests, configs and messages of libraries can hold escape sequences: they are shown, not obeyed.
+Names of folders, configs and messages of libraries can contain escape sequences: they are printed as visible text.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import click
 
-# C0 but for tabs and ends of lines, DEL, C1 (ECMA-48), marks that turn text around (UAX 9), halves of characters
+# C0 except tab and newline, DEL, C1 (ECMA-48), marks that reverse text (UAX 9), and surrogates
 COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-MARK = f"\ufdd0{secrets.token_hex(8)}"  # in place of the escape character of our own styles: nobody can guess it
+MARK = f"\ufdd0{secrets.token_hex(8)}"  # stands for the escape character in our own styles; data cannot guess it
 _STYLE = re.compile(rf"{MARK}\[[\d;]*m")
 
 
 def visible(text: str) -> str:
-    r"""Write characters that command a terminal as Python does (DEL as JSON does, which has no other).
+    r"""Escape control characters as Python does (DEL as in JSON).
 
     >>> print(visible("red: \x1b[31m"))
     red: \x1b[31m
@@ -30,27 +30,27 @@ def visible(text: str) -> str:
 
 
 def style(text: str, **looks: Any) -> str:
-    """Return text in a style of `click.style`, for a stream of `safe_output`."""
+    """Style text with `click.style`, for a stream of `safe_output`."""
     if not isinstance(sys.stdout, SafeStream):
         return text
     return click.style("\0", **looks).replace("\x1b", MARK).replace("\0", text)
 
 
 def write_data(text: str, err: bool = False) -> None:
-    """Write what a command makes for programs, too, such as a model's text: as it is, but to a terminal."""
+    """Write output that is also for programs, such as generated text: unchanged, except to a terminal."""
     stream = sys.stderr if err else sys.stdout
     stream.write(text if stream.isatty() else SafeText(text))
     stream.flush()
 
 
 class SafeText(str):
-    """Text that a `SafeStream` writes as it is."""
+    """Text that a `SafeStream` writes unchanged."""
 
     __slots__ = ()
 
 
 class SafeStream:
-    """A text stream that makes all visible that commands the terminal, but for our own styles."""
+    """A text stream that escapes control characters, except those of our own styles."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -59,9 +59,9 @@ class SafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text; a carriage return before all else stays, for bars of libraries."""
+        """Write a text; a leading carriage return stays, for libraries' progress bars."""
         if not isinstance(text, str):
-            raise TypeError(f"text is written here, not {type(text).__name__}")
+            raise TypeError(f"expected str, got {type(text).__name__}")
         shown = text
         if not isinstance(text, SafeText):
             shown = "\r" * text.startswith("\r") + visible(text.removeprefix("\r"))
@@ -77,7 +77,7 @@ class SafeStream:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Let both standard streams be safe within the block."""
+    """Make both standard streams safe within the block."""
     former: Any = sys.stdout, sys.stderr
     safe: Any = SafeStream(sys.stdout), SafeStream(sys.stderr)
     sys.stdout, sys.stderr = safe

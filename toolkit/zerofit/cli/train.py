@@ -1,4 +1,4 @@
-"""`zerofit train` on all local devices; `zerofit models`, what it trains by name; `zerofit plot`, how runs went."""
+"""`zerofit train`, `zerofit models` and `zerofit plot`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from zerofit.watch.follow import follow
 if TYPE_CHECKING:
     from zerofit.report.trace_comparison import TraceComparison
 
-ROWS = 12  # of a comparison of traces
+ROWS = 12  # rows of a comparison of traces
 
-# `zerofit train` alone: small enough for two CPU cores and four minutes
+# `zerofit train` without arguments: takes four minutes on two CPU cores
 DEFAULT_JOB = {
     "model": "llama-tiny",
     "data": "pysource",
@@ -42,10 +42,10 @@ DEFAULT_JOB = {
     "eval_every": 200,
     "eval_samples": 256,
 }
-FIGURES = {  # of `TrainingResult.against_forecast`
+FIGURES = {  # labels of `TrainingResult.against_forecast`
     "memory_bytes": "memory",
     "reserved_bytes": "reserved",
-    "outside_bytes": "outside of torch",
+    "outside_bytes": "outside torch",
     "host_bytes": "host memory",
     "step_s": "step time",
 }
@@ -58,13 +58,13 @@ FIGURES = {  # of `TrainingResult.against_forecast`
 @TRUST_MODEL_CODE
 @AS_JSON
 def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: bool, **options: Any) -> None:
-    """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.
+    """Train MODEL on --data, or the run in RUN.yaml (or a run folder's run.json). Options override the file.
 
-    A run folder, or a --output that holds this run already: training goes on from its newest checkpoint. SIGTERM and
-    SIGUSR1 save one and end with exit code 75. Without arguments: a small Llama learns the Python standard library's
-    source code.
+    With a RUN_FOLDER, or an --output with the same run, training resumes from the newest checkpoint. SIGTERM and
+    SIGUSR1 save a checkpoint and stop with exit code 75. Without arguments, a small Llama is trained on the Python
+    standard library's source code.
 
-    Started by deepspeed, torchrun, srun, mpirun or accelerate launch, it joins the ranks that these have started.
+    Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that these start.
     """
     drop_settings(os.environ)
     if not is_first(os.environ):
@@ -76,7 +76,7 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
     world = given_world(os.environ)
     asked = read_request(target, flags if target or flags else DEFAULT_JOB, trusted)
     with EventConsole(asked.run.log_every) as console:
-        console.say("checking the run, the model and the data ...")  # importing torch alone takes seconds
+        console.say("checking the run, the model and the data ...")  # importing torch takes seconds
         if world:
             with quiet_torch():
                 from zerofit.app.joined import lead
@@ -88,7 +88,7 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
 
 
 def _follow() -> NoReturn:
-    """Take part in the training of a launcher's first process, which alone prints what is wrong with the run."""
+    """Join the training of the launcher's first process, which alone reports errors of the run."""
     try:
         world = given_world(os.environ)
     except UserError as error:
@@ -102,7 +102,7 @@ def _follow() -> NoReturn:
 
 
 def show(result: TrainingResult) -> None:
-    """Print what a training has come to."""
+    """Print the result of a training."""
     layout = ", ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 and k != "zero_stage")
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
     zero = f"ZeRO-{result.layout['zero_stage']}"
@@ -110,7 +110,7 @@ def show(result: TrainingResult) -> None:
     figures = {"training loss": f"{result.train_loss:.4f}"}
     figures |= {f"validation {name}": f"{value:.4f}" for name, value in result.eval.items()}
     if result.unigram_entropy_nats is not None:
-        meaning = "the loss of a model that only knows how often each token occurs"
+        meaning = "the loss of predicting each token by its frequency alone"
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
     figures |= {FIGURES[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = result.run_dir
@@ -118,7 +118,7 @@ def show(result: TrainingResult) -> None:
         figures["next"] = f"source {sys.prefix}/bin/activate"
     print_facts(stdout(), figures.items(), indent=22)
     if result.sample:
-        click.echo("\nA sample of what it writes:\n")
+        click.echo("\nA sample of generated text:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
 
 
@@ -136,9 +136,9 @@ def _beside(name: str, pair: Mapping[str, float | None]) -> str:
 @click.argument("words", metavar="[WORD...]", nargs=-1)
 @AS_JSON
 def models(words: tuple[str, ...], as_json: bool) -> None:
-    """List the models known by name, with parameter counts.
+    """List the named models with their parameter counts.
 
-    With WORDs: those that have all of them in their name, kind, family or repositories on the hub.
+    With WORDs, list those that have all of them in their name, kind, family or hub repositories.
     """
     answer(lambda: {"models": model_table(words)}, as_json, _show_models)
 
@@ -147,26 +147,26 @@ def _show_models(result: dict[str, Any]) -> None:
     console, keep = stdout(), ("name", "parameters", "kind", "source")
     rows = [{**row, "parameters": f"{row['parameters']:,}"} for row in result["models"]]
     rows = [{name: str(row[name]) for name in ("name", "kind", "parameters", "source")} for row in rows]
-    console.print(fitting_table(console, rows, ("parameters",), keep, "source") if rows else "no model has these words")
+    console.print(fitting_table(console, rows, ("parameters",), keep, "source") if rows else "no model matches")
 
 
 @click.command()
 @click.argument("runs", metavar="[RUN...]", nargs=-1, type=PATH)
-@click.option("--trace", "traces", type=PATH, multiple=True, help="a forecast's and a measured trace, in place of runs")
-@click.option("--out", type=PATH, help="picture to write [runs.png, of traces trace.png]")
+@click.option("--trace", "traces", type=PATH, multiple=True, help="instead of runs: a forecast and a measured trace")
+@click.option("--out", type=PATH, help="picture to write [runs.png, or trace.png for traces]")
 @AS_JSON
 def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
-    """Draw loss, throughput and memory of run folders into one PNG; or a forecast step beside a measured one.
+    """Plot loss, throughput and memory of run folders into one PNG, or compare a forecast step with a measured one.
 
-    With --trace FORECAST --trace MEASURED (of `zerofit plan` or `simulate` --trace, and of `zerofit train --profile`):
-    the seconds of a step by module and kind, what was most off first.
+    --trace FORECAST --trace MEASURED (from `zerofit plan --trace` or `simulate --trace`, and `zerofit train --profile`)
+    compares the time of a step by module and kind, with the largest differences first.
     """
     from zerofit.report.plot import draw
     from zerofit.report.trace_comparison import compare_traces
 
     if bool(runs) == bool(traces):
         hint = "zerofit plot RUN..., or --trace FORECAST --trace MEASURED"
-        problem = Problem(kind="usage", message="name run folders, or two traces", hint=hint, where="RUN, --trace")
+        problem = Problem(kind="usage", message="give run folders or two traces", hint=hint, where="RUN, --trace")
         fail([problem], BAD_INPUT, as_json)
     if traces:
         answer(lambda: compare_traces(traces, out or Path("trace.png")), as_json, _show_traces)
@@ -178,8 +178,8 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
 def _show_traces(found: TraceComparison) -> None:
     ratio = found.measured_step_s / found.forecast_step_s
     console = stdout()
-    console.print(f"a step took {found.measured_step_s:.3g} s, {ratio:.3g} times its forecast")
-    table = make_table("busy in a step", "forecast", "measured", "off", right=(1, 2, 3))
+    console.print(f"a step took {found.measured_step_s:.3g} s, {ratio:.3g} times the forecast")
+    table = make_table("busy in a step", "forecast", "measured", "difference", right=(1, 2, 3))
     for row in found.rows[:ROWS]:
         milliseconds = (row.forecast_s, row.measured_s, row.off_s)
         table.add_row(

@@ -1,1 +1,1 @@
-"""From a run and a layout to the DeepSpeed JSON that the engine gets; conflicts are found before a rank starts."""
+"""From a run and a layout to the engine's DeepSpeed JSON, with all conflicts found before a rank starts."""

@@ -1,4 +1,4 @@
-"""The batch identity: global batch = micro batch x gradient accumulation steps x data parallel degree."""
+"""Batch sizes: global batch = micro batch x gradient accumulation steps x data parallel degree."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from zerofit.spec.errors import Problems
 from zerofit.spec.run_folder import Batch
 
-MOST_NAMED = 4096  # micro batch that a hint names
-DEFAULT_MICRO = 8  # samples; a size that small models fill a device with and that large ones lower
+MOST_NAMED = 4096  # largest micro batch that a hint suggests
+DEFAULT_MICRO = 8  # samples: fills a device with a small model; reduce it for a large one
 
 
 def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: Problems) -> Batch:
-    """Return the batch that the given ones of micro_batch, gradient_accumulation_steps and global_batch determine.
+    """Return the batch from the given ones of micro_batch, gradient_accumulation_steps and global_batch.
 
-    What is not given is chosen: accumulation over `least` micro batches (as a pipeline needs them) and the largest
-    micro batch up to DEFAULT_MICRO that divides. What does not multiply out is noted in `problems`.
+    The rest is chosen: at least `least` accumulation steps (for a pipeline) and the largest micro batch up to
+    DEFAULT_MICRO that divides the batch. Sizes that contradict each other are added to `problems`.
     """
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if total is None:
@@ -24,7 +24,7 @@ def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: P
     if micro is None and steps is not None:
         micro = max(1, total // (dp * steps))
     elif micro is None:
-        share = total // dp  # samples a data parallel rank takes in one step
+        share = total // dp  # samples per data parallel rank and step
         fit = [m for m in range(1, DEFAULT_MICRO + 1) if share and share % m == 0 and share // m >= least]
         micro = max(fit, default=1)
     if steps is None:
@@ -38,24 +38,24 @@ def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: P
 
 
 def _hint(batch: Batch, total: int) -> str:
-    each, dp = batch.micro * batch.dp, batch.dp  # samples of all ranks in one forward
+    each, dp = batch.micro * batch.dp, batch.dp  # samples in one forward of all ranks
     if total % dp:
         below = total // dp * dp
         near = f"{below} or {below + dp}" if below else str(dp)
-        return f"--global-batch must be a multiple of the data parallel degree {dp}: take {near}"
+        return f"--global-batch must be a multiple of the data parallel degree {dp}; use {near}"
     if total % each:
         totals = " or ".join(str(each * n) for n in sorted({max(1, round(total / each)), max(1, total // each)}))
         share = total // dp
         micros = [m for m in range(1, min(share, MOST_NAMED) + 1) if share % m == 0][:8]
-        return f"take --global-batch {totals}, or a --micro-batch that divides {share}: {', '.join(map(str, micros))}"
-    return f"take --gradient-accumulation-steps {total // each}, or --global-batch {batch.total}"
+        return f"use --global-batch {totals}, or a --micro-batch that divides {share}: {', '.join(map(str, micros))}"
+    return f"use --gradient-accumulation-steps {total // each}, or --global-batch {batch.total}"
 
 
 def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
-    """Return how many of `ranks` ranks to take, and the batch on them: as many as can share the global batch.
+    """Return how many of `ranks` ranks to use for an unchanged global batch, and their batch sizes.
 
     `inner`: tensor x pipeline x sequence degree, which stays. The micro batch does not grow, since memory was planned
-    for it; accumulation makes up for the rest. None where not even one data parallel rank is left.
+    for it; gradient accumulation compensates. None if not even one data parallel rank is left.
     """
     for dp in range(ranks // inner, 0, -1):
         if batch.total % dp == 0:
@@ -66,7 +66,7 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
 
 
 def shown(batch: Batch) -> str:
-    """Describe a batch: `3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples a step`."""
+    """Describe a batch: "3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples a step"."""
     sizes = ", ".join(map(str, batch.by_rank)) or str(batch.micro)
     parts = f"{batch.dp} data parallel ranks x micro batch {sizes} x {batch.accumulation} accumulation steps"
     return f"{parts} = {batch.total} samples a step"

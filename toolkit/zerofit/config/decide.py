@@ -1,6 +1,6 @@
-"""Decisions of a run and a DeepSpeed JSON together: degrees, batch sizes, precision and optimizer.
+"""Degrees, batch sizes, precision and optimizer, from a run and a DeepSpeed JSON.
 
-A value may stand in either; where both give it and differ, that is an error which names both places.
+A value may be in either. If both have it and differ, the error names both places.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zerofit.spec.optimizers import OPTIMIZERS, run_name, usual_optimizer
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Batch, Layout
 
-# findings about what a run fills, mends or checks against its own values (here, config.resolve, config.validate,
-# train.engines); all other errors of the JSON stop it
+# findings that do not stop a run, since it fills, fixes or checks the value itself (here, config.resolve,
+# config.validate, train.engines)
 SETTLED = frozenset(
     {
         "batch-missing",
@@ -50,7 +50,7 @@ SETTLED = frozenset(
         "trailing-comma",
     }
 )
-# warnings about another machine that are errors on the one that trains
+# warnings that are errors on the training machine
 FATAL = frozenset({"nvme-path", "monitor-package", "autotuning-on"})
 
 # field of the run -> dotted path in the DeepSpeed JSON
@@ -72,7 +72,7 @@ DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A decision of run and JSON together, before the model and the data are known in detail."""
+    """The settled run, before the model and the data are known in detail."""
 
     run: Run
     layout: Layout
@@ -89,9 +89,9 @@ def decide(
     problems: Problems,
     kind: Kind = "transformer",
 ) -> Decision:
-    """Check the JSON, settle degrees, batch sizes, precision and optimizer; notes what is wrong in `problems`.
+    """Check the JSON and settle degrees, batch sizes, precision and optimizer. Adds to `problems`.
 
-    Where the JSON has errors of its own, those are noted, and the answer is of no use.
+    If the JSON itself has errors, the result must not be used.
     """
     warnings = _check_json(document, asked.run, machine, ds_place, problems)
     config = {} if warnings is None else documented_config(document.config)
@@ -115,21 +115,21 @@ def decide(
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
             if getattr(asked.run, field) == type(asked.run).model_fields[field].default:
-                continue  # run.json has them all
+                continue  # run.json contains all fields
             problems.add(
                 "conflict",
-                f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate's curve",
-                "remove the scheduler block, or leave the schedule to it",
+                f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate schedule",
+                f"remove the scheduler block, or {asked.place(field)}",
                 f"{asked.place(field)} and {ds_place}: scheduler",
             )
     unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
-    if run.weight_decay is None:  # a block of the user's own keeps what it leaves out
+    if run.weight_decay is None:  # the user's own optimizer block without weight decay stays so
         unnamed.discard("weight_decay")
     return Decision(run=run, layout=layout, batch=batch, open=frozenset(unnamed), warnings=tuple(warnings or ()))
 
 
 def with_recipe(decision: Decision, kind: Kind, facts: ModelFacts, steps: int) -> Decision:
-    """Return the decision with the learning rate and weight decay that the model, the batch and the steps suggest."""
+    """Return the decision with the default learning rate and weight decay for the model, the batch and the steps."""
     run, values = decision.run, {}
     if "lr" in decision.open:
         values["lr"] = peak_lr(kind, run.optimizer or "adamw", decision.batch.total, facts.parameters)
@@ -139,13 +139,13 @@ def with_recipe(decision: Decision, kind: Kind, facts: ModelFacts, steps: int) -
 
 
 def where(finding: Finding, document: Document, place: str) -> str:
-    """Return where a finding stands, for people: file, line and column if there is a file, and the key."""
+    """Return the place of a finding: file, line and column (if there is a file) and the key."""
     line = "" if document.generated else f":{finding.line}:{finding.column}"
     return f"{place}{line}: {finding.path}"
 
 
 def _check_json(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
-    """Return warnings about the JSON, or None where it has errors, which are noted in `problems`."""
+    """Return warnings about the JSON, or None if it has errors, which are added to `problems`."""
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
     setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=precisions)
     found = [f for f in check(document, setting) if f.code not in SETTLED]
@@ -157,9 +157,9 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
 
 
 def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems: Problems) -> dict[str, Any]:
-    """Return what run and JSON say together, for the fields of PAIRS plus `optimizer` and `precision`.
+    """Merge run and JSON, for the fields of PAIRS, `optimizer` and `precision`.
 
-    Only definite values are in the answer; a value that both give and that differs is noted with both places.
+    The result has only definite values. Values that differ are added to `problems` with both places.
     """
     theirs = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
     if get(config, "expert_parallel.enabled") is not True:
@@ -169,15 +169,15 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
     for field, (value, path) in theirs.items():
         value = None if value == "auto" else value
         if field in DEGREES and value == 0:
-            value = 1  # as DeepSpeed has it
+            value = 1  # as in DeepSpeed
         if field in (*SIZES, *DEGREES) and isinstance(value, float):
-            value = int(value)  # the checker lets 16.0 pass
+            value = int(value)  # the checker accepts 16.0
         ours = getattr(asked.run, field) if field in asked.places else None
         if ours is not None and value is not None and ours != value:
             problems.add(
                 "conflict",
                 f"{field} is {ours} in {asked.place(field)} but {value} in {ds_place}: {path}",
-                f'make them equal, or write "auto" at {ds_place}: {path} so that the run decides',
+                f'make them equal, or write "auto" at {ds_place}: {path} to use the run\'s value',
                 f"{asked.place(field)} and {ds_place}: {path}",
             )
         value = value if ours is None else ours
@@ -187,12 +187,12 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
 
 
 def _optimizer_of(config: Mapping[str, Any]) -> str:
-    """Return the run's word for the JSON's optimizer; DeepSpeed compares its own names without regard to case."""
+    """Return the run's name for the JSON's optimizer; DeepSpeed's names are case-insensitive."""
     return run_name(str(get(config, "optimizer.type", "auto")))
 
 
 def _precision_of(run: Run, config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the precision that the JSON settles ("auto": the run decides), and where."""
+    """Return the JSON's precision ("auto": the run's), and the key that sets it."""
     bf16, fp16 = get(config, "bf16.enabled", "auto"), get(config, "fp16.enabled", "auto")
     neither = bf16 is False and fp16 is False
     for name, enabled in (("bf16", bf16), ("fp16", fp16)):
@@ -214,7 +214,7 @@ def _layout(
         problems.add(
             "ranks",
             f"{ranks} ranks are not a multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
-            f"take --ranks {max(inner, ranks // inner * inner)}",
+            f"use --ranks {max(inner, ranks // inner * inner)}",
             asked.place("ranks"),
         )
     stage, ep = int(get(config, "zero_optimization.stage", 0)), merged.get("expert_parallel", asked.run.expert_parallel)
@@ -224,13 +224,13 @@ def _layout(
 def _settled(
     run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch, kind: Kind
 ) -> Run:
-    """Return the run with everything filled in that does not depend on the data."""
+    """Return the run with all fields filled in that do not depend on the data."""
     offload = get(config, "zero_optimization.offload_optimizer.device", "none")
     optimizer = merged.get("optimizer", usual_optimizer(kind in CNNS, offload))
     offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True
-    clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
+    clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm
     defaults = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM.get(optimizer)}
-    if get(config, "optimizer.type", "auto") != "auto":  # a block of the user's own keeps what it leaves out
+    if get(config, "optimizer.type", "auto") != "auto":  # the user's own optimizer block: no defaults for missing keys
         defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
     return run.model_copy(
         update={

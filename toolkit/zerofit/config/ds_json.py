@@ -1,4 +1,4 @@
-"""Reading DeepSpeed JSON files: by path or by the name of one of ours, with line and column on a fault."""
+"""Reading DeepSpeed JSON files, by path or bundled name; errors have line and column."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.files import write_text
 from zerofit.spec.foreign import parse_json
 
-LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
-LARGEST_YAML = 2**18  # characters that are tried as YAML, of which PyYAML reads 100,000 a second
+LARGEST = 64 * 2**20  # bytes; a configuration has a few thousand
+LARGEST_YAML = 2**18  # characters to try as YAML; PyYAML reads 100,000 a second
 YAML = "; the text looks like YAML"
-BESIDE = "Accelerate's YAML is for --accelerate-config; arguments, axolotl's and LLaMA-Factory's for --training-args"
+BESIDE = "use --accelerate-config for Accelerate's YAML, --training-args for axolotl's, LLaMA-Factory's or arguments"
 
-# The numbers of a bundled file for these are for programs that fill none in. A run of zerofit decides them itself.
+# Bundled files have numbers here for other programs; zerofit's runs decide these values themselves.
 RUN_DECIDES = (
     *(MICRO, "gradient_clipping", "tensor_parallel.autotp_size", "sequence_parallel_size"),
     *(f"{ZERO}.reduce_bucket_size", f"{ZERO}.allgather_bucket_size", f"{ZERO}.stage3_prefetch_bucket_size"),
@@ -37,17 +37,17 @@ RUN_DECIDES = (
 
 
 def bundled() -> dict[str, Path]:
-    """Return names of the files in ds_configs/ and where they lie."""
+    """Return the paths of the files in ds_configs/, by name."""
     return {p.stem: Path(str(p)) for p in Path(str(files("zerofit.ds_configs"))).glob("*.json")}
 
 
 def find_config(name: str, where: str = "--ds-config") -> Path:
-    """Return the file that `--ds-config NAME` means: a path, or the name of one in ds_configs/. Raises UserError."""
+    """Return the file for `--ds-config NAME`: a path, or a name in ds_configs/. Raises UserError."""
     path = Path(name)
-    if name == "-" or (path.exists() and not path.is_dir()):  # a pipe is no regular file
+    if name == "-" or (path.exists() and not path.is_dir()):  # is_file() is false for a pipe
         return path
     if path.is_dir():
-        hint = f"name a file in it, {name.rstrip('/')}/*.json"
+        hint = f"give a file in it, {name.rstrip('/')}/*.json"
         raise UserError(Problem(kind="unreadable", message=f"{name} is a folder", hint=hint, where=where))
     known = bundled()
     if path.name == name and path.stem in known:
@@ -63,51 +63,49 @@ def find_config(name: str, where: str = "--ds-config") -> Path:
 
 
 def is_bundled(path: Path) -> bool:
-    """Return whether a file is one of those in ds_configs/, by whatever path."""
+    """Return whether a path leads to a file in ds_configs/."""
     return path.is_file() and any(path.samefile(own) for own in bundled().values())
 
 
 def read_for_run(name: str, where: str = "--ds-config") -> Document:
-    """Parse the JSON that a run names; of a bundled one the run decides `RUN_DECIDES`. Raises UserError."""
+    """Parse the JSON that a run names; a bundled one has "auto" at `RUN_DECIDES`. Raises UserError."""
     path = find_config(name, where)
     document = read_document(path, where)
     return for_run(document) if is_bundled(path) else document
 
 
 def for_run(document: Document) -> Document:
-    """Return a bundled document as zerofit reads it: "auto" wherever the run decides."""
+    """Return a bundled document with "auto" where the run decides."""
     config = copy.deepcopy(document.config)
     for path in RUN_DECIDES:
         if get(config, path) is not None:
             put(config, path, "auto")
     left_out = [STEPS] if {"bf16", "fp16"} & config.keys() else [STEPS, "bf16.enabled", "fp16.enabled"]
-    for path in left_out:  # so that other programs have their own
+    for path in left_out:  # missing in the file, so that other programs use their own values
         put(config, path, "auto")
-    config.pop("zero_force_ds_cpu_optimizer", None)  # for programs that bring an optimizer of their own
+    config.pop("zero_force_ds_cpu_optimizer", None)  # only for programs that pass their own optimizer
     return replace(document, root=replace(document.root, data=config))
 
 
 def write_for_trainer(name: str, path: Path) -> None:
-    """Write a bundled JSON with "auto" for what Trainer and Accelerate fill in: their arguments need not repeat it."""
+    """Write a bundled JSON with "auto" where the Trainer and Accelerate fill in their arguments."""
     write_text(path, json.dumps(read_for_run(name).config, indent=2) + "\n")
 
 
 def read_document(path: Path, where: str = "--ds-config") -> Document:
-    """Parse a DeepSpeed JSON, comments tolerated. Raises UserError with line and column."""
+    """Parse a DeepSpeed JSON, with or without comments. Raises UserError with line and column."""
     try:
         text, encoding = read_text(path)
         document = replace(parse_text(text, yaml=path.suffix in (".yml", ".yaml")), encoding=encoding)
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
-        message = (
-            f"{path} does not parse as {fault.notation} at line {fault.line}, column {fault.column}: {fault.message}"
-        )
+        message = f"{path} is not valid {fault.notation} at line {fault.line}, column {fault.column}: {fault.message}"
         raise UserError(Problem(kind="json-syntax", message=message, hint=_hint(fault), where=place)) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
     if not isinstance(document.config, dict):
-        raise UserError(Problem(kind="json-syntax", message=f"{path} holds no JSON object", where=str(path)))
+        raise UserError(Problem(kind="json-syntax", message=f"{path} is not a JSON object", where=str(path)))
     if theirs := program_of(document.config):
         program, keys = theirs
         message = f"{path} is not a DeepSpeed JSON: it has the keys of {program.name} ({', '.join(keys)})"
@@ -121,18 +119,18 @@ def _hint(fault: SyntaxFault) -> str:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """Return the text of a file, or of standard input for "-", and the encoding that its first bytes show."""
+    """Return the text of a file (or of standard input for "-") and its detected encoding."""
     raw = sys.stdin.buffer.read(LARGEST + 1) if str(path) == "-" else path.open("rb").read(LARGEST + 1)
     if len(raw) > LARGEST:
-        raise OSError(f"more than {LARGEST:,} bytes, which no DeepSpeed JSON has")
+        raise OSError(f"more than {LARGEST:,} bytes, too large for a DeepSpeed JSON")
     encoding = json.detect_encoding(raw)
     return raw.decode(encoding), encoding
 
 
 def parse_text(text: str, *, yaml: bool = False) -> Document:
-    """Parse a JSON, a YAML that another program reads, or HJSON as DeepSpeed's own reader takes it.
+    """Parse a JSON, another program's YAML, or HJSON like DeepSpeed's own reader.
 
-    Raises SyntaxFault of the JSON, or of the YAML where the file is called `yaml`.
+    Raises SyntaxFault for the JSON, or for the YAML if `yaml`.
     """
     try:
         document = parse(text)
@@ -152,7 +150,7 @@ def parse_text(text: str, *, yaml: bool = False) -> Document:
 
 
 def _as_yaml(text: str, yaml: bool) -> Document | None:
-    """Return the document of a YAML for GPT-NeoX, or of another program's own; None of any other text."""
+    """Return the document of a YAML for GPT-NeoX or another program, or None for other texts."""
     if len(text) > LARGEST_YAML:
         return None
     try:
@@ -163,7 +161,7 @@ def _as_yaml(text: str, yaml: bool) -> Document | None:
 
 
 def _read_hjson(text: str) -> Any:
-    """Return what DeepSpeed's own reader makes of a text, None where it stops."""
+    """Return the value that DeepSpeed's reader reads from a text, or None if it fails."""
     try:
         return parse_json(json.dumps(hjson.loads(text), allow_nan=False))
     except (ValueError, OverflowError, RecursionError):
@@ -171,9 +169,9 @@ def _read_hjson(text: str) -> Any:
 
 
 def _is_meant(config: Any) -> bool:
-    """Return whether a text without outer braces is HJSON: it has keys of DeepSpeed, and no section became a word.
+    """Return whether a text without outer braces is HJSON: it has DeepSpeed's keys, and no string looks like a section.
 
-    A section of a YAML is `fp16:` with `enabled: true` below it, which HJSON reads as one word.
+    HJSON reads a YAML's section (`fp16:` with `enabled: true` below it) as one string.
     """
     known = isinstance(config, dict) and not config.keys().isdisjoint(MARKS)
     return known and not any(isinstance(value, str) and ":" in value for value in config.values())

@@ -1,4 +1,4 @@
-"""What cannot go with adapters or frozen weights, refused with the reason before a process starts."""
+"""Combinations with adapters or frozen weights that are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.run import Run, flag
 from zerofit.spec.run_folder import Layout
 
-# keys whose code counts on every weight being trained
+# keys whose code assumes that all weights are trained
 _WHOLE_MODEL = (
     "zero_optimization.zenflow",
     "zero_optimization.offload_optimizer.super_offload",
@@ -21,7 +21,7 @@ LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 
 
 def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check adapters and frozen weights against each other and against what loses them."""
+    """Check adapters and frozen weights against each other and against the layout."""
     of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != _default(run, name)]
     if run.lora is None and of_lora:
         named = ", ".join(map(flag, of_lora))
@@ -34,39 +34,37 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
     if partial.lora and (partial.train or partial.freeze):
         problems.add(
             "conflict",
-            "--lora freezes the whole model beside its adapters, and --train or --freeze choose of it otherwise",
+            "--lora freezes the model, so that --train and --freeze cannot be combined with it",
             "give --lora, or patterns",
             "--train" if partial.train else "--freeze",
         )
     if layout.tp > 1:
-        why = "DeepSpeed's AutoTP puts its own layers in place of those with adapters, and drops these without a word"
+        why = "DeepSpeed's AutoTP replaces layers with adapters and silently drops the adapters"
         if not partial.lora:
-            why = "DeepSpeed's AutoTP makes the layers that it splits anew, and trains all of them"
-        hint = "leave --tensor-parallel at 1: ZeRO-3 spreads frozen weights over all ranks"
+            why = "DeepSpeed's AutoTP rebuilds the layers that it splits, and trains all of them"
+        hint = "leave --tensor-parallel at 1; ZeRO-3 partitions frozen weights over all ranks"
         problems.add("layout", f"{asked} with --tensor-parallel {layout.tp}: {why} (auto_tp.py:1079)", hint, asked)
     if run.optimizer == "muon":
         what = (
-            "Muon makes whole matrices orthogonal, and an adapter is two factors of one"
+            "Muon orthogonalises full matrices, but an adapter is two factors of one"
             if partial.lora
-            else ("Muon with frozen weights has not been seen to train like one device does")
+            else ("Muon with frozen weights was not tested to train as on one device")
         )
-        problems.add("conflict", f"{asked}: {what}", "take --optimizer adamw", "--optimizer")
+        problems.add("conflict", f"{asked}: {what}", "use --optimizer adamw", "--optimizer")
     if layout.ep > 1:
-        message = (
-            f"{asked} with --expert-parallel {layout.ep}: it has not been seen to train there like one device does"
-        )
+        message = f"{asked} with --expert-parallel {layout.ep} was not tested to train as on one device"
         problems.add("layout", message, "leave --expert-parallel at 1", asked)
     if run.mlp_chunk and run.lora_dropout:
-        message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: a tile that is computed again would drop others"
+        message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
     for path in _WHOLE_MODEL:
         if get(config, path):
-            message = f"{asked} with {path}: it has not been seen to train there like one device does"
+            message = f"{asked} with {path} was not tested to train as on one device"
             problems.add("layout", message, "remove the key", path)
 
 
 def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check weights in 4 or 8 bits: they need adapters, and code that leaves their bytes alone."""
+    """Check quantised weights: they need adapters, and layouts that keep their bytes unchanged."""
     if run.double_quant and run.quantize != "nf4":
         message, hint = "--double-quant without --quantize nf4", "give it, or leave --double-quant out"
         problems.add("conflict", message, hint, "--double-quant")
@@ -75,23 +73,23 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
     asked = f"--quantize {run.quantize}"
     if run.lora is None:
         message = f"{asked} without --lora: quantised weights have no gradient"
-        problems.add("conflict", message, "give --lora RANK, whose adapters are trained beside them", "--quantize")
+        problems.add("conflict", message, "add --lora RANK to train adapters", "--quantize")
     if run.quantize == "int8" and layout.zero_stage == 3:
-        message = f"{asked} at ZeRO stage 3: bitsandbytes' Linear8bitLt keeps a second reference to its whole weight"
-        message += " (nn/modules.py, init_8bit_state), which is never given back"
-        problems.add("layout", message, "take nf4, or --ds-config zero2", "--quantize")
+        message = f"{asked} at ZeRO stage 3: bitsandbytes' Linear8bitLt keeps a second reference to the full weight"
+        message += " (nn/modules.py, init_8bit_state), which is never freed"
+        problems.add("layout", message, "use nf4, or --ds-config zero2", "--quantize")
     if get(config, "zero_optimization.offload_param.device") == "nvme":
-        message = f"{asked} with offload_param on NVMe: DeepSpeed reads parameters into buffers of the precision's type"
-        message += " (swap_tensor/partitioned_param_swapper.py), and these are bytes"
-        problems.add("layout", message, "take --ds-config zero3_offload, which keeps them in host memory", "--quantize")
+        message = f"{asked} with offload_param on NVMe: DeepSpeed reads into buffers of the training precision"
+        message += " (swap_tensor/partitioned_param_swapper.py), but these are bytes"
+        problems.add("layout", message, "use --ds-config zero3_offload, which keeps them in host memory", "--quantize")
     if run.quantize == "int8" and run.dora:
-        message = f"{asked} with --dora: peft measures a weight's length with scales that Linear8bitLt then lacks"
-        problems.add("conflict", message, "take --quantize nf4, or leave --dora out", "--dora")
+        message = f"{asked} with --dora: peft computes weight norms with scales that Linear8bitLt does not have then"
+        problems.add("conflict", message, "use --quantize nf4, or leave --dora out", "--dora")
     if run.quantize == "nf4" and run.dora and layout.zero_stage == 3:
-        message = f"{asked} with --dora at ZeRO stage 3: peft measures the length of whole weights, these are divided"
-        problems.add("layout", message, "take --ds-config zero2, or leave --dora out", "--dora")
+        message = f"{asked} with --dora at ZeRO stage 3: peft needs the norm of full weights, but these are partitioned"
+        problems.add("layout", message, "use --ds-config zero2, or leave --dora out", "--dora")
     if run.compile:
-        message = f"{asked} with --compile has not been seen to train like one device does"
+        message = f"{asked} with --compile was not tested to train as on one device"
         problems.add("layout", message, "leave --compile out", "--compile")
 
 

@@ -1,4 +1,4 @@
-"""Pipelines: what a schedule asks of the layout, the batch and the DeepSpeed JSON, and stages of the layers."""
+"""Pipelines: checks of the schedule, the layout, the batch and the DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zerofit.spec.run_folder import Layout
 
 
 def most_stages(run: Run, ranks: int, layers: int | None) -> int:
-    """Return how many stages `--pipeline auto` stands for: as many as ranks that tensor and sequence degrees leave.
+    """Return the number of stages for `--pipeline auto`: all ranks that tensor and sequence degrees leave.
 
-    Fewer where the model has too few layers (None: not known), so that the rest of the ranks can be data parallel.
+    Fewer if the model has too few layers (None: unknown); the other ranks are then data parallel.
     """
     most = max(1, ranks // (run.tensor_parallel * run.sequence_parallel))
     for stages in range(most, 1, -1):
@@ -27,44 +27,43 @@ def most_stages(run: Run, ranks: int, layers: int | None) -> int:
 
 
 def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check what DualPipeV takes (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104); `run` has everything settled."""
+    """Check the requirements of DualPipeV (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104); `run` is settled."""
     if run.pipeline_schedule != "dualpipev":
         return
     asked, place = "--pipeline-schedule dualpipev", "--pipeline-schedule"
     if layout.pp == 1:
-        message = f"{asked} orders the micro batches of pipeline stages, and --pipeline is 1"
-        problems.add("layout", message, "take --pipeline 2 or more, or leave the schedule out", place)
+        message = f"{asked} needs a pipeline, but --pipeline is 1"
+        problems.add("layout", message, "use --pipeline 2 or more, or leave the schedule out", place)
         return
     if layout.zero_stage == 0:
-        message = f"{asked} at ZeRO stage 0: it has been seen to train like one device does at stage 1 alone"
-        problems.add("layout", message, "take --ds-config pipeline (stage 1)", "zero_optimization.stage")
+        message = f"{asked} at ZeRO stage 0: it was only tested to train as on one device at stage 1"
+        problems.add("layout", message, "use --ds-config pipeline (stage 1)", "zero_optimization.stage")
     least, steps = pipeline_parts(layout.pp, run.pipeline_schedule), run.gradient_accumulation_steps or 1
     if steps < least:
         problems.add(
             "layout",
-            f"{asked} with {steps} gradient accumulation steps: the {least} parts of the layers on {layout.pp} stages "
-            f"take at least {least} micro batches",
-            f"take --gradient-accumulation-steps {least} or more (and a smaller --micro-batch for the same global "
-            "batch)",
+            f"{asked} with {steps} gradient accumulation steps: {layout.pp} stages have {least} parts and need at "
+            f"least {least} micro batches",
+            f"use --gradient-accumulation-steps {least} or more (and a smaller --micro-batch)",
             "--gradient-accumulation-steps",
         )
     for key in PIPE_PARTITIONED:
         if layout.tp > 1 and get(config, f"pipeline.{key}") is True:
-            message = f"pipeline.{key} with {asked}, whose stages hand on whole activations"
+            message = f"pipeline.{key} with {asked}, whose stages pass on full activations"
             problems.add("layout", message, "remove the key", f"pipeline.{key}")
     if run.compile:
-        message = f"--compile with {asked} has not been seen to train like one device does"
+        message = f"--compile with {asked} was not tested to train as on one device"
         problems.add("layout", message, "leave one of them out", "--compile")
 
 
 def check_layers(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check that each part of a pipeline gets a layer."""
+    """Check that each part of a pipeline has a layer."""
     parts = pipeline_parts(layout.pp, run.pipeline_schedule)
     if layout.pp == 1 or facts.layers is None or parts <= facts.layers:
         return
     each = parts // layout.pp
-    needs = f"{parts} layers, two a stage with --pipeline-schedule dualpipev" if each > 1 else "as many layers"
-    message = f"--pipeline {layout.pp} needs at least {needs}, and {run.model} has {facts.layers}"
+    needs = f"{parts} layers (two per stage with --pipeline-schedule dualpipev)" if each > 1 else f"{parts} layers"
+    message = f"--pipeline {layout.pp} needs at least {needs}, but {run.model} has {facts.layers}"
     fewer = facts.layers // each
-    hint = f"take --pipeline {fewer} or less" if fewer > 1 or each == 1 else "leave --pipeline-schedule out"
+    hint = f"use --pipeline {fewer} or less" if fewer > 1 or each == 1 else "leave --pipeline-schedule out"
     problems.add("layout", message, hint, "--pipeline")

@@ -1,6 +1,6 @@
-"""Default learning rate and weight decay of a model's kind; docs/defaults.md says what they reach.
+"""Default learning rate and weight decay by the kind of model; docs/defaults.md shows their results.
 
-What a user or the DeepSpeed JSON names comes first, each value by itself.
+Values of the user or the DeepSpeed JSON take precedence.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters",
 
 CNNS: tuple[Kind, ...] = ("cnn", "pretrained-cnn")
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
-BATCH, PARAMETERS = 16, 1.2e6  # samples a step and size of the model (llama-tiny) for which the rates stand
-# 0.01 is the largest step of Adafactor, of the size of what it steps (Shazeer & Stern, 2018, algorithm 6)
+BATCH, PARAMETERS = 16, 1.2e6  # samples per step and model size (llama-tiny) that the rates are for
+# 0.01 is Adafactor's largest step, relative to the weights (Shazeer & Stern, 2018, algorithm 6)
 FROM_SCRATCH = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02, "adafactor": 0.01}
 RATES: Mapping[Kind, Mapping[str, float]] = {
     "cnn": FROM_SCRATCH,
     "transformer": FROM_SCRATCH,
-    # 2e-5 is the least of those that BERT was fine-tuned with (Devlin et al., 2019, A.3), and usual for language models
-    # 0.001 is what T5 was fine-tuned with by Adafactor (Raffel et al., 2020, section 3.1.2)
+    # 2e-5 is the lowest rate for fine-tuning BERT (Devlin et al., 2019, A.3), and usual for language models
+    # 0.001 is the rate for fine-tuning T5 with Adafactor (Raffel et al., 2020, section 3.1.2)
     "pretrained": {"adamw": 2e-5, "sgd": 0.01, "muon": 0.002, "adafactor": 1e-3},
-    "pretrained-cnn": {name: rate / 10 for name, rate in FROM_SCRATCH.items()},  # a fine-tuned one takes smaller steps
-    # 2e-4 is what adapters of models of 7 to 13 billion parameters were trained with (Dettmers et al., 2023, table 9)
+    "pretrained-cnn": {name: rate / 10 for name, rate in FROM_SCRATCH.items()},  # fine-tuning uses smaller steps
+    # 2e-4 is the rate for adapters of models with 7 to 13 billion parameters (Dettmers et al., 2023, table 9)
     "adapters": {"adamw": 2e-4, "sgd": 0.1, "muon": 0.02, "adafactor": 0.01},
     "gan": {**FROM_SCRATCH, "adamw": 2e-4},  # DCGAN: Radford et al., 2016, section 4
 }
 SIZE_EXPONENT = -0.22  # between 6e-4 at 125 million parameters (Brown et al., 2020) and 1.5e-4 at 70 billion (Llama 3)
-LARGEST_SMALL = 3.0  # times the rate of 1.2 million parameters is what smaller models get at most
+LARGEST_SMALL = 3.0  # smaller models get at most this times the rate for 1.2 million parameters
 SGD_LINEAR_FROM, SGD_LINEAR_TO = 256, 8192  # samples
 WEIGHT_DECAY = 0.01
 # Loshchilov & Hutter, 2019, appendix B.1: the best decay falls with the square root of the steps. This gives the usual
@@ -40,9 +40,9 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
     """Return the default peak learning rate, to two digits.
 
     For optimizers that normalise their step it grows with the square root of the batch (Malladi et al., 2022) between 4
-    and 64 samples: beyond, rates of language models hardly depend on the batch. For SGD it grows linearly beyond 256
-    samples (Goyal et al., 2017). Adafactor's, a share of the weights' size, is fixed. Models from scratch get less the
-    larger they are; others have a fixed rate.
+    and 64 samples; above that, rates of language models hardly depend on the batch. For SGD it grows linearly above 256
+    samples (Goyal et al., 2017). Adafactor's rate is relative to the weights and fixed. Models from scratch get a lower
+    rate the larger they are; others have a fixed rate.
     """
     rate = RATES[kind].get(optimizer, RATES[kind]["adamw"])
     if optimizer == "sgd":

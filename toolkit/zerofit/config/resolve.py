@@ -1,4 +1,4 @@
-"""From a run and a DeepSpeed JSON with "auto" values to the plain DeepSpeed JSON that the engine gets."""
+"""From a run and a DeepSpeed JSON with "auto" values to the plain DeepSpeed JSON for the engine."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 _BUCKET = (
-    f"as many elements as are trained, at most {BUCKET_LIMIT:,} (100 MB in 16 bits fill a link): DeepSpeed allocates "
-    "it whole, and its own 5e8 are 1 GB"
+    f"trained parameters, at most {BUCKET_LIMIT:,} (100 MB in 16 bits fill a link); DeepSpeed allocates it in full, "
+    "and its default 5e8 needs 1 GB"
 )
-# below zero_optimization: how a size follows from the model (elements, not bytes), and why
+# sizes under zero_optimization, in elements: how they are computed from the model, and why
 SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
     "reduce_bucket_size": (lambda facts: bucket_elements(facts.trained_parameters), _BUCKET),
     "allgather_bucket_size": (lambda facts: bucket_elements(facts.trained_parameters), _BUCKET),
     "stage3_prefetch_bucket_size": (
         lambda facts: prefetch_elements(facts.hidden_size),
-        "0.9 x width squared, about one weight matrix ahead (as transformers chooses it)",
+        "0.9 x width squared, about one weight matrix (as in transformers)",
     ),
     "stage3_param_persistence_threshold": (
         lambda facts: persistence_elements(facts.hidden_size),
-        "10 x width: norms and biases stay on every rank, matrices are partitioned (as transformers chooses it)",
+        "10 x width: norms and biases stay on every rank, matrices are partitioned (as in transformers)",
     ),
     "offload_param.buffer_size": (
         lambda facts: facts.largest_parameter,
         "the largest parameter must fit into one swap buffer",
     ),
 }
-# why a value that the file left open is what it is
+# the reason for each value that is not in the file
 REASONS = {
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",
-    "train_micro_batch_size_per_gpu": "--micro-batch, else the largest up to 8 that divides",
-    "gradient_accumulation_steps": "--gradient-accumulation-steps, else what the other two sizes leave",
-    "gradient_clipping": "--gradient-clipping, else 1.0 (0 with Muon, whose update has a norm of its own)",
+    "train_micro_batch_size_per_gpu": "--micro-batch, else the largest up to 8 that divides the batch",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps, else from the other two sizes",
+    "gradient_clipping": "--gradient-clipping, else 1.0 (0 with Muon, whose update has a fixed norm)",
     "bf16.enabled": "--precision {precision}",
     "fp16.enabled": "--precision {precision}",
-    "optimizer.type": "--optimizer, else SGD for a CNN from scratch and AdamW for all others",
-    "optimizer.params.lr": "--lr, else by the model's kind and size and the batch (docs/defaults.md)",
-    "optimizer.params.weight_decay": "--weight-decay, else 0.01, and less for a CNN from scratch (docs/defaults.md)",
-    "optimizer.params.momentum": "--momentum, else the optimizer's usual one",
+    "optimizer.type": "--optimizer, else SGD for a CNN from scratch, AdamW for all others",
+    "optimizer.params.lr": "--lr, else by model and batch (docs/defaults.md)",
+    "optimizer.params.weight_decay": "--weight-decay, else 0.01 or less for a CNN from scratch (docs/defaults.md)",
+    "optimizer.params.momentum": "--momentum, else the optimizer's usual value",
     "optimizer.params.betas": "torch's default",
     "optimizer.params.eps": "torch's default",
-    "optimizer.params.torch_adam": "on the CPU torch's Adam is as fast, and DeepSpeed's takes minutes to compile",
-    "zero_force_ds_cpu_optimizer": "so that torch's Adam may step in host memory",
+    "optimizer.params.torch_adam": "on the CPU torch's Adam is as fast as DeepSpeed's, which takes minutes to compile",
+    "zero_force_ds_cpu_optimizer": "allows torch's Adam in host memory",
     "zero_allow_untested_optimizer": "DeepSpeed's list of tested optimizers is short; zerofit tests this one",
-    f"{ZERO}.reduce_scatter": "Muon needs whole gradient matrices",
+    f"{ZERO}.reduce_scatter": "Muon needs full gradient matrices",
     "scheduler.params.warmup_min_lr": "the warm-up starts at 0",
     "scheduler.params.warmup_max_lr": "the optimizer's learning rate",
     "scheduler.params.warmup_num_steps": "--warmup-steps, else 5 % of the run",
@@ -69,8 +69,8 @@ REASONS = {
     "tensor_parallel.autotp_size": "--tensor-parallel",
     "sequence_parallel_size": "--sequence-parallel",
     **{
-        f"pipeline.{key}": "tensor parallel ranks hold the whole activation and each sends its own; cut up, it would "
-        "have to be gathered again"
+        f"pipeline.{key}": "each tensor parallel rank has and sends the full activation; a split one would have to be "
+        "gathered again"
         for key in PIPE_PARTITIONED
     },
     **{f"{ZERO}.{key}": why for key, (_, why) in SIZES.items()},
@@ -85,14 +85,14 @@ def resolve(
     steps: int,
     problems: Problems,
 ) -> dict[str, Any]:
-    """Return the plain DeepSpeed JSON of this run; every "auto" is filled, or noted as one that nothing fills."""
+    """Return the plain DeepSpeed JSON of a run. An "auto" that cannot be filled is added to `problems`."""
     resolved = copy.deepcopy(dict(config))
     run, layout, batch = decision.run, decision.layout, decision.batch
     put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
     put(resolved, "gradient_accumulation_steps", batch.accumulation)
     if layout.tp > 1 or layout.combined or batch.total != batch.micro * batch.accumulation * batch.dp:
-        # DeepSpeed does not take the tensor parallel degree off the batch's world size (runtime/config.py:471), takes a
-        # combined layout's sequence ranks for data ranks, and knows one micro batch for all ranks
+        # DeepSpeed counts tensor parallel ranks (runtime/config.py:471) and a combined layout's sequence ranks as data
+        # parallel, and supports only one micro batch for all ranks
         drop(resolved, "train_batch_size")
     else:
         put(resolved, "train_batch_size", batch.total)
@@ -107,12 +107,12 @@ def resolve(
     put(resolved, "gradient_clipping", run.gradient_clipping)
     _fill_degrees(resolved, layout, problems)
     for path in autos(resolved):
-        problems.add("auto", f'{path} is "auto", which nothing fills', "write a value, or remove the key", path)
+        problems.add("auto", f'{path} is "auto", and nothing fills it in', "write a value, or remove the key", path)
     return resolved
 
 
 def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
-    """Fill the degrees where DeepSpeed makes groups and slices; of a combined layout zerofit makes them."""
+    """Fill in the degrees, or remove them for a combined layout, whose groups and slices zerofit creates."""
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -129,14 +129,14 @@ def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) ->
 
 
 def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:
-    """Have each rank compute the loss from all logits.
+    """Make each rank compute the loss from all logits.
 
-    Left to itself DeepSpeed splits the vocabulary of a model with tied embeddings over the ranks and expects that its
-    own loss is taken (runtime/engine.py:1125): one rank's part alone gives a wrong loss without a word.
+    By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss to be used
+    (runtime/engine.py:1125); another loss of one rank's part would be silently wrong.
     """
     path = "tensor_parallel.vocab_parallel_lm_head"
     if get(config, path) is True:
-        message = f"{path} leaves each rank a part of the logits, and the loss needs all of them"
+        message = f"{path} gives each rank a part of the logits, but the loss needs all of them"
         problems.add("vocab-parallel", message, "remove the key", path)
     put(config, path, False)
 
@@ -149,19 +149,19 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
         if value is not None:
             put(config, f"optimizer.params.{key}", value)
     for key, value in {"betas": [0.9, 0.999], "eps": 1e-8}.items():  # torch's defaults
-        if get(config, f"optimizer.params.{key}") == "auto" and run.optimizer != "adafactor":  # which has others
+        if get(config, f"optimizer.params.{key}") == "auto" and run.optimizer != "adafactor":  # Adafactor has others
             put(config, f"optimizer.params.{key}", value)
     kind = get(config, "optimizer.type", "").lower()
-    zenflow = get(config, f"{ZERO}.zenflow") is not None  # its optimizer is the C++ one
+    zenflow = get(config, f"{ZERO}.zenflow") is not None  # ZenFlow needs the C++ optimizer
     if machine.accelerator == "cpu" and kind in ("adam", "adamw", "muon") and not zenflow:
-        # torch's own Adam: DeepSpeed's fused one is a C++ op that takes minutes to compile
+        # DeepSpeed's Adam is a C++ op that takes minutes to compile
         config["optimizer"]["params"].setdefault("torch_adam", True)
         if get(config, f"{ZERO}.offload_optimizer.device", "none") != "none":
             config.setdefault("zero_force_ds_cpu_optimizer", False)
     if layout.zero_stage and kind not in ("adam", "adamw"):
         config.setdefault("zero_allow_untested_optimizer", True)
     if layout.zero_stage == 3 and kind == "muon":
-        # Muon needs whole matrices of gradients, DeepSpeed refuses the default (runtime/zero/stage3.py:361)
+        # Muon needs full gradient matrices; DeepSpeed refuses the default (runtime/zero/stage3.py:361)
         config[ZERO].setdefault("reduce_scatter", False)
 
 
@@ -179,14 +179,14 @@ def _fill_scheduler(config: dict[str, Any], run: Run, steps: int) -> None:
 
 
 def warmup_steps(run: Run, steps: int) -> int:
-    """Return the steps of linear warm-up: as asked, else 5 % of the run, rounded up."""
+    """Return the warm-up steps: as given, else 5 % of the run, rounded up."""
     return -(-steps // 20) if run.warmup_steps is None else run.warmup_steps
 
 
 def reasons(
     config: Mapping[str, Any], resolved: Mapping[str, Any], decision: Decision, facts: ModelFacts
 ) -> list[dict[str, Any]]:
-    """Return `path`, `value`, `why` of each value that the file did not have, in the order of the resolved JSON."""
+    """Return `path`, `value` and `why` of each value that is not in the file, in the order of the resolved JSON."""
     words = {
         "micro": decision.batch.micro,
         "accumulation": decision.batch.accumulation,
