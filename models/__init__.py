@@ -1,1 +1,1 @@
-"""Model definitions and catalogue: names to sources, sources to modules, and what training changes in them."""
+"""Model definitions and the catalogue of names, and changes of models for training."""

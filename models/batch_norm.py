@@ -9,5 +9,5 @@ __all__ = ["BatchNorm", "batch_norms"]
 
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
-    """Return the model's batch norms, whose training mixes samples and keeps running statistics."""
+    """Return the model's batch norms."""
     return [module for module in model.modules() if isinstance(module, BatchNorm)]

@@ -1,4 +1,4 @@
-"""Building models for their inputs, checking that they fit, and calling every model in one way."""
+"""Building models for their inputs, checking the inputs, and calling all models in the same way."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ from zerofit.spec.model_facts import gives_loss, has_head, is_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TRIED = 2  # samples of a trial: one may be computed otherwise
-# transformers compares the number of images with their places in a text: without values there is nothing to compare
+TRIED = 2  # samples in a trial, since one sample may take another code path
+# transformers compares the number of images with their placeholders in the text, which needs values
 UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
-# of a forward that gives a loss, where it has them
+# arguments of a forward that returns a loss, if it has them
 _LOSS_OPTIONS = {"use_cache": False, "return_loss": True}
 
 
@@ -71,20 +71,20 @@ def build(
     stored: Stored | None = None,
     keep: set[str] | None = None,
 ) -> nn.Module:
-    """Build the model in fp32 on the current default device (also meta), fitted to its inputs.
+    """Build the model in fp32 on the current default device (also meta), for its inputs.
 
-    What is not trained (`source.partial`) is frozen, and adapters are added.
+    Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights are random, from
+    torch's global generator, or those of a pretrained folder. `args` override the keys of a transformers config, or are
+    keyword arguments of other models. Without inputs a model has its published shape.
 
-    Weights are random, drawn from torch's global stream, or a pretrained folder's. `args` override the keys of a
-    transformers config, or are keyword arguments of other models. Without inputs a model has its published shape.
-    `stored`: cast and move each parameter as soon as it has its values (a user's model that cannot be deferred: after
-    it was built, see `why_whole`), so that beside what is stored memory is needed for a layer. `keep`: names of the
-    parameters that are stored (None: all); the others are on meta.
+    `stored`: cast and move each parameter as soon as it has its values, so that only one layer needs extra memory. (A
+    user's model that cannot be deferred, see `why_whole`, is built first.) `keep`: names of the parameters to store
+    (None: all); the others are on meta.
     """
     _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
-        message = f"{source.name} ({source.task}) is fed other tensors than the data has"
-        raise ModelError("model-task", message, "take --data synthetic")
+        message = f"{source.name} ({source.task}) needs other inputs than the data has"
+        raise ModelError("model-task", message, "use --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
     keep = keep if keep is None else {name_without_adapters(name) for name in keep}
     quantization, quantizer = source.partial and source.partial.quantization, None
@@ -110,7 +110,7 @@ def build(
 
 
 def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
-    """Raise ModelError("model-task") for inputs of another kind than the model takes."""
+    """Raise ModelError("model-task") if the model needs another kind of inputs."""
     held = {
         ImageInputs: "images",
         SegmentationInputs: "images with masks",
@@ -127,22 +127,22 @@ def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
         (TextInputs, "reads text", is_text(source.task) and not has_head(source.task)),
     ):
         if fits and got and type(inputs) is not taken:
-            raise ModelError("model-task", f"{source.name} {does}, the data is {got}", "take other --data")
+            raise ModelError("model-task", f"{source.name} {does}, but the data is {got}", "use other --data")
 
 
 def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> str | None:
-    """Return why a model cannot be built parameter by parameter; None where it can. Takes no memory."""
+    """Return why a model cannot be built parameter by parameter, or None if it can. Needs no memory."""
     if source.family == "transformers":
         return None
     return why_not_deferrable(partial(BUILD[source.family], source, inputs, dict(args)))
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
-    """Return logits of token ids (batch, seq_len) or images (batch, channels, size, size), and a router's loss.
+    """Return the logits for token ids (batch, seq_len) or images (batch, channels, size, size), and the router's loss.
 
-    The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called. The
-    second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` goes to
-    the model as it is (position_ids under sequence parallelism).
+    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine, which is called. The second
+    value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are further
+    arguments of the model (position_ids for sequence parallelism).
     """
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
@@ -152,7 +152,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
         return cast(Tensor, getattr(out, "logits", out)), None
     if inner.main_input_name == "pixel_values":
         return _logits_of(model(pixel_values=x, **extra)), None
-    if "use_cache" in _arguments(type(inner)) | _arguments(type(inner.base_model)):  # Granite's head hands it on
+    if "use_cache" in _arguments(type(inner)) | _arguments(type(inner.base_model)):  # Granite's head passes it on
         extra["use_cache"] = False
     out = model(input_ids=x, **extra)
     aux = getattr(out, "aux_loss", None)
@@ -163,46 +163,46 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
 
 def _logits_of(out: Any) -> Tensor:
     if getattr(out, "logits", None) is None:
-        raise ModelError("model-shape", f"transformers gives {type(out).__name__} without logits for this model")
+        raise ModelError("model-shape", f"transformers returns {type(out).__name__} without logits for this model")
     return out.logits
 
 
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss that a transformers model gives for a batch of named inputs, or a denoiser's against noise.
+    """Return the loss of a transformers model, or of a denoiser, for a batch of named inputs.
 
-    The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called.
+    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine, which is called.
     """
     return forward_named(model, inputs, batch).loss
 
 
 def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Any:
-    """Return the loss and logits that `forward_loss` takes its loss of."""
+    """Return an object with `loss` and `logits` for a batch of named inputs."""
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)
-    named = {one.name: batch[key] for key, one in zip(batch_keys(inputs), inputs.tensors, strict=True)}
+    named = {tensor.name: batch[key] for key, tensor in zip(batch_keys(inputs), inputs.tensors, strict=True)}
     if is_denoiser(inner):
         return SimpleNamespace(loss=denoising_loss(model, named), logits=None)
-    for one in inputs.tensors:
-        if one.name == "pixel_values" and one.image:
+    for tensor in inputs.tensors:
+        if tensor.name == "pixel_values" and tensor.image:
             named |= grid_arguments(inner, inputs, named)
     extra = {name: value for name, value in _LOSS_OPTIONS.items() if name in _arguments(type(inner))}
     return model(**named, **extra)
 
 
 def batch_keys(inputs: Inputs) -> list[str]:
-    """Return what a batch calls the tensors of its samples: "inputs", their own names, "labels"."""
+    """Return the keys of a batch: "inputs", the names of further tensors, "labels"."""
     return ["inputs", *(one.name for one in tensors_of(inputs)[1:-1]), "labels"]
 
 
 def extra_inputs(inputs: Inputs | None, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what of a batch a model takes beside its "inputs", by the names of its forward's arguments."""
+    """Return a batch's tensors except inputs and labels, by the names of the forward's arguments."""
     return {key: batch[key] for key in batch_keys(inputs)[1:-1]} if inputs is not None else {}
 
 
 def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.zeros) -> dict[str, Tensor]:
-    """Return a batch of `count` samples without data, on the current default device, as loaders name its tensors.
+    """Return a batch of `count` empty samples on the current default device, with the keys of a loader's batch.
 
-    float32, and int64 of ids; what samples always begin with is there.
+    Ids are int64, other tensors float32. Tokens that all samples begin with are set.
     """
     return {key: _empty(one, count, make) for key, one in zip(batch_keys(inputs), tensors_of(inputs), strict=True)}
 
@@ -215,7 +215,7 @@ def _empty(one: NamedInput, count: int, make: Callable[..., Tensor]) -> Tensor:
 
 
 def output_part(output: Any, name: str) -> Tensor:
-    """Return the "loss" or "logits" in what a user's model gave: a key, an attribute, the first of a tuple, or all."""
+    """Return "loss" or "logits" of a user's model's output: a key, an attribute, the first of a tuple, or all of it."""
     if isinstance(output, Mapping) and name in output:
         return output[name]
     if hasattr(output, name):
@@ -224,10 +224,10 @@ def output_part(output: Any, name: str) -> Tensor:
 
 
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
-    """Run a forward without data on a model that is on meta; return the FLOPs of one sample, None if none are counted.
+    """Run a forward without data on a model on meta; return the FLOPs per sample, or None if none are counted.
 
-    Raises ModelError("model-shape") unless the model takes these inputs and gives fit logits. FLOPs are multiply-adds
-    times two, counted op by op by torch's own counter.
+    FLOPs are two per multiply-add, counted by torch's counter. Raises ModelError("model-shape") if the model does not
+    accept these inputs or returns too few logits.
     """
     with torch.device("meta"):
         batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in empty_batch(inputs, TRIED).items()}
@@ -236,14 +236,17 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     elif isinstance(inputs, TableInputs):
         got, knob = f"rows of {inputs.features} features", "--data"
     elif isinstance(inputs, NamedInputs):
-        got, knob = ", ".join(f"{one.name} of shape {one.shape}" for one in inputs.tensors), "--seq-len or --input"
+        got, knob = (
+            ", ".join(f"{t.name} of shape {t.shape}" for t in inputs.tensors),
+            "--seq-len or --input",
+        )
     else:
         got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
-    # in bf16, since the grouped products of mixtures of experts have no other type on meta
+    # bf16, since grouped matrix products of experts support no other type on meta
     trial = copy.deepcopy(model).bfloat16().eval()
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
     try:
-        # fakes take time to import, and only transformers asks whether tensors have values
+        # slow to import, and only transformers checks whether tensors have values
         fakes = fake_tensors() if source.family == "transformers" else nullcontext()
         with fakes, counter, torch.no_grad():
             if isinstance(inputs, NamedInputs):
@@ -256,18 +259,18 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     except ModelError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        message = f"{source.name} asks for the values of tensors in its forward ({reason_of(error)})"
-        hint = "what it needs is not known before it runs: zerofit can neither plan nor train it"
+        message = f"{source.name} needs the values of tensors in its forward ({reason_of(error)})"
+        hint = "its memory cannot be forecast, so that zerofit can neither plan nor train it"
         raise ModelError("model-values", message, hint) from None
-    except Exception as error:  # what a model raises on a shape, or on a value of its config, is of any type
+    except Exception as error:  # models raise any type of error for a wrong shape or config
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
-        raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason_of(error)}", hint) from None
+        raise ModelError("model-shape", f"{source.name} does not accept {got}: {reason_of(error)}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
     if isinstance(inputs, LabelledTextInputs):
         classes = len(inputs.classes)
     per_class = 1 if isinstance(inputs, SegmentationInputs) else -1
     if logits is not None and source.task != "gan" and logits.shape[per_class] < classes:
-        message = f"{source.name} gives {logits.shape[per_class]} logits, the data has {classes} classes or token ids"
+        message = f"{source.name} returns {logits.shape[per_class]} logits for {classes} classes or token ids"
         raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
     return counter.get_total_flops() // TRIED or None
 
@@ -278,13 +281,13 @@ def _arguments(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """Return FLOPs of a (tokens, k) by (experts, k, n) grouped product, which torch's counter does not know."""
+    """Return the FLOPs of a grouped product (tokens, k) x (experts, k, n), which torch's counter lacks."""
     return 2 * a[0] * a[1] * b[-1]
 
 
 @contextmanager
 def no_value_checks() -> Iterator[None]:
-    """Keep libraries from checking values that are not there: transformers ids for padding, torch distributions.
+    """Turn off checks that need values: transformers' for padding ids, torch's of distributions.
 
     (warn_if_padding_and_no_attention_mask in transformers/modeling_utils.py; torch/distributions/distribution.py)
     """
@@ -297,9 +300,9 @@ def no_value_checks() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors fake: nothing is computed, and transformers sees that masks have no values to ask for.
+    """Make tensors fake: nothing is computed, and transformers does not read values of masks.
 
-    Errors come as exceptions only; torch would also log them with a traceback.
+    torch's logging of errors is off; they are only raised.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -319,9 +322,9 @@ def fake_tensors() -> Iterator[None]:
 
 
 def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return the output of torch.bincount where no value reaches `minlength`: a router's counts of its experts.
+    """Return torch.bincount's output for values below `minlength`, as of a router's experts, on fake tensors.
 
-    Without values the real one has no form. (transformers before 5.23 counts a router's loss so)
+    Without values the real output has no known shape. (Used in router losses of transformers before 5.23.)
     """
     if not minlength:
         raise DynamicOutputShapeException(func)
@@ -329,14 +332,14 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
+    """Count parameters: tied ones once, ZeRO-3's partitioned ones with their full size."""
     return sum(map(elements, model.parameters()))
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Group matrices, which decay, and vectors (norms, biases), which do not; one group where nothing decays.
+    """Group parameters into matrices (with weight decay) and vectors (norms, biases; without); one group if no decay.
 
-    Each group costs the engine buckets and collectives of its own. DeepSpeed takes experts out of them, by their names
+    Each group needs its own buckets and collectives. DeepSpeed splits off experts by the groups' names
     (moe/utils.py:103).
     """
     trained = [p for p in parameters if p.requires_grad]
@@ -349,7 +352,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
 
 
 def expert_places(model: nn.Module) -> list[int]:
-    """Return the places in model.parameters() of weights of experts that are spread, by DeepSpeed's mark of them."""
+    """Return the indices in model.parameters() of spread experts' weights, by DeepSpeed's mark."""
     return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
 
 
@@ -360,7 +363,7 @@ def count_parameters(source: ModelSource) -> int:
 
 
 def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:
-    """Return the longest sequence in tokens before any model is built; None for models without such a limit."""
+    """Return the maximum sequence length in tokens without building the model; None without a limit."""
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
@@ -372,44 +375,44 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -
     known = [name for name in inspect.signature(builder).parameters if name != "inputs"]
     for key in args:
         if key not in known:
-            hint = f"{source.name} takes: {', '.join(known) or 'none'}"
+            hint = f"allowed: {', '.join(known) or 'none'}"
             raise ModelError("model-args", f"{source.name} has no argument {key!r}", hint)
     try:
         return builder(wanted, **args)
     except (RuntimeError, TypeError, ZeroDivisionError) as error:
         fed = f"{wanted.size}x{wanted.size} images" if isinstance(wanted, ImageInputs) else "such a table"
-        message = f"{source.name} cannot be made for {fed}: {error}"
+        message = f"{source.name} cannot be built for {fed}: {error}"
         raise ModelError("model-shape", message, "set --image-size or correct --model-args") from None
 
 
 def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    """Return what the user's callable returns for `args`; modules of the current folder can be named."""
+    """Call the user's callable with `args`; modules in the current folder can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module_name, _, attribute = source.name.partition(":")
     try:
         target = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's own module can raise anything, a SyntaxError with its line among them
-        hint = "give package.module:callable, seen from the current folder"
+    except Exception as error:  # a user's module can raise anything, including SyntaxError
+        hint = "give package.module:callable, importable from the current folder"
         raise ModelError("model-import", f"{source.name} cannot be imported: {error}", hint) from error
     try:
         model = target(**args)
-    except Exception as error:  # anything can go wrong in a user's own code
+    except Exception as error:  # a user's code can raise anything
         message = f"{source.name}(**{args}) raised {type(error).__name__}: {error}"
         raise ModelError("model-args", message, "its arguments come from --model-args") from error
     if not isinstance(model, nn.Module):
-        message = f"{source.name} gave a {type(model).__name__}, not a torch.nn.Module"
-        raise ModelError("model-import", message, "name a Module's class, or a function that returns a model")
+        message = f"{source.name} returned {type(model).__name__}, not a torch.nn.Module"
+        raise ModelError("model-import", message, "give a Module's class, or a function that returns a model")
     refuse_lazy(model, source.name)
     return model
 
 
 def refuse_lazy(model: nn.Module, name: str) -> None:
-    """Raise ModelError for parameters that have no shape before a first forward: nn.LazyLinear's and its like."""
+    """Raise ModelError for parameters without a shape before the first forward, as in nn.LazyLinear."""
     lazy = [key for key, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         message = f"{name}: {', '.join(lazy[:3])} {'has' if len(lazy) == 1 else 'have'} no shape before a first forward"
-        hint = "run one in the function that makes the model, model(torch.zeros(...)), or give the layer its size"
+        hint = "run a forward in the function that builds the model, or give the layer its size"
         raise ModelError("model-lazy", message, hint)
 
 
@@ -425,7 +428,7 @@ def _checkpoint(model: Any) -> None:
     if not model.supports_gradient_checkpointing:
         message = f"transformers has no activation checkpointing for {type(model).__name__}"
         raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
-    if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns where both exist
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns if both exist
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

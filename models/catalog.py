@@ -1,6 +1,6 @@
-"""Model names and what they mean: ours, a preset, torchvision's, a file or folder, or a user's own callable.
+"""The meaning of a model name: zerofit's own, a preset, torchvision's, a file or folder, or a user's callable.
 
-Importing this module imports neither torch nor torchvision nor transformers.
+Importing this module does not import torch, torchvision or transformers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Family = Literal["zerofit", "torchvision", "transformers", "diffusers", "gan", "
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
-FEW, LISTED = 3, 12  # names in an error: few that could be meant, and most of a family
+FEW, LISTED = 3, 12  # most names in an error: of close ones, and of a family
 QUANTIZED = "quantization_config"  # key of a config whose weights are quantised
-DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers makes whole as it reads them
+DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers dequantises on loading
 
 
 CONFIG_HINT = "give a config.json of transformers"
 
 
 class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
-    """Keys of a transformers config that are read before its class is known, which checks the others."""
+    """Keys of a transformers config that are read before its class, which checks the others, is known."""
 
     model_type: str
     architectures: list[str] | None = None
@@ -50,56 +50,56 @@ class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """The origin of a model; nothing of it is built yet."""
+    """The origin of a model that is not built yet."""
 
     name: str  # as the user typed it
     family: Family
     origin: str  # "zerofit", "torchvision", "preset", "config.json", "pretrained folder", "package.module:callable"
-    task: Task | Literal["custom"]  # what a custom model reads shows when it is built
+    task: Task | Literal["custom"]  # of a custom model only known once it is built
     path: str | None = None  # the config.json, or the pretrained folder
-    partial: PartialTraining | None = None  # what of the built model is trained; None: all of it
-    pretrained: str | None = None  # file or folder of the weights that it begins with, where that is not `path`
+    partial: PartialTraining | None = None  # the trained part; None: all of it
+    pretrained: str | None = None  # file or folder of initial weights, if it is not `path`
 
 
 def source_of(run: Run) -> ModelSource:
-    """Return the source of the model that a run trains, adapters and frozen weights included. Raises as `find`."""
+    """Return the source of a run's model, with adapters and frozen weights. Raises like `find`."""
     pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
     source = with_task(find(run.model), run.task)
     quantized = source_config(source).get(QUANTIZED) if source.origin == PRETRAINED else None
     if quantized and quantized.get("quant_method") not in DEQUANTIZED:
-        message = f"{source.name}: its weights are quantised ({quantized.get('quant_method')}), and cannot be trained"
-        hint = "take the folder of the whole weights (--quantize quantises them beside adapters); for questions about "
-        raise ModelError("model-weights", message, f"{hint}memory and time {source.name}/config.json is enough")
+        message = f"{source.name}: quantised weights ({quantized.get('quant_method')}) cannot be trained"
+        hint = "use the folder of the full weights (--quantize quantises them for adapters); to forecast memory and "
+        raise ModelError("model-weights", message, f"{hint}time {source.name}/config.json is enough")
     return replace(source, partial=run.partial, pretrained=pretrained)
 
 
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
-    """Return the source of a model that is to do `task` (of Run; None: what its config says).
+    """Return the source of a model for `task` (of Run; None: the config's).
 
-    Raises ModelError("model-task") where transformers has no such model.
+    Raises ModelError("model-task") if transformers has no such model.
     """
     if task is None or task == source.task or (task == "seq2seq" and source.task == "seq2seq-lm"):
         return source
     if source.family != "transformers":
-        message = f"--task {task} is for models of transformers, and {source.name} is none"
-        raise ModelError("model-task", message, "take a preset, a config.json or a pretrained folder")
+        message = f"--task {task} is only for transformers models, and {source.name} is not one"
+        raise ModelError("model-task", message, "use a preset, a config.json or a pretrained folder")
     model_type = source_config(source)["model_type"]
     if task == "seq2seq":
         message = f"--task seq2seq: {source.name} ({model_type}) has no encoder and decoder"
-        raise ModelError("model-task", message, "take one that has, like T5 or BART")
+        raise ModelError("model-task", message, "use an encoder-decoder such as T5 or BART")
     from transformers.models.auto import modeling_auto as auto
 
     known = getattr(auto, HEAD_TABLES[task])
     if model_type not in known or source.task == "seq2seq-lm":
         fitting = [name for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "qwen2") if name in known]
-        what = "has an encoder and a decoder" if source.task == "seq2seq-lm" else "has no such head in transformers"
+        what = "is an encoder-decoder" if source.task == "seq2seq-lm" else "has no such head in transformers"
         message = f"--task {task}: {source.name} ({model_type}) {what}"
-        raise ModelError("model-task", message, f"take an encoder or a decoder: {', '.join(fitting)} and others")
+        raise ModelError("model-task", message, f"use an encoder or a decoder: {', '.join(fitting)} or others")
     return replace(source, task=cast(Task, task))
 
 
 def label_names(source: ModelSource) -> tuple[str, ...]:
-    """Return the names of the classes that a transformers model's head has, in their order; none where it has none."""
+    """Return the class names of a pretrained transformers model's head, in order, or () without a head."""
     if source.family != "transformers" or source.origin != PRETRAINED:
         return ()
     named = source_config(source).get("id2label") or {}
@@ -107,7 +107,7 @@ def label_names(source: ModelSource) -> tuple[str, ...]:
 
 
 def source_config(source: ModelSource) -> dict[str, Any]:
-    """Return the config of a transformers model as it is published."""
+    """Return the published config of a transformers model."""
     if source.origin == "preset":
         return PRESETS[source.name]
     path = Path(source.path or "")
@@ -115,7 +115,7 @@ def source_config(source: ModelSource) -> dict[str, Any]:
 
 
 def find(name: str) -> ModelSource:
-    """Return the source behind a name. Raises ModelError("unknown-model"), or "model-config" for a config of no use."""
+    """Return the source for a name. Raises ModelError "unknown-model", or "model-config" for an unusable config."""
     if name in NAMED:
         preset = NAMED[name]
         family = "gan" if preset.kind == "gan" else preset.library
@@ -124,7 +124,7 @@ def find(name: str) -> ModelSource:
     if path.exists():
         return _from_path(name, path)
     if name.startswith("hub:"):
-        message = f"{name}: models of the hub are named so where one is trained"
+        message = f"{name}: hub: works only for training"
         raise ModelError("unknown-model", message, "give the folder of its snapshot in the hub's cache")
     if names_callable(name):
         return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")
@@ -132,17 +132,17 @@ def find(name: str) -> ModelSource:
 
 
 def shape_named(name: str) -> Match:
-    """Return what has the shape of a repository on the hub: a preset, or its config.json where the hub's cache has it.
+    """Return a preset or cached config.json with the shape of a hub repository.
 
-    Any other name comes back as it is, or as the preset of which it is another spelling. For questions about memory and
-    time only: a training of "Qwen/Qwen3-8B" must have its weights, and of the shape alone it would begin anew.
+    Other names are returned unchanged, or as the preset that they spell differently. This is only for forecasts of
+    memory and time: training "Qwen/Qwen3-8B" needs its weights.
     """
     name = name.removeprefix("hub:")
     itself = Match(name=name, note="")
     if name in NAMED or Path(name).exists() or name.endswith(".json") or names_callable(name):
         return itself
     preset = preset_of(name)
-    if name.count("/") == 1 and (preset is None or preset.note):  # the repository's own config says more than its name
+    if name.count("/") == 1 and (preset is None or preset.note):  # the repository's config is better than its name
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "config.json")
@@ -152,20 +152,20 @@ def shape_named(name: str) -> Match:
 
 
 def is_cnn(source: ModelSource) -> bool:
-    """Return whether a model is a convolutional network of ours or of torchvision's."""
+    """Return whether a model is a convolutional network of zerofit or torchvision."""
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
     return source.name in CNNS
 
 
 def config_task(config: dict[str, Any], where: str) -> Task:
-    """Return the task of a transformers config: by its architecture's name, else by what its model_type can be."""
+    """Return the task of a transformers config, by its architecture, else by its model_type."""
     named: str | None = (config.get("architectures") or [None])[0]
     model_type = config.get("model_type")
     by_ending = _task_of_ending(named or "")
     if by_ending and not (named or "").endswith("WithLMHeadModel"):  # Flaubert's is masked
         return by_ending
-    # BART's class is among those of masked models, too: encoder-decoders come first
+    # encoder-decoders come first, since BART's class is also among the masked models
     task = _named_task(config, named) or _task_of_class(named, model_type) or by_ending
     task = task or _task_of_model_type(model_type, bool(config.get("is_decoder")))
     _refuse_half(config, where, task)
@@ -173,10 +173,10 @@ def config_task(config: dict[str, Any], where: str) -> Task:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
         raise ModelError(
             "model-config",
-            f"{where}: {got} is not a language model (causal, masked, with an encoder), image classifier, speech "
-            "recogniser like Whisper, pair of image and text encoders like CLIP or model like LLaVA of transformers",
+            f"{where}: {got} is not supported; supported: language models (causal, masked, encoder-decoder), image "
+            "classifiers, speech recognisers like Whisper, and models like CLIP and LLaVA",
             'set "architectures" in the config, e.g. ["LlamaForCausalLM"], pass package.module:callable, or simulate '
-            "the script that trains it (zerofit simulate -- COMMAND)",
+            "your training script (zerofit simulate -- COMMAND)",
         )
     return task
 
@@ -186,7 +186,7 @@ def _task_of_ending(name: str) -> Task | None:
 
 
 def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
-    """Return the task whose table of transformers' names this class for the model type."""
+    """Return the task whose table in transformers has this class for the model type."""
     from transformers.models.auto import modeling_auto as auto
 
     for task, table in CLASS_TABLES.items():
@@ -197,19 +197,19 @@ def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
 
 
 def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
-    """Raise a ModelError for a model of which only the decoder would be built."""
+    """Raise ModelError for a model of which only the decoder would be built."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
     named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))
     if task != "causal-lm" or not named.endswith("ForConditionalGeneration") or decoder in (None, named):
         return
-    message = f"{where}: {named} has an encoder, and as a causal language model only its decoder is built ({decoder})"
-    hint = f'simulate the script that trains it (zerofit simulate -- COMMAND), or set "architectures" to ["{decoder}"]'
+    message = f"{where}: {named} has an encoder, but a causal language model would only have its decoder ({decoder})"
+    hint = f'simulate your training script (zerofit simulate -- COMMAND), or set "architectures" to ["{decoder}"]'
     raise ModelError("model-config", message, hint)
 
 
 def _named_task(config: dict[str, Any], architecture: str | None) -> Task | None:
-    """Return the task of a model that gives its own loss; None for other models, and other heads of such a one."""
+    """Return the task of a model that returns its own loss; None for other models or heads."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = config.get("model_type")
@@ -223,7 +223,7 @@ def _named_task(config: dict[str, Any], architecture: str | None) -> Task | None
 
 
 def _has_decoder(config: dict[str, Any]) -> bool:
-    """Return whether an encoder feeds a decoder, as the config says or transformers has it for the kind."""
+    """Return whether the model is an encoder-decoder, by its config or transformers' default for its type."""
     from transformers import CONFIG_MAPPING
 
     return bool(config.get("is_encoder_decoder", CONFIG_MAPPING[config["model_type"]]().is_encoder_decoder))
@@ -242,7 +242,7 @@ def _task_of_model_type(model_type: str | None, is_decoder: bool) -> Task | None
 
 
 def _from_path(name: str, path: Path) -> ModelSource:
-    if (path / "model_index.json").is_file():  # a pipeline of diffusers, whose denoiser is what is trained
+    if (path / "model_index.json").is_file():  # a diffusers pipeline: its denoiser is trained
         path = next((path / part for part in ("unet", "transformer") if (path / part).is_dir()), path)
     file = path / "config.json" if path.is_dir() else path
     config = read_config(file)
@@ -251,7 +251,7 @@ def _from_path(name: str, path: Path) -> ModelSource:
     pretrained = path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
     try:
         if pretrained:
-            weight_names(path)  # transformers reads whatever file an index names
+            weight_names(path)  # checked here, since transformers reads any file that an index names
     except Unreadable as error:
         raise ModelError("model-weights", f"{path}: {error.reason}", "is the download complete?") from None
     return ModelSource(
@@ -264,33 +264,33 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a config.json of transformers, or of a denoiser of diffusers. Raises ModelError where there is none."""
+    """Read a config.json of transformers or of a diffusers denoiser. Raises ModelError if there is none."""
     if not file.is_file():
-        hint = "name the folder that holds config.json, or a model from `zerofit models`"
+        hint = "give a folder with config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
-            hint = f"a run folder: take {file.parent}/model (its weights) or {file.parent}/run.json (the run again)"
+            hint = f"for a run folder use {file.parent}/model (its weights) or {file.parent}/run.json (the run)"
         if (file.parent / "adapter_config.json").is_file():
-            hint = f"it holds adapters: `zerofit ckpt export {file.parent} OUT --merge` writes the whole model"
-        raise ModelError("unknown-model", f"{file.parent} holds no config.json", hint)
+            hint = f"it has adapters; `zerofit ckpt export {file.parent} OUT --merge` writes the full model"
+        raise ModelError("unknown-model", f"{file.parent} has no config.json", hint)
     try:
         config = read_json(file)
     except OSError as error:
         raise ModelError("model-config", f"cannot read {file}: {error.strerror or error}", CONFIG_HINT) from None
     except Unreadable as error:
-        raise ModelError("model-config", f"{file} is no config of a model: {error}", CONFIG_HINT) from None
+        raise ModelError("model-config", f"{file} is not a model config: {error}", CONFIG_HINT) from None
     if "_class_name" in config and "model_type" not in config:
         if config["_class_name"] not in DENOISERS:
-            message = f"{file} is of diffusers' class {config['_class_name']}, not of {', '.join(DENOISERS)}"
-            hint = "simulate the script that trains it (zerofit simulate -- COMMAND)"
+            message = f"{file} is for diffusers' {config['_class_name']}; supported: {', '.join(DENOISERS)}"
+            hint = "simulate your training script (zerofit simulate -- COMMAND)"
             raise ModelError("model-config", message, hint)
         return config
     if "model_type" not in config:
-        message = f'{file} has no key "model_type", so it is not a config.json of transformers'
+        message = f'{file} is not a config.json of transformers: it has no "model_type"'
         raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
     try:
         _KeysReadHere.model_validate(config)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r:.60}: {one['msg']}" for one in error.errors()]
+        wrong = [f"{'.'.join(map(str, e['loc']))} is {e['input']!r:.60}: {e['msg']}" for e in error.errors()]
         raise ModelError("model-config", f"{file}: {'; '.join(wrong)}", CONFIG_HINT) from None
     return config
 
@@ -298,21 +298,21 @@ def read_config(file: Path) -> dict[str, Any]:
 def _unknown(name: str) -> tuple[str, str]:
     """Return message and hint for an unknown name."""
     if name.endswith(".json") or name.startswith((".", "/", "~")):
-        return f"there is no model file or folder {name}", "give an existing config.json or model folder"
-    message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
+        return f"model file or folder {name} does not exist", "give an existing config.json or model folder"
+    message = f"unknown model {name!r}: not in `zerofit models`, not a file or folder, not a package.module:callable"
     preset = preset_of(name)
     known = [preset.name] if preset else relatives(name)
     others = f" and {len(known) - LISTED} others (`zerofit models WORD`)" if len(known) > LISTED else ""
-    hint = f"known of that family: {', '.join(known[:LISTED])}{others}"
+    hint = f"known in that family: {', '.join(known[:LISTED])}{others}"
     if len(known) <= FEW:
         hint = f"did you mean {' or '.join(known)}?" if known else "`zerofit models` lists all names"
     if "/" in name:
-        hint = f"models are not downloaded but by hub:{name}; {hint}; or give the folder of a downloaded model"
+        hint = f"use hub:{name} to download a model, or give its folder; {hint}"
     return message, hint
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "`zerofit models` lists all names") -> str:
-    """Return a hint with up to three close names, or what to do without one."""
+    """Return a hint with up to three close names, else `otherwise`."""
     close = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else otherwise
 
@@ -335,7 +335,7 @@ HEAD_TABLES = {  # transformers' tables of models with such heads, by model type
     "tag": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
 
-# model types beside the encoder-decoders of text; `models.named_inputs` knows what each is fed
+# model types other than encoder-decoders of text; `models.named_inputs` defines their inputs
 NAMED_TASKS: dict[str, Task] = {
     "whisper": "speech",
     "clip": "image-text-pairs",
@@ -346,17 +346,17 @@ NAMED_TASKS: dict[str, Task] = {
     "qwen3_vl": "image-text",
 }
 
-# diffusers' classes; `models.denoisers` knows what each is fed
+# diffusers' classes; `models.denoisers` defines their inputs
 DENOISERS = ("UNet2DConditionModel", "DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
 
-HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model type (models/auto/modeling_auto.py)
+HEADS: dict[Task, str] = {  # transformers' tables of full models, by model type (models/auto/modeling_auto.py)
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "image-text-pairs": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 
-CNNS = (  # of ours
+CNNS = (  # zerofit's
     *("simplecnn", "simplecnn-112", "lenet", "lenet-scratch"),
     *("resnet18-small", "resnet18-bias", "fcn-tiny"),
 )

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's activations are dropped and computed again in backward."""
+"""Activation checkpointing: a block's activations are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ TO_HOST = "checkpoint_to_host"  # set on a checkpointed module whose inputs are 
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
-    """Checkpoint a model's repeated blocks; where it has none, its stages. Changes the model itself."""
+    """Checkpoint a model's repeated blocks, or its stages if it has none. Changes the model in place."""
     for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Let what checkpointing keeps, the blocks' inputs, lie in host memory until backward.
+    """Keep checkpoints (the blocks' inputs) in host memory until backward.
 
-    The model is one that checkpoints already, by us or by transformers.
+    The model must already use checkpointing, ours or transformers'.
     """
     for module in model.modules():
-        theirs = getattr(module, "_gradient_checkpointing_func", None)  # transformers' place for it
+        theirs = getattr(module, "_gradient_checkpointing_func", None)  # transformers' hook
         if getattr(vars(module).get("forward"), "__func__", None) is _forward_checkpointed:
             vars(module)[TO_HOST] = True
         elif theirs is not None and getattr(module, "gradient_checkpointing", False):
@@ -41,16 +41,16 @@ def keep_on_host(model: nn.Module) -> None:
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a checkpointed function so that what its checkpoint saves, and nothing else, lies in host memory."""
+    """Run a checkpointed function, with only its saved inputs in host memory."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return function(*args, **kwargs)
 
 
 def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules to checkpoint: the outermost of a class that occurs more than once, else the model's stages.
+    """Return the modules to checkpoint: the outermost ones of a class that occurs repeatedly, else the model's stages.
 
-    A stage is a child with parameters but the last. A long sequence of torch's own layers (AlexNet, VGG) is made to
-    run in groups up to each pooling, and those are its stages.
+    Stages are the children with parameters, except the last. A long sequence of torch's layers (AlexNet, VGG) is
+    grouped up to each pooling, and the groups are the stages.
     """
     counts = Counter(type(module) for module in model.modules())
     found = list(_outermost_repeated(model, counts))
@@ -71,17 +71,17 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def checkpoint_block(block: nn.Module) -> None:
-    """Make this instance's forward recompute in backward while it trains. Its parameters and names stay."""
+    """Make this instance's forward recompute in backward during training. Parameters and names do not change."""
     replaced = vars(block).get("forward")
     if getattr(replaced, "__func__", None) is _forward_checkpointed:
         return
     if replaced is not None:
-        raise ModelError("model-checkpointing", f"{type(block).__name__} has its forward replaced already")
+        raise ModelError("model-checkpointing", f"the forward of {type(block).__name__} is already replaced")
     block.forward = types.MethodType(_forward_checkpointed, block)  # a bound method survives deepcopy
 
 
 def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's forward without keeping activations; batch norms see the batch once, not twice."""
+    """Run the class's forward without keeping activations; batch norms count the batch once, not twice."""
     forward = types.MethodType(type(self).forward, self)
     if not (self.training and is_grad_enabled()):
         return forward(*args, **kwargs)
@@ -97,7 +97,7 @@ def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
     """Let forwards update copies of the running statistics, which are dropped.
 
-    The originals are swapped out, not restored by a copy: autograd has saved them and minds changes in place.
+    The originals are swapped out instead of restored, since autograd has saved them and detects in-place changes.
     """
     norms = batch_norms(module)
     originals = [dict(norm._buffers) for norm in norms]
@@ -125,9 +125,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
-    """Make a long sequence run in groups up to each pooling, and return them.
+    """Make a long sequence run in groups up to each pooling, and return the groups.
 
-    The groups are not registered with the model, whose names must stay.
+    They are not registered with the model, so that its names do not change.
     """
     groups: list[list[nn.Module]] = [[]]
     for layer in features:

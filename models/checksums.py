@@ -1,4 +1,4 @@
-"""Sums over the numbers of weights, by which they are known again."""
+"""Checksums of weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from zerofit.models.partial import name_without_adapters
 
-PIECE = 1 << 22  # elements that are looked at at a time
+PIECE = 1 << 22  # elements processed at a time
 WORD = 1 << 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SPREAD = 0x9E3779B97F4A7C15  # odd, its bits as good as random (2^64 over the golden ratio)
+_SPREAD = 0x9E3779B97F4A7C15  # odd, with well-mixed bits (2^64 / golden ratio)
 
 
 def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
-    """Return what a stretch of a flattened weight, from element `start` on, adds to a checksum, modulo 2^64."""
+    """Return the contribution of a part of a flattened weight, from element `start`, to a checksum, modulo 2^64."""
     flat, total = stretch.detach().reshape(-1), 0
     key = xxhash.xxh64_intdigest(name_without_adapters(name).encode())
     for first in range(0, flat.numel(), PIECE):
@@ -28,6 +28,6 @@ def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return 64 bits as the number that int64 has for them."""
+    """Return 64 bits as a signed number."""
     value %= WORD
     return value - WORD if value >= WORD // 2 else value

@@ -1,8 +1,8 @@
-"""Building a model without the memory of a whole one: the constructor runs on fakes, parameters are drawn one by one.
+"""Building a model without memory for all of it: the constructor runs on fake tensors, and its ops are replayed.
 
-What the constructor does to tensors is noted, op by op, and done again afterwards in the same order, each tensor only
-as long as an op needs it. Random numbers are drawn as the constructor would have drawn them, those included that a
-later op overwrites, so that the weights are the same to the last bit.
+All tensor ops of the constructor are recorded and replayed in the same order; each tensor exists only while an op needs
+it. All random numbers are drawn in the constructor's order, even if a later op overwrites them, so that the weights are
+bit for bit the same.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
-# these leave nothing of what was in the tensor that they are given
+# ops that overwrite a tensor completely
 _OVERWRITING = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.normal_, _aten.uniform_, _aten.log_normal_, _aten.cauchy_)
 _OVERWRITING += (_aten.exponential_, _aten.geometric_, _aten.random_, _aten.bernoulli_)
 _REPLACING = (_aten.set_, _aten.resize_, _aten.resize_as_)
-_TRUNCATED = "_no_grad_trunc_normal_"  # draws again what lies outside: one op, since how often depends on the numbers
+_TRUNCATED = "_no_grad_trunc_normal_"  # redraws outliers; one op, since the number of draws depends on values
 
 
 class NotDeferrableError(Exception):
-    """A constructor that must have its tensors' values; the text says why."""
+    """A constructor that needs its tensors' values; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How a parameter is kept once it has its values: in which floating type, on which device, and what of it."""
+    """How to store a parameter once it has its values: floating type, device, and the part to keep."""
 
     dtype: torch.dtype
     device: torch.device
-    # by name: takes what is kept of a whole parameter, a tensor of its own. Transformers models only
+    # by name: returns the part to keep of a full parameter, as a new tensor; only for transformers models
     slices: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    # takes a quantised weight as soon as it is made, and leaves a rank's part of it; whole weights are not given to it
+    # reduces a quantised weight, as soon as it is made, to this rank's part; not called for other weights
     divide: Callable[[nn.Parameter], None] | None = None
 
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
-        """Return the tensor so, itself where it is so already; other than floating types stay what they are."""
+        """Return the stored form of a tensor (itself if nothing changes); only floating types are cast."""
         kept = self.slices[name](tensor) if name in self.slices else tensor
         return kept.to(self.device, self.dtype if kept.is_floating_point() else None)
 
 
 def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return a parameter; quantised weights are bytes, which have no gradient."""
+    """Return a parameter; quantised weights (bytes) have no gradient."""
     return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Store the parameters of a model that was built whole, one after the other; those not to be kept go to meta."""
+    """Store the parameters of a built model one by one; those not in `keep` go to meta."""
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if keep is None or name in keep}
     names = {id(p): name for name, p in model.named_parameters()}
     new: dict[int, nn.Parameter] = {}
@@ -71,13 +71,13 @@ def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = N
 
 
 def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Return what `make` returns, its parameters `stored` as soon as each has its values, buffers on the CPU.
+    """Return the model of `make`, with each parameter `stored` as soon as it has its values, and buffers on the CPU.
 
-    `keep` names the parameters to hold in memory (None: all); the others are on meta. Beside what is kept, memory is
-    needed for one tensor of a constructor at a time.
+    `keep` names the parameters to keep in memory (None: all); the others are on meta. Extra memory is needed for only
+    one tensor at a time.
 
-    Raises NotDeferrableError where `make` needs values, or keeps a tensor where it is not found (a closure); torch's
-    random stream then stands where it stood.
+    Raises NotDeferrableError, and restores torch's random state, if `make` needs values or hides a tensor (in a
+    closure).
     """
     log = _Log()
     with _refusing():
@@ -89,7 +89,7 @@ def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str]
 
 
 def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
-    """Return why `build_deferred` would refuse this; None where it would not. Takes no memory and draws nothing."""
+    """Return why `build_deferred` would raise, or None. Needs no memory and draws no random numbers."""
     log = _Log()
     try:
         with _refusing():
@@ -106,12 +106,12 @@ def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn any error into a NotDeferrableError, before which the random stream is put back where it stood."""
+    """Turn any error into a NotDeferrableError, after restoring the random state."""
     with _disable_current_modes():
         state = torch.get_rng_state()
     try:
         yield
-    except Exception as error:  # anything can fail for want of values; the whole build says what is really wrong
+    except Exception as error:  # anything can fail without values; a full build shows a real error
         with _disable_current_modes():
             torch.set_rng_state(state)
         if isinstance(error, NotDeferrableError):
@@ -120,21 +120,19 @@ def _refusing() -> Iterator[None]:
 
 
 def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
-    """Return a model of fakes; what was done to them is in the log."""
+    """Return a model of fake tensors; their ops are in the log."""
     with _disable_current_modes():
         before = torch.get_rng_state().numpy().tobytes()
         with _recording(log):
             model = make()
         if torch.get_rng_state().numpy().tobytes() != before:
-            raise NotDeferrableError(
-                "its constructor seeds torch's random stream, or draws from it in a way of its own"
-            )
+            raise NotDeferrableError("its constructor seeds torch's generator, or draws from it outside torch's ops")
     return model
 
 
 @dataclass(frozen=True, slots=True)
 class _Ref:
-    """A fake tensor, as a window of its storage."""
+    """A fake tensor, as a view of its storage."""
 
     storage: int
     elements: int  # of the storage
@@ -145,25 +143,25 @@ class _Ref:
 
     @property
     def whole(self) -> bool:
-        """Whether each element of the storage is one of the tensor's, and only once."""
+        """Whether the tensor covers each element of the storage exactly once."""
         reach = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return not self.offset and torch.Size(self.size).numel() == self.elements and reach == max(1, self.elements)
 
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """A call that made or changed tensors."""
+    """A call that created or changed tensors."""
 
     func: Callable[..., Any]
     args: Any  # with a _Ref for each tensor
     kwargs: Any
     reads: tuple[_Ref, ...]
     writes: tuple[_Ref, ...]
-    draws: bool  # takes numbers from the random stream
-    overwrites: bool  # leaves nothing of what was in the tensors that it writes
+    draws: bool  # draws random numbers
+    overwrites: bool  # does not depend on the previous values of the tensors that it writes
 
     def fresh(self) -> set[int]:
-        """Return the storages of which nothing is left that was in them before."""
+        """Return the storages whose previous values are lost."""
         whole = {ref.storage for ref in self.writes if self.overwrites and ref.whole}
         return whole | ({ref.storage for ref in self.writes} - {ref.storage for ref in self.reads})
 
@@ -173,11 +171,11 @@ def _is_ref(value: Any) -> bool:
 
 
 class _Log:
-    """The ops of a constructor in their order, and the storages that they work on."""
+    """The ops of a constructor in order, and their storages."""
 
     def __init__(self) -> None:
         self.ops: list[_Op] = []
-        self.storages: dict[int, torch.UntypedStorage] = {}  # alive, so that their addresses stay theirs
+        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that addresses are not reused
 
     def ref(self, tensor: Tensor) -> _Ref:
         """Describe a fake tensor."""
@@ -195,26 +193,26 @@ class _Log:
         )
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any, *, draws: bool, overwrites: bool) -> None:
-        """Note a call that was made on fakes."""
+        """Record a call on fake tensors."""
         args, kwargs = tree_map(lambda t: self.ref(t) if isinstance(t, FakeTensor) else t, (args, kwargs))
         reads = tuple(leaf for leaf in tree_leaves((args, kwargs), _is_ref) if _is_ref(leaf))
         writes = tuple(self.ref(t) for t in tree_leaves(out) if isinstance(t, FakeTensor))
         self.ops.append(_Op(func, args, kwargs, reads, writes, draws, overwrites))
 
     def clear(self) -> None:
-        """Forget all, once the model holds no fakes any more. Raises NotDeferrableError where somebody else does."""
+        """Clear the log. Raises NotDeferrableError if fake tensors are still referenced somewhere."""
         storages = [weakref.ref(storage) for storage in self.storages.values()]
         self.ops.clear()
         self.storages.clear()
         if any(storage() is not None for storage in storages):
             gc.collect()
         if any(storage() is not None for storage in storages):
-            raise NotDeferrableError("it keeps a tensor that is no parameter, buffer or attribute of a module")
+            raise NotDeferrableError("it keeps a tensor that is not a parameter, buffer or attribute of a module")
 
 
 @contextmanager
 def _recording(log: _Log) -> Iterator[None]:
-    """Note in the log whatever is done to tensors, which are fakes."""
+    """Make tensors fake, and record all their ops in the log."""
     truncated = getattr(nn.init, _TRUNCATED)
 
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -222,34 +220,34 @@ def _recording(log: _Log) -> Iterator[None]:
         return tensor
 
     with warnings.catch_warnings(), _Mode(allow_non_fake_inputs=True), _Recorder(log):
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own deepcopy
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # from torch's deepcopy
         with patch.object(nn.init, _TRUNCATED, draw):
             yield
 
 
 class _Mode(FakeTensorMode):
-    """A mode that stays one where a module is copied: a fake's copy would get a copy of its mode."""
+    """A mode that is not copied with a fake tensor by deepcopy."""
 
     def __deepcopy__(self, memo: Any) -> _Mode:
         return self
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes each op that makes or changes a fake tensor; views are windows of what is noted already."""
+    """Records each op that creates or changes a fake tensor, except views."""
 
     def __init__(self, log: _Log):
         super().__init__()
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op on fakes and note it."""
+        """Run the op on fake tensors and record it."""
         kwargs, packet = kwargs or {}, func.overloadpacket
         if packet is _aten._local_scalar_dense and args[0].constant is None:
-            raise NotDeferrableError("its constructor asks for the value of a tensor")
+            raise NotDeferrableError("its constructor reads the value of a tensor")
         if packet in _REPLACING:
             raise NotDeferrableError(f"its constructor calls {packet}")
         out = func(*args, **kwargs)
-        view = func.is_view and any(isinstance(t, FakeTensor) for t in tree_leaves(args))  # not of Python's numbers
+        view = func.is_view and any(isinstance(t, FakeTensor) for t in tree_leaves(args))  # not of Python numbers
         if not view and any(isinstance(t, FakeTensor) for t in tree_leaves(out)):
             draws = torch.Tag.nondeterministic_seeded in func.tags
             self._log.note(func, args, kwargs, out, draws=draws, overwrites=packet in _OVERWRITING)
@@ -258,7 +256,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(slots=True)
 class _Slot:
-    """A fake tensor that the model holds, and every place where it holds it."""
+    """A fake tensor of the model, and all places where the model has it."""
 
     ref: _Ref
     tensor: Tensor
@@ -267,7 +265,7 @@ class _Slot:
 
 
 def _slots(model: nn.Module, log: _Log, keep: set[str] | None) -> dict[int, _Slot]:
-    """Return what the model holds, by storage."""
+    """Return the model's fake tensors by storage."""
     found: dict[int, _Slot] = {}
     for prefix, module in model.named_modules():
         for place in (module._parameters, module._buffers, vars(module)):
@@ -284,7 +282,7 @@ def _slots(model: nn.Module, log: _Log, keep: set[str] | None) -> dict[int, _Slo
 
 
 def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
-    """Do the ops again and give each slot its tensor after the last op that touches it."""
+    """Replay the ops, and put each slot's tensor in place after the last op on it."""
     needed, last = _liveness(log, {storage for storage, slot in slots.items() if slot.kept})
     for slot in slots.values():
         if not slot.kept:
@@ -304,7 +302,7 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
 
 
 def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
-    """Return which ops the wanted storages' values depend on, and for each storage the last of these on it."""
+    """Return the ops that the wanted storages depend on, and the last of these ops for each storage."""
     live, needed, last = set(wanted), set(), {}
     for number in range(len(log.ops) - 1, -1, -1):
         op = log.ops[number]
@@ -316,12 +314,12 @@ def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
         for ref in op.writes + op.reads:
             last.setdefault(ref.storage, number)
     if live:
-        raise NotDeferrableError("its constructor takes a tensor from elsewhere")
+        raise NotDeferrableError("its constructor uses a tensor from outside")
     return needed, last
 
 
 def _run(op: _Op, real: dict[int, Tensor]) -> None:
-    """Run an op; storages that it makes or fills are added to the real ones."""
+    """Run an op; add storages that it creates to `real`."""
 
     def window(value: Any) -> Any:
         return _window(real, value) if isinstance(value, _Ref) else value
@@ -333,19 +331,19 @@ def _run(op: _Op, real: dict[int, Tensor]) -> None:
 
 
 def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
-    """Return what lies at a window of a storage, which is made where it is not there."""
+    """Return a view of a storage, which is created if it does not exist."""
     if ref.storage not in real:
         shape = (ref.size, ref.stride) if ref.whole else ((ref.elements,), (1,))
         real[ref.storage] = torch.empty_strided(*shape, dtype=ref.dtype)
     tensor = real[ref.storage]
     if tensor.dtype != ref.dtype:
-        raise NotDeferrableError(f"it looks at {tensor.dtype} as {ref.dtype}")
+        raise NotDeferrableError(f"it views {tensor.dtype} as {ref.dtype}")
     same = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()) == (ref.size, ref.stride, ref.offset)
     return tensor if same else tensor.as_strided(ref.size, ref.stride, ref.offset)
 
 
 def _give(slot: _Slot, tensor: Tensor, stored: Stored) -> None:
-    """Put a tensor wherever the fake stands, a parameter as it is to be stored."""
+    """Replace a fake tensor by a real one; parameters are stored."""
     new = _window({slot.ref.storage: tensor}, slot.ref)
     _put(slot, nn.Parameter(stored.store(new)) if isinstance(slot.tensor, nn.Parameter) else new)
 
@@ -354,7 +352,7 @@ def _put(slot: _Slot, new: Tensor) -> None:
     old = slot.tensor
     if isinstance(old, nn.Parameter):
         new.requires_grad_(old.requires_grad)
-    own = set(vars(old)) - set(vars(old.detach())) - {"_is_param"}  # what the constructor has noted on it
+    own = set(vars(old)) - set(vars(old.detach())) - {"_is_param"}  # attributes that the constructor has set
     vars(new).update({name: vars(old)[name] for name in own})
     for place, name in slot.places:
         place[name] = new

@@ -1,4 +1,4 @@
-"""Denoisers of diffusers: what each is fed, and its loss against noise. Weights are drawn anew: they are measured."""
+"""Denoisers of diffusers, with random weights (for measurements): their inputs and their loss."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
 from zerofit.models.presets import PRESETS
 from zerofit.spec.foreign import Unreadable, read_json
 
-PIXELS = 8  # of a side of an image that a side of its latents stands for
-PACKED = 2  # Flux makes tokens of so many latents in a row and a column
-STEPS = 1000  # of the noise's schedule
-_IDS = 6  # numbers that SDXL gets of an image's size and crop
+PIXELS = 8  # pixels of an image per latent, in each direction
+PACKED = 2  # latents per token of Flux, in each direction
+STEPS = 1000  # of the noise schedule
+_IDS = 6  # SDXL's numbers about an image's size and crop
 TEXT = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512}  # tokens of a prompt
 
 
@@ -34,19 +34,19 @@ def denoiser(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -
 
 
 def denoiser_inputs(source: ModelSource, args: Mapping[str, Any], fed: Fed) -> NamedInputs:
-    """Return latents, step, prompt and noise as the model's training has them. Raises ModelError."""
+    """Return the training inputs: latents, step, prompt and noise. Raises ModelError."""
     for name in fed.given():
         if name != "image":
-            message = f"{source.name} (denoising) is not fed {name}"
-            raise ModelError("model-inputs", message, "it takes --input image:3x512x512, the images before their VAE")
+            message = f"{source.name} (denoising) has no input {name}"
+            raise ModelError("model-inputs", message, "use --input image:3x512x512, the size of images before the VAE")
     cls, config = _described(source, dict(args))
     flux = cls.__name__ == "FluxTransformer2DModel"
     channels, pixels = fed.image or (3, PIXELS * _side(config.get("sample_size") or 128))
     parts = PIXELS * (PACKED if flux else config.get("patch_size") or 2 ** (len(config["block_out_channels"]) - 1))
     if channels != 3 or pixels % parts:
         near = max(1, round(pixels / parts)) * parts
-        message = f"{source.name} denoises images of 3 channels and a multiple of {parts} pixels, got {channels}"
-        raise ModelError("model-inputs", f"{message} and {pixels}", f"--input image:3x{near}x{near}")
+        message = f"{source.name} needs images of 3 channels and a multiple of {parts} pixels, not {channels}"
+        raise ModelError("model-inputs", f"{message} and {pixels}", f"use --input image:3x{near}x{near}")
     side = pixels // PIXELS
     shape = ((side // PACKED) ** 2, config["in_channels"]) if flux else (config["in_channels"], side, side)
     first = "sample" if cls.__name__ == "UNet2DConditionModel" else "hidden_states"
@@ -60,7 +60,7 @@ def _side(size: int | list[int] | tuple[int, ...]) -> int:
 
 
 def _conditions(kind: str, config: dict[str, Any]) -> list[NamedInput]:
-    """Return what a denoiser hears beside the latents: the step, the prompt or class, and sizes."""
+    """Return a denoiser's inputs other than latents: the step, the prompt or class, and sizes."""
 
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)
@@ -82,18 +82,18 @@ def _conditions(kind: str, config: dict[str, Any]) -> list[NamedInput]:
 
 
 def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return diffusers' class of a source and all its arguments. Raises ModelError."""
+    """Return the diffusers class of a source, and all its arguments. Raises ModelError."""
     if source.origin == "preset":
         given = dict(PRESETS[source.name])
     else:
-        assert source.path is not None  # of a source that is no preset
+        assert source.path is not None  # since it is not a preset
         given = _file(Path(source.path))
     kind = given["_class_name"]
     cls = _class(source.name, kind)
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
     for key in args:
         if key not in defaults:
-            raise ModelError("model-args", f"{source.name}: {key!r} is no argument of {kind}", nearest(key, defaults))
+            raise ModelError("model-args", f"{source.name}: {kind} has no argument {key!r}", nearest(key, defaults))
     known = {name: value for name, value in given.items() if name in defaults}
     config = {**defaults, **known, **args}
     unusual = {"class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim"}
@@ -101,8 +101,8 @@ def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str
     if config.get("addition_embed_type") not in (None, "text_time"):
         found.append("addition_embed_type")
     if found:
-        message = f"{source.name}: what a UNet with {', '.join(found)} is fed is not known here"
-        raise ModelError("model-config", message, "simulate the script that trains it (zerofit simulate -- COMMAND)")
+        message = f"{source.name}: a UNet with {', '.join(found)} is not supported"
+        raise ModelError("model-config", message, "simulate your training script (zerofit simulate -- COMMAND)")
     return cls, config
 
 
@@ -119,21 +119,21 @@ def _class(name: str, kind: str) -> Any:
     try:
         import diffusers
     except ImportError:
-        message = f"{name} is a model of diffusers, which is not installed"
+        message = f"{name} needs diffusers, which is not installed"
         raise ModelError("model-library", message, "pip install 'zerofit[diffusers]'") from None
-    assert kind in DENOISERS  # the catalogue knows no others
+    assert kind in DENOISERS  # checked by the catalogue
     return getattr(diffusers, kind)
 
 
 def is_denoiser(model: nn.Module) -> bool:
-    """Return whether a model is one of diffusers'."""
+    """Return whether a model is a denoiser of diffusers."""
     return type(model).__name__ in DENOISERS and type(model).__module__.startswith("diffusers.")
 
 
 def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
-    """Return the mean squared error of what a denoiser says the noise is; `named`: its inputs, and "noise".
+    """Return the mean squared error of a denoiser's predicted noise; `named`: its inputs, and "noise".
 
-    A model that also says how sure it is (DiT) is held to the noise alone.
+    A model that also predicts a variance (DiT) is only trained on the noise.
     """
     noise, given = named.pop("noise"), {}
     for name, tensor in named.items():
@@ -143,7 +143,7 @@ def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
         else:
             given[name] = tensor
     latents = next(iter(named.values()))
-    if latents.dim() == 3:  # Flux's tokens, which have their places beside them
+    if latents.dim() == 3:  # Flux's tokens, which also need their positions
         given |= _places(latents, named["encoder_hidden_states"])
     predicted = model(**given, return_dict=False)[0]
     if predicted.shape != noise.shape:
@@ -152,7 +152,7 @@ def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
 
 
 def _places(latents: Tensor, text: Tensor) -> dict[str, Tensor]:
-    """Return row and column of each token of a square image, and zeros for those of the prompt."""
+    """Return row and column of each token of a square image, and zeros for the prompt's tokens."""
     side = round(latents.shape[1] ** 0.5)
     image = torch.zeros(side, side, 3, device=latents.device, dtype=latents.dtype)
     numbers = torch.arange(side, device=latents.device)

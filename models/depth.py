@@ -1,26 +1,26 @@
-"""The numbers of layers in a transformers config, wherever they stand, and the same model with fewer."""
+"""The numbers of layers in a transformers config, and the same config with fewer layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-Path = tuple[str, ...]  # of keys in a config
+Path = tuple[str, ...]  # keys in a config
 
 DEPTH = "num_hidden_layers"
-# an encoder's and a decoder's, by what kinds of models call them
+# keys that refer to an image encoder's layers by number; names of an encoder's and a decoder's depth
 _NUMBERED = ("vision_feature_layer", "fullatt_block_indexes", "deepstack_visual_indexes")
 _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers", "num_decoder_layers")
 
 
 def depths(config: Any) -> dict[Path, int]:
-    """Return the numbers of layers that a config names; of two models in one, or of an encoder and a decoder, each.
+    """Return the numbers of layers in a config: of each model in it, or of encoder and decoder.
 
-    An encoder of images whose inner layers are named by number is not among them: with fewer layers others would be
-    taken (LLaVA's features, Qwen3-VL's), or have another kind of attention (Qwen2.5-VL's).
+    An image encoder whose layers are referred to by number is left out: with fewer layers, other layers would be used
+    (LLaVA, Qwen3-VL), or have another kind of attention (Qwen2.5-VL).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
-    if any(hasattr(one, name) for one in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
+    if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
         within = ["text_config"]
     if within:
         found = {(name, _own(getattr(config, name))): getattr(getattr(config, name), DEPTH, None) for name in within}
@@ -32,12 +32,12 @@ def depths(config: Any) -> dict[Path, int]:
 
 
 def _own(config: Any) -> str:
-    """Return what a config calls its depth."""
+    """Return a config's own key for its number of layers."""
     return getattr(config, "attribute_map", {}).get(DEPTH, DEPTH)
 
 
 def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str, Any]:
-    """Return model args with these numbers of layers."""
+    """Return the model args with these numbers of layers."""
     made = dict(args)
     for path, count in wanted.items():
         *within, key = path
@@ -49,7 +49,7 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
 
 
 def of_all_layers(config: Any, name: str) -> Any:
-    """Return a config's value for all layers; None where it has none, or one for each layer (Gemma 4's heads)."""
+    """Return a config's value for all layers; None if it has none, or one per layer (Gemma 4's heads)."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
@@ -57,12 +57,12 @@ def of_all_layers(config: Any, name: str) -> Any:
 
 
 def leading(config: Any) -> int:
-    """Return how many layers stand before those that are all alike: DeepSeek's first ones have no experts."""
+    """Return the number of first layers that differ from the rest: DeepSeek's have no experts."""
     return of_all_layers(config, "first_k_dense_replace") or 0
 
 
 def part(config: Any, path: Path) -> Any:
-    """Return the config that a path's last key stands in."""
+    """Return the inner config that has a path's last key."""
     for name in path[:-1]:
         config = getattr(config, name)
     return config

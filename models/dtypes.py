@@ -1,4 +1,4 @@
-"""Torch's types for the precisions that a run can name."""
+"""torch's types for the precisions of a run."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.ite
 
 
 def torch_name(dtype: torch.dtype) -> str:
-    """Return torch's own name of a type, such as "float32"."""
+    """Return torch's name of a type, such as "float32"."""
     return str(dtype).removeprefix("torch.")

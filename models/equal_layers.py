@@ -1,7 +1,7 @@
-"""Layers of a transformers model that are equal, so that few of them can be traced for all.
+"""Equal layers of a transformers model, of which only a few need to be traced.
 
-A config's number of layers shows only where to look. A Swin's counts stages, no two of them alike, and a hybrid's
-counts layers of several kinds: what the built model has decides.
+The config's number of layers is not enough (Swin's counts stages, which all differ, and a hybrid's counts layers of
+several kinds), so that the built model is inspected.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from zerofit.models.partial import differ_by_layer
 from zerofit.models.quantized import without_bits
 from zerofit.models.sections import block_lists
 
-ENOUGH = 2  # of equal layers: the first may make what all share, so the second stands for all
+ENOUGH = 2  # equal layers to trace: the first may create what all share, and the second represents the rest
 
 
 def equal_layers(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> dict[Path, int]:
-    """Return where a config counts layers that are equal, and how many layers there are; {} where all are needed.
+    """Return the config's keys that count equal layers, with their values; {} if all layers must be traced.
 
-    All behind the leading ones and the first are equal: in their modules, shapes and settings. The model with
-    `few_layers` has as many parameters less as they say. Raises ModelError for a model that cannot be built.
+    Equal layers have the same modules, shapes and settings; the leading ones and the first may differ. The number of
+    parameters is checked with `few_layers`. Raises ModelError for a model that cannot be built.
     """
     if source.family != "transformers":
         return {}
-    content = json.dumps([source_config(source), args])  # of a file that may have changed since
+    content = json.dumps([source_config(source), args])  # in the cache's key, since the file may change
     return dict(_equal_layers(replace(without_bits(source), pretrained=None), inputs, content))
 
 
 def few_layers(config: Any, path: Path) -> int:
-    """Return the number of layers that a trace needs where a config counts equal ones."""
+    """Return the number of layers to trace."""
     return leading(part(config, path)) + ENOUGH
 
 
@@ -59,7 +59,7 @@ def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> d
         return {}
     with torch.device("meta"):
         whole = build(source, inputs, args)
-    fed = inputs if any(len(path) > 1 for path in few) else None  # a part that does not run is not traced either
+    fed = inputs if any(len(path) > 1 for path in few) else None  # run the model to find the parts that are used
     stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(whole, fed) if path in few]
     mixed = {path for path, blocks in stood_for if not _all_equal(blocks)}
     stood_for = [(path, blocks) for path, blocks in stood_for if path not in mixed]
@@ -67,7 +67,7 @@ def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> d
     try:
         with torch.device("meta"):
             small = build(source, inputs, with_depths(args, {path: few[path] for path in found}))
-    except ModelError:  # other values of the config go with its number of layers
+    except ModelError:  # other values of the config depend on its number of layers
         return {}
     less = sum((len(blocks) - 1) * parameter_count(blocks[0]) for _, blocks in stood_for)
     return found if parameter_count(whole) - parameter_count(small) == less else {}
@@ -79,7 +79,7 @@ def _all_equal(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _equal(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], place: int) -> bool:
-    """Return whether a block has the facts of the first, but for numbers that count the blocks."""
+    """Return whether a block equals the first, except for numbers that count blocks."""
     return len(first) == len(other) and all(
         a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == place)
         for a, b in zip(first, other, strict=True)

@@ -1,8 +1,7 @@
 """transformers models, from a config or from a pretrained folder.
 
-Initial weights are the same numbers from a seed, however little of the model is kept. A model is made on the meta
-device and initialised module by module in transformers' order; draws for tensors that stay on meta are made, too, and
-dropped, so that the tensors that are kept get the numbers that they would get in the whole model.
+A seed gives the same initial weights, whatever part of the model is kept. A model is built on the meta device and
+initialised module by module in transformers' order. Numbers for tensors that stay on meta are drawn too, and dropped.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def transformers_model(
 ) -> nn.Module:
     """Build a transformers model on the current default device: pretrained, or with random initial weights.
 
-    Parameters are `stored` module by module, or file tensor by file tensor, so that the model never lies in memory
-    whole in fp32. `keep`: see `materialise`.
+    Parameters are `stored` module by module, or tensor by tensor from files, so that the full fp32 model is never in
+    memory. `keep`: see `materialise`.
 
-    Initial weights are drawn as transformers' own `initialize_weights` draws them, on the CPU, and nothing else is
-    drawn: so the same numbers come out whole, stage by stage (`materialise`), and partitioned as the model is built
-    (an HfDeepSpeedConfig of ZeRO stage 3 alive). `from_config` alone would first draw torch's default weights, except
-    under ZeRO-3, and so begin elsewhere.
+    Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
+    numbers are the same for the full model, for a pipeline stage (`materialise`), and for a model that is partitioned
+    while it is built (with an HfDeepSpeedConfig of ZeRO stage 3). `from_config` alone would first draw torch's default
+    weights, except under ZeRO-3.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -67,8 +66,8 @@ def transformers_model(
     device = torch.empty(0).device
     if source.origin == PRETRAINED and device.type != "meta":
         alone = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
-        with alone:  # for a head that the folder does not hold
-            # which transformers gives for evaluation: without dropout, and int8 layers would quantise what they are fed
+        with alone:  # for a head that is not in the folder
+            # transformers returns it in evaluation mode: without dropout, and int8 layers would quantise their inputs
             return _rotary_in_fp32(_pretrained(source, config, stored, keep)).train()
     if is_deepspeed_zero3_enabled() and device.type != "meta":
         with _as_without_zero3():
@@ -79,13 +78,13 @@ def transformers_model(
     if device.type == "meta":
         return model
     drawn = _initialise(model, keep, stored)
-    return drawn if device.type == "cpu" else drawn.to(device)  # as `torch.device("cuda")` around this asks for
+    return drawn if device.type == "cpu" else drawn.to(device)  # with torch.device("cuda") around this
 
 
 def _refuse_empty(model: nn.Module, source: ModelSource) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.numel():
-            message = f"{source.name}: {name} has the shape {tuple(parameter.shape)}, so nothing is in it"
+            message = f"{source.name}: {name} is empty, its shape is {tuple(parameter.shape)}"
             raise ModelError("model-args", message, "correct --model-args or the config")
 
 
@@ -97,20 +96,20 @@ def _auto_class(task: str):
 
 
 def _from_config(source: ModelSource, config: Any) -> nn.Module:
-    """Build the bare model in fp32; transformers takes sdpa attention wherever the model has it."""
+    """Build the model in fp32; transformers uses sdpa attention if the model supports it."""
     try:
         with _head_apart(config):
             return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # a shape that does not fit shows in many ways
+    except Exception as error:  # wrong shapes raise many kinds of errors
         message = f"{source.name} cannot be built from its config: {reason_of(error)}"
         raise ModelError("model-args", message, "correct --model-args or the config") from error
 
 
 @contextmanager
 def _head_apart(config: Any) -> Iterator[None]:
-    """Give T5 1.1 and Flan-T5 a head of their own, as their files have it; transformers' class ties it as in T5.
+    """Give T5 1.1 and Flan-T5 a separate head, as in their files; transformers' class ties it as in T5.
 
-    (transformers/models/t5: `scale_decoder_outputs` is what is left of the config's "tie_word_embeddings")
+    (transformers/models/t5: `scale_decoder_outputs` is what remains of the config's "tie_word_embeddings")
     """
     if getattr(config, "scale_decoder_outputs", True):
         yield
@@ -128,9 +127,9 @@ def _head_apart(config: Any) -> Iterator[None]:
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load weights from the folder; only a classifier's head may differ or lack, and then starts anew."""
+    """Load weights from the folder. Only a classifier's head may be missing or differ; it is then initialised."""
     quantized = source_config(source).get(QUANTIZED)
-    if quantized:  # of a method that does so (`source_of`)
+    if quantized:  # by one of the methods in DEQUANTIZED (`source_of`)
         config.quantization_config = {**quantized, "dequantize": True}
     try:
         with _stored_as_read(stored, keep) as read:
@@ -143,34 +142,34 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
                 ignore_mismatched_sizes=source.task in ("image", "classify", "tag"),
                 output_loading_info=True,
             )
-    except Exception as error:  # a damaged or foreign file shows in many ways
+    except Exception as error:  # damaged or foreign files raise many kinds of errors
         message = f"{source.path} cannot be loaded: {reason_of(error)}"
-        raise ModelError("model-weights", message, "is the download complete, and made for this config?") from error
+        raise ModelError("model-weights", message, "is the download complete, and for this config?") from error
     for name, saved, wanted in loaded["mismatched_keys"]:
         if wanted[0] != config.num_labels:
-            message = f"{source.path} holds {name} of shape {tuple(saved)}, the config asks for {tuple(wanted)}"
-            raise ModelError("model-weights", message, "only the number of classes may differ: correct --model-args")
+            message = f"{source.path} has {name} of shape {tuple(saved)}, but the config needs {tuple(wanted)}"
+            raise ModelError("model-weights", message, "only the number of classes may differ; correct --model-args")
     drawn = [name for name in loaded["missing_keys"] if source.task == "image" and not _of_head(model, config, name)]
     if drawn:
-        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}, which would be drawn at random"
-        raise ModelError("model-weights", message, "is the download complete, and made for this config?")
+        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}, which would be random"
+        raise ModelError("model-weights", message, "is the download complete, and for this config?")
     if stored == IN_FP32 and keep is None:
         return model
     rest = {name: take for name, take in stored.slices.items() if name not in read}
-    return store_parameters(model, replace(stored, slices=rest), keep)  # those that the folder does not hold
+    return store_parameters(model, replace(stored, slices=rest), keep)  # those that are not in the folder
 
 
 def _of_head(model: nn.Module, config: Any, name: str) -> bool:
-    """Return whether a tensor has one row a class; a body's folder has none of these."""
+    """Return whether a tensor has one row per class, as the head does."""
     tensor = model.state_dict().get(name)
     return tensor is None or tuple(getattr(tensor, "ds_shape", tensor.shape))[:1] == (config.num_labels,)
 
 
 @contextmanager
 def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]:
-    """Let transformers store each parameter as soon as it has read it, one at a time, and drop what is not to be kept.
+    """Make transformers store each parameter as soon as it is read, one at a time, and drop those not in `keep`.
 
-    By itself it reads all in fp32 first. Gives the names of what was read, which grow as it reads.
+    By default it first reads all of them in fp32. Yields the growing set of the names that were read.
     (transformers/core_model_loading.py: set_param_for_module)
     """
     from transformers import core_model_loading
@@ -185,11 +184,11 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
             return
         kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
         original(model, name, value.detach() if kept else value.detach().to("meta"), *more, **named)
-        parameter = own[attribute]  # the old one, on meta, where the shape is not the model's
+        parameter = own[attribute]  # still the old one, on meta, if the shape differs
         if parameter is not None and not parameter.is_meta:
             data = stored.store(parameter.data, name)
             parameter.requires_grad_(parameter.requires_grad and data.is_floating_point())
-            parameter.data = data  # the same object: transformers has noted on it that it is there
+            parameter.data = data  # the same object, which transformers has marked as loaded
             read.add(name)
 
     if stored == IN_FP32 and keep is None:
@@ -201,11 +200,11 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
 
 
 def materialise(model: nn.Module, seed: int, keep: set[str] | None = None, stored: Stored = IN_FP32) -> nn.Module:
-    """Give a transformers model made on the meta device its initial weights; the model itself is changed.
+    """Initialise a transformers model that was built on the meta device, in place.
 
-    `keep` names the parameters to hold in memory (None: all); the others stay on meta, whatever their size. What is
-    kept is bit-identical to the weights that `build` gives after `torch.manual_seed(seed)`, cast where they are stored
-    so. A tied parameter is kept if any of its names is. Buffers become real everywhere, on the CPU: they are small.
+    `keep` names the parameters to keep in memory (None: all); the others stay on meta. The weights are exactly those of
+    `build` after `torch.manual_seed(seed)`, then cast if `stored` says so. A tied parameter is kept if any of its
+    names is in `keep`. All buffers become real, on the CPU, since they are small.
     """
     torch.manual_seed(seed)
     return _initialise(model, keep, stored)
@@ -213,12 +212,12 @@ def materialise(model: nn.Module, seed: int, keep: set[str] | None = None, store
 
 @torch.no_grad()
 def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
-    """Do what `materialise` does, from wherever torch's global random stream stands."""
+    """Do the work of `materialise`, from the present state of torch's global generator."""
     from transformers.initialization import guard_torch_init_functions
 
     transformer = cast("PreTrainedModel", model)
     tied: dict[str, str] = dict(transformer.all_tied_weights_keys)
-    # names of the parameters to make real, each tied one under the name of its source
+    # names of the parameters to make real; tied ones by the name of their source
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
     _untie(model, tied)
@@ -231,14 +230,14 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     with guard_torch_init_functions(), _drawing_in_fp32():
         _apply(model, transformer._initialize_weights, real, stored)
     temperature = getattr(transformer.config, "logit_scale_init_value", None)
-    if temperature is not None and hasattr(model, "logit_scale"):  # which its constructor sets (modeling_clip.py)
+    if temperature is not None and hasattr(model, "logit_scale"):  # set by its constructor (modeling_clip.py)
         cast(Tensor, model.logit_scale).fill_(temperature)
     transformer.tie_weights()
     return model
 
 
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
-    """Give each tied parameter a tensor of its own, since each is drawn before it is tied."""
+    """Give each tied parameter its own tensor, since each is drawn before tying."""
     for name in tied:
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -246,10 +245,10 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
 
 
 def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
-    """Initialise children first, each model within a model by its own rules, as `initialize_weights` does.
+    """Initialise children first, and inner models by their own rules, like `initialize_weights`.
 
-    A module's own parameters, those of the ids in `real` (with their names), are whole and in fp32 on the CPU only
-    while it is initialised.
+    A module's own parameters, if their ids are in `real` (id -> name), are in fp32 on the CPU only during its
+    initialisation.
     """
     from transformers import PreTrainedModel
 
@@ -257,7 +256,7 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
         rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one
         _apply(child, rules, real, stored)
     if vars(module)["_is_hf_initialized"]:
-        return  # in two places of the model
+        return  # already done: it is in the model twice
     own = module._parameters
     names = {name: real[id(p)] for name, p in own.items() if id(p) in real}
     for name, parameter in own.items():
@@ -272,9 +271,9 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
 
 @contextmanager
 def _drawing_in_fp32() -> Iterator[None]:
-    """Let transformers' random initialisers draw on the CPU in fp32 for every tensor, one on meta and a stored one too.
+    """Make transformers' random initialisers draw on the CPU in fp32 for all tensors, including meta and stored ones.
 
-    How many numbers they draw can depend on the numbers (trunc_normal_ rejects some), so they must really run.
+    They must really run, since the number of draws can depend on the numbers (trunc_normal_ rejects some).
     """
     from transformers import initialization
 
@@ -295,11 +294,10 @@ def _drawing_in_fp32() -> Iterator[None]:
 
 @contextmanager
 def _as_without_zero3() -> Iterator[None]:
-    """Let a model that transformers partitions as it is built (ZeRO-3) draw the numbers that others draw.
+    """Make a model that transformers partitions while it is built (ZeRO-3) draw the same numbers as other models.
 
-    Its initialisation starts where the random stream stood before modules were constructed, since some constructors
-    draw values that are overwritten later; and it draws on the CPU in fp32, since on another device or in another
-    precision the same seed gives other numbers.
+    Initialisation starts with the random state from before the constructors, since some of these draw values that are
+    overwritten later. It draws on the CPU in fp32, since other devices and precisions give other numbers.
     """
     from transformers import PreTrainedModel
 
@@ -314,7 +312,7 @@ def _as_without_zero3() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(PreTrainedModel, "_initialize_weights", on_cpu))
-        if is_older("transformers", (5, 23)):  # which does both itself
+        if is_older("transformers", (5, 23)):  # 5.23 does both itself
             stack.enter_context(_gathered_with_children())
             stack.enter_context(_exact_ranges())
         yield
@@ -322,9 +320,9 @@ def _as_without_zero3() -> Iterator[None]:
 
 @contextmanager
 def _exact_ranges() -> Iterator[None]:
-    """Let torch.arange give the type that it is asked for: rotary frequencies are made of ranges, in fp32.
+    """Make torch.arange return the requested type, since rotary frequencies are computed from fp32 ranges.
 
-    Under ZeRO-3 DeepSpeed casts them to the lower type, and transformers keeps it from that only from 5.23 on.
+    Under ZeRO-3 DeepSpeed casts them to 16 bits, which transformers prevents from 5.23 on.
     (deepspeed/runtime/zero/partition_parameters.py)
     """
     from deepspeed.runtime.zero import partition_parameters as zero
@@ -341,9 +339,9 @@ def _exact_ranges() -> Iterator[None]:
 
 @contextmanager
 def _gathered_with_children() -> Iterator[None]:
-    """Let a module's rules write to its children's parameters under ZeRO-3 too, as GPT-2's do to `c_proj`.
+    """Make a module's initialisation of its children's parameters work under ZeRO-3, as of GPT-2's `c_proj`.
 
-    Before 5.23 transformers gathers a module's own parameters only, and those rules write to empty tensors.
+    Before 5.23 transformers only gathers a module's own parameters, so that it would write to empty tensors.
     (transformers/integrations/deepspeed.py: initialize_weights_zero3)
     """
     from transformers import PreTrainedModel
@@ -375,7 +373,7 @@ def _gathered_with_children() -> Iterator[None]:
 
 @contextmanager
 def _held_on_cpu(module: nn.Module) -> Iterator[None]:
-    """Make the gathered parameters of a module and its children fp32 tensors on the CPU."""
+    """Move the gathered parameters of a module and its children to fp32 on the CPU within the block."""
     owners = [module, *module.children()]
     parameters = {id(p): p for owner in owners for p in owner.parameters(recurse=False)}
     gathered = {key: p.data for key, p in parameters.items()}
@@ -388,9 +386,9 @@ def _held_on_cpu(module: nn.Module) -> Iterator[None]:
 
 
 def _rotary_in_fp32(model: nn.Module) -> nn.Module:
-    """Keep the frequencies of rotary embeddings in fp32 when the model is cast, as an engine does for bf16 and fp16.
+    """Keep the frequencies of rotary embeddings in fp32 when an engine casts the model to bf16 or fp16.
 
-    Rounded to bf16, angles at position 1000 would be off by whole radians.
+    In bf16, angles at position 1000 would be wrong by several radians.
     """
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:

@@ -1,4 +1,4 @@
-"""Configs of transformers: a preset or a file, fitted to a model's inputs and to what a user sets."""
+"""Configs of transformers, from a preset or a file, adapted to the inputs and the user's arguments."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from zerofit.models.depth import DEPTH, depths, of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
 from zerofit.spec.errors import reason_of
 
-EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # as Mixtral, DeepSeek and Qwen have it
-FRAMES_A_POSITION = 2  # Whisper's second convolution halves them
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # of Mixtral, DeepSeek and Qwen
+FRAMES_A_POSITION = 2  # Whisper's second convolution has stride 2
 _OF_LAYERS = ("layer_types", "stage_names", "out_features", "out_indices")
 
-# the most that a config may name, by its key: each of them is made by itself, and transformers counts labels in a list
+# limits by key: each layer and expert is built separately, and transformers makes a list of the labels
 MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 100_000, r"^num_labels$": 1_000_000}
 KERNELS = re.compile(r"^_?(attn|experts)_implementation")
-PLAIN_KERNELS = ("eager", "sdpa", None)  # which come with torch and transformers
+PLAIN_KERNELS = ("eager", "sdpa", None)  # part of torch and transformers
 
-# these count positions from behind the padding id
+# these model types count positions from the padding id + 1
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
 
 
 def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]):
-    """Make the transformers config: the preset or file, fitted to the inputs, with `args` on top of both.
+    """Return the transformers config: the preset or file, adapted to the inputs, with `args` on top.
 
-    For images it gets the number of labels and channels and the image size; the patch size stays, unless the image is
-    smaller than one patch, which is then a quarter of the image. For text the vocabulary stays as it is and must hold
-    every id; the sequence must fit into the model's positions.
+    For images, the numbers of labels and channels and the image size are set. If an image is smaller than a patch, the
+    patch becomes a quarter of the image. For text, all ids must be in the vocabulary, and the sequence must fit the
+    model's positions.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -39,7 +39,7 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
     base = _trained(PreTrainedConfig._decode_special_floats(source_config(source)))
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
-        hint = nearest(model_type, CONFIG_MAPPING.keys(), "take a model_type of this transformers version")
+        hint = nearest(model_type, CONFIG_MAPPING.keys(), "use a model_type of this transformers version")
         raise ModelError("model-config", f"{source.name}: transformers has no model_type {model_type!r}", hint)
     cls = CONFIG_MAPPING[model_type]
     merged = _merge(cls, base, args, source.name)
@@ -53,21 +53,18 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
 
 @contextmanager
 def _values_refused(name: str, cls: type) -> Iterator[None]:
-    """Turn whatever a config class, or what is derived from its values, raises on bad ones into a ModelError."""
+    """Turn any error from a config class with bad values into a ModelError."""
     try:
         yield
     except ModelError:
         raise
-    except Exception as error:  # transformers raises errors of many types on a bad config
+    except Exception as error:  # a bad config raises many types of errors
         message = f"{name}: {cls.__name__} refuses these values: {reason_of(error)}"
         raise ModelError("model-args", message, "correct --model-args or the config") from None
 
 
 def _refuse_endless(name: str, values: Any, key: str = "") -> None:
-    """Raise ModelError for a number of layers, experts or labels that no model has, and that would be made one by one.
-
-    `values` are a config's, read at any depth.
-    """
+    """Raise ModelError for an impossibly large number of layers, experts or labels anywhere in a config's `values`."""
     if isinstance(values, dict):
         for inner, value in values.items():
             _refuse_endless(name, value, str(inner))
@@ -76,7 +73,7 @@ def _refuse_endless(name: str, values: Any, key: str = "") -> None:
     numbers = [*values, len(values)] if isinstance(values, list) else [values]
     largest = max((n for n in numbers if isinstance(n, int | float) and n > most), default=None)
     if largest is not None:
-        message = f"{name}: {key} is {largest:,}, and a model is built from at most {most:,}"
+        message = f"{name}: {key} is {largest:,}; allowed: at most {most:,}"
         raise ModelError("model-args", message, "correct --model-args or the config")
 
 
@@ -84,11 +81,11 @@ def _refuse_no_layers(name: str, config: Any) -> None:
     for path, count in depths(config).items():
         if count < 1:
             message = f"{name}: {'.'.join(path)} is {count}"
-            raise ModelError("model-args", message, "a model has one layer or more: correct --model-args or the config")
+            raise ModelError("model-args", message, "use 1 or more: correct --model-args or the config")
 
 
 def notes_of_config(name: str, values: dict[str, Any]) -> list[str]:
-    """Return a sentence on each key of a config that a training leaves out, and what it does in its place."""
+    """Return a sentence for each key of a config that training ignores, and what it does instead."""
     return [f"{name}: {key} {text}" for key, text in _left_out(values)]
 
 
@@ -96,15 +93,15 @@ def _left_out(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if key == QUANTIZED and value:
             method = value.get("quant_method", "") if isinstance(value, dict) else value
-            yield key, f"({method}) is left out: training has whole weights, or --quantize beside adapters (--lora)"
+            yield key, f"({method}) is ignored: training uses full weights, or --quantize with adapters (--lora)"
         elif _names_kernel(key, value):
-            yield key, f"{value!r} is left out: kernels are torch's (sdpa, which has flash attention on GPUs)"
+            yield key, f"{value!r} is ignored: torch's kernels are used (sdpa, with flash attention on GPUs)"
         elif isinstance(value, dict):
             yield from ((f"{key}.{inner}", text) for inner, text in _left_out(value))
 
 
 def _trained(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without what `notes_of_config` names: transformers would look for kernels on the hub."""
+    """Return a config without the keys that training ignores; transformers would look for kernels on the hub."""
     kept = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
     return {key: _trained(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
@@ -123,21 +120,21 @@ def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: dict[str
     if isinstance(inputs, TextInputs | LabelledTextInputs | NamedInputs):
         _check_text(source.name, config, inputs)
     text = config.get_text_config()
-    # Mixtral: DeepSpeed's sequence parallel attention needs the number
+    # Mixtral: DeepSpeed's sequence parallel attention needs this number
     if vars(text).get("head_dim", 0) is None and of_all_layers(text, "num_attention_heads") is not None:
         text.head_dim = text.hidden_size // text.num_attention_heads
-    # a Granite 4 of no experts and a Jamba of one have the options of a router, and none
+    # a Granite 4 without experts and a Jamba with one have router options, but no router
     routed = not any(of_all_layers(config, name) in (0, 1) for name in EXPERTS)
     if routed and hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
-        config.output_router_logits = True  # without it the experts' balance would go untrained
+        config.output_router_logits = True  # needed to train the experts' balance
     config.return_dict = True  # outputs are read by name
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest sequence in tokens that a transformers config allows, or None where it names no limit."""
+    """Return the maximum sequence length in tokens of a transformers config, or None without a limit."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
-    if positions is None or positions <= 0:  # XLNet has -1 for none
+    if positions is None or positions <= 0:  # XLNet has -1 for no limit
         return None
     if getattr(text, "model_type", None) not in _OFFSET_POSITIONS:
         return positions
@@ -145,12 +142,12 @@ def max_positions(config: Any) -> int | None:
 
 
 def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the config's keys with `args` over them, both under the config class's own names."""
+    """Merge `args` into the config, with the config class's own key names."""
     canonical = getattr(cls, "attribute_map", {})
     known = set(base) | set(canonical) | {"num_labels"} | (set(cls().to_dict()) if args else set())
     for key in args:
         if key not in known:
-            documented = f"see transformers' documentation of {cls.__name__}"
+            documented = f"see the documentation of {cls.__name__} in transformers"
             hint = nearest(key, known - {"model_type", "architectures"}, documented)
             message = f"{name}: {key!r} is not a key of {cls.__name__}"
             raise ModelError("model-args", message, hint)
@@ -158,14 +155,14 @@ def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> 
     for key, value in args.items():
         own = canonical.get(key, key)
         inner = merged.get(own)
-        if isinstance(inner, dict) and isinstance(value, dict):  # of a model within: what is not named stays
+        if isinstance(inner, dict) and isinstance(value, dict):  # an inner model's config: other keys stay
             value = {**_without_old_layers(inner, value, {}), **value}
         merged[own] = value
     return merged
 
 
 def _without_old_layers(base: dict[str, Any], args: dict[str, Any], canonical: dict[str, str]) -> dict[str, Any]:
-    """Leave out what a config says of each of its layers, where the args name another number of them."""
+    """Drop the config's lists with a value per layer if the args change the number of layers."""
     if DEPTH not in {canonical.get(key, key) for key in args} | set(args):
         return base
     return {key: value for key, value in base.items() if key not in _OF_LAYERS or key in args}
@@ -179,8 +176,8 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dic
         if isinstance(getattr(config, key), list | tuple):  # height and width
             value = type(getattr(config, key))([value] * len(getattr(config, key)))
         if source.origin == PRETRAINED and key != "num_labels" and getattr(config, key) != value:
-            message = f"{source.name} was trained with {key} {getattr(config, key)}, the data has {value}"
-            hint = f"--image-size {config.image_size}" if key == "image_size" else "take other data, or a fresh model"
+            message = f"{source.name} was trained with {key} {getattr(config, key)}, but the data has {value}"
+            hint = f"use --image-size {config.image_size}" if key == "image_size" else "use other data, or a new model"
             raise ModelError("model-shape", message, hint)
         setattr(config, key, value)
     patch = getattr(config, "patch_size", None)
@@ -188,16 +185,16 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dic
         if inputs.size < patch and "patch_size" not in args:
             config.patch_size = patch = max(1, inputs.size // 4)
         if patch < 1:
-            raise ModelError("model-args", f"{source.name}: patch_size is {patch}", "take one from 1 on")
+            raise ModelError("model-args", f"{source.name}: patch_size is {patch}", "use 1 or more")
         if config.image_size % patch:
             message = f"{source.name}: image size {config.image_size} is not a multiple of the patch size {patch}"
             nearest_size = max(1, round(config.image_size / patch)) * patch
-            hint = f"--image-size {nearest_size}, or another patch: --model-args '{{\"patch_size\": N}}'"
+            hint = f"use --image-size {nearest_size}, or --model-args '{{\"patch_size\": N}}'"
             raise ModelError("model-shape", message, hint)
 
 
 def _fit_classes(config: Any, inputs: LabelledTextInputs, args: dict[str, Any]) -> None:
-    """Name the classes, and the padding, behind which a decoder's head finds the last token of a text."""
+    """Set the class names, and the padding id, by which a decoder's head finds the last token of a text."""
     if "num_labels" not in args:
         config.id2label = dict(enumerate(inputs.classes))
         config.label2id = {name: number for number, name in enumerate(inputs.classes)}
@@ -207,27 +204,27 @@ def _fit_classes(config: Any, inputs: LabelledTextInputs, args: dict[str, Any]) 
 
 
 def _fit_named(config: Any, inputs: NamedInputs) -> None:
-    """Give the config the size of its images or the length of its spectrograms, and what a decoder begins with."""
+    """Set the image size, the length of spectrograms, and the decoder's start token."""
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id  # with which T5 begins
-    for one in inputs.tensors:
-        if one.name == "pixel_values" and one.image is None:
-            config.vision_config.num_channels, config.vision_config.image_size = one.shape[:2]
-        if one.name == "input_features":
-            config.max_source_positions = one.shape[1] // FRAMES_A_POSITION
+        config.decoder_start_token_id = config.pad_token_id  # as in T5
+    for tensor in inputs.tensors:
+        if tensor.name == "pixel_values" and tensor.image is None:
+            config.vision_config.num_channels, config.vision_config.image_size = tensor.shape[:2]
+        if tensor.name == "input_features":
+            config.max_source_positions = tensor.shape[1] // FRAMES_A_POSITION
 
 
 def _check_text(name: str, config: Any, inputs: TextInputs | LabelledTextInputs | NamedInputs) -> None:
     text = config.get_text_config()
     vocab, positions = getattr(text, "vocab_size", None), max_positions(config)
     if vocab is not None and inputs.vocab_size > vocab:
-        message = f"{name} has a vocabulary of {vocab} ids, the tokenizer gives {inputs.vocab_size}"
-        hint = f"--model-args '{{\"vocab_size\": {inputs.vocab_size}}}', or another --tokenizer"
+        message = f"{name} has a vocabulary of {vocab} ids, but the tokenizer has {inputs.vocab_size}"
+        hint = f"use --model-args '{{\"vocab_size\": {inputs.vocab_size}}}', or another --tokenizer"
         raise ModelError("model-shape", message, hint)
     if isinstance(inputs, NamedInputs):
-        longest = max(one.shape[0] for one in inputs.tensors if one.ids is not None)
+        longest = max(tensor.shape[0] for tensor in inputs.tensors if tensor.ids is not None)
     else:
         longest = inputs.seq_len
     if positions is not None and longest > positions:
-        message = f"{name} takes at most {positions} tokens, got sequences of {longest}"
-        raise ModelError("model-shape", message, f"--seq-len {positions}, or less")
+        message = f"{name} supports at most {positions} tokens, not {longest}"
+        raise ModelError("model-shape", message, f"use --seq-len {positions} or less")

@@ -1,7 +1,7 @@
-"""Images as rows of patches, with a grid that says where each lies: what Qwen's vision-language models are fed.
+"""Images as rows of patches with a grid of positions: the inputs of Qwen's vision-language models.
 
-The models look at the grids' values to cut attention and to place tokens. All samples have one image of one size, so
-that these are numbers of the host here, as arrays of numpy that neither a device nor a fake tensor hides.
+The models read the grids' values to split attention and place tokens. All samples have one image of one size, so that
+these values are known on the host, as numpy arrays that also work with fake tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zerofit.models.inputs import NamedInput, NamedInputs
 
 
 def grid_arguments(model: Any, inputs: NamedInputs, named: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments that follow from one square image at the beginning of each sample's text.
+    """Return the arguments for one square image at the beginning of each sample's text.
 
-    `named`: the batch's tensors by their names; the patches of all images become rows of one matrix.
+    `named`: the batch's tensors by name. The patches of all images become rows of one matrix.
     """
     config, text = model.config, model.model.language_model
-    if hasattr(text, "_deepstack_process"):  # Qwen3-VL's: would count an image's places in the text's mask
+    if hasattr(text, "_deepstack_process"):  # Qwen3-VL's function would read the text's mask
         text._deepstack_process = _add_to_places
-    image = next(one for one in inputs.tensors if one.name == "pixel_values")
+    image = next(tensor for tensor in inputs.tensors if tensor.name == "pixel_values")
     pixels = named["pixel_values"]
     count, side, device = len(pixels), math.isqrt(image.shape[0]), pixels.device
     windows = getattr(config.vision_config, "window_size", None)
@@ -43,13 +43,13 @@ def grid_arguments(model: Any, inputs: NamedInputs, named: Mapping[str, Tensor])
 
 
 def _facts(vision: Any) -> tuple[int, int, int]:
-    """Return merge size, patch size, and the learned positions of a vision config (0: it has none)."""
+    """Return merge size, patch size, and number of learned positions (or 0) of a vision config."""
     return vision.spatial_merge_size, vision.patch_size, getattr(vision, "num_position_embeddings", 0)
 
 
 @cache
 def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int | None) -> dict[str, np.ndarray]:
-    """Return what transformers computes of the grids of `count` equal images (transformers/vision_utils.py)."""
+    """Return transformers' values for the grids of `count` equal images (transformers/vision_utils.py)."""
     from transformers import vision_utils
 
     merge, patch, learned = facts
@@ -75,8 +75,8 @@ def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int
 
 
 def _positions(tokens: NamedInput, side: int, count: int, device: torch.device) -> Tensor:
-    """Return the positions (3, count, tokens) in time, height and width: an image's, then those of text behind it."""
-    assert tokens.first is not None  # the image's places
+    """Return positions (3, count, tokens) in time, height and width: of an image, then of the text after it."""
+    assert tokens.first is not None  # the image's tokens
     rest = tokens.shape[0] - tokens.first[1]
     rows = torch.arange(side, device=device).repeat_interleave(side)
     columns = torch.arange(side, device=device).repeat(side)
@@ -86,9 +86,9 @@ def _positions(tokens: NamedInput, side: int, count: int, device: torch.device) 
 
 
 def _add_to_places(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-    """Add an image's features to the first tokens of each text (transformers/models/qwen3_vl: _deepstack_process).
+    """Add an image's features to the first tokens of each text, without reading the mask's values.
 
-    With the places that a mask of them comes to, without asking the mask for their number.
+    (transformers/models/qwen3_vl: _deepstack_process)
     """
     hidden_states, count = hidden_states.clone(), len(visual_pos_masks)
     hidden_states[_places(count, visual_embeds)] = hidden_states[_places(count, visual_embeds)] + visual_embeds

@@ -1,4 +1,4 @@
-"""Inputs of a model: the facts of the data that a model's shape depends on."""
+"""Inputs of a model: the facts about the data that a model's shape depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ImageInputs:
     channels: int
     size: int  # height and width in pixels
     classes: int
-    # by channel, of pixels between 0 and 1: what they are scaled by; None where that is not known
+    # normalisation per channel of pixels between 0 and 1; None if unknown
     mean: tuple[float, ...] | None = field(default=None, compare=False)
     std: tuple[float, ...] | None = field(default=None, compare=False)
 
@@ -37,57 +37,57 @@ class TableInputs:
 class TextInputs:
     """Token sequences: int64 (batch, seq_len), ids below vocab_size."""
 
-    vocab_size: int  # ids the tokenizer can give, special tokens included
+    vocab_size: int  # the tokenizer's number of ids, with special tokens
     seq_len: int
-    mask_id: int | None = None  # the id that masked-LM training puts in place of a token
-    packed: bool = False  # documents in one sample that must not see each other: position ids say where each begins
+    mask_id: int | None = None  # the id that replaces a token in masked language modelling
+    packed: bool = False  # samples have several documents, separated by position ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTextInputs:
-    """Padded texts, with a class for each or (`tags`) for each token: int64 (batch, seq_len), and a mask of them."""
+    """Padded texts with a class per text or (`tags`) per token: int64 (batch, seq_len), and a mask."""
 
-    vocab_size: int  # ids the tokenizer can give, special tokens included
+    vocab_size: int  # the tokenizer's number of ids, with special tokens
     seq_len: int
-    classes: tuple[str, ...]  # their names, in the order of their ids
+    classes: tuple[str, ...]  # names, in the order of ids
     pad_id: int
     tags: bool = False
-    pairs: bool = False  # a text has two parts, which "token_type_ids" tell apart
+    pairs: bool = False  # texts have two parts, marked by "token_type_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedInput:
-    """One tensor that a model's forward takes by name, as a sample has it."""
+    """One named tensor of a model's forward, for one sample."""
 
     name: str  # of the forward's argument
     shape: tuple[int, ...]  # without the batch
     ids: int | None = None  # int64 ids below this number; None: float32
-    first: tuple[int, int] | None = None  # an id, and how often a sample of ids begins with it
-    image: tuple[int, int] | None = None  # channels and side of the image that these patches or latents are of
+    first: tuple[int, int] | None = None  # an id, and how often it is repeated at the beginning of a sample
+    image: tuple[int, int] | None = None  # channels and side of the image behind these patches or latents
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedInputs:
-    """Tensors by name, of a model that gives its own loss (see `zerofit.spec.model_facts.gives_loss`)."""
+    """Named tensors of a model that returns its own loss (see `zerofit.spec.model_facts.gives_loss`)."""
 
-    tensors: tuple[NamedInput, ...]  # the first is what a batch calls "inputs", the last its "labels"
-    vocab_size: int  # 0: no ids are read
-    seq_len: int | None  # tokens of a sample: an encoder's where text goes into one, else the text's; None: latents
-    padded: bool = False  # samples may end early: labels there are -100, and the loss is the mean over the others
+    tensors: tuple[NamedInput, ...]  # the first is "inputs" in a batch, the last "labels"
+    vocab_size: int  # 0: no ids
+    seq_len: int | None  # tokens per sample (of the encoder, if there is one); None: latents
+    padded: bool = False  # samples may end early; labels there are -100 and are ignored by the loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fed:
-    """What a user has said of the inputs; None where the model's config decides."""
+    """The user's settings of the inputs; None: from the model's config."""
 
-    image: tuple[int, int] | None = None  # channels, pixels of a side
+    image: tuple[int, int] | None = None  # channels, side in pixels
     decoder: int | None = None  # tokens of the decoder
     frames: int | None = None  # of a spectrogram
-    packed: bool | None = None  # a sample of text holds documents that must not see each other
+    packed: bool | None = None  # samples of text have several documents, which must not attend to each other
     features: int | None = None  # columns of a table
 
     def given(self) -> list[str]:
-        """Return the names of what was said."""
+        """Return the names of the settings that are given."""
         return [name for name, value in vars(self).items() if value is not None]
 
 
@@ -95,7 +95,7 @@ Inputs = ImageInputs | TableInputs | TextInputs | LabelledTextInputs | NamedInpu
 
 _KINDS: dict[str, type[Inputs]] = {
     "text": TextInputs,
-    "segmentation": SegmentationInputs,  # before the kind that it is one of
+    "segmentation": SegmentationInputs,  # before its base class
     "image": ImageInputs,
     "table": TableInputs,
     "labelled-text": LabelledTextInputs,
@@ -104,36 +104,36 @@ _KINDS: dict[str, type[Inputs]] = {
 
 
 def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
-    """Return inputs as JSON: their fields, and their "kind": a key of `_KINDS`."""
+    """Return inputs as JSON: their fields, and "kind", a key of `_KINDS`."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
     return {"kind": kind, **asdict(inputs)}
 
 
 def inputs_from_dict(value: Any) -> Inputs:
-    """Return the inputs that `inputs_to_dict` described. Raises ValueError for anything else."""
+    """Return the inputs from `inputs_to_dict`. Raises ValueError for other data."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"inputs are of kind {', '.join(_KINDS)}, not {kind!r}")
+        raise ValueError(f"unknown kind of inputs {kind!r}; known: {', '.join(_KINDS)}")
     return TypeAdapter(_KINDS[kind]).validate_python(value)
 
 
 def are_packed(inputs: Inputs | None) -> bool:
-    """Return whether a sample holds documents that must not see each other."""
+    """Return whether a sample has several documents, which must not attend to each other."""
     return isinstance(inputs, TextInputs) and inputs.packed
 
 
 def are_tokenized(inputs: Inputs | None) -> bool:
-    """Return whether a tokenizer made them of text."""
+    """Return whether the inputs come from a tokenizer."""
     return isinstance(inputs, TextInputs | LabelledTextInputs) or (isinstance(inputs, NamedInputs) and inputs.padded)
 
 
 def are_padded(inputs: Inputs | None) -> bool:
-    """Return whether samples may end early, with a mask that says where."""
+    """Return whether samples may end early, with a mask."""
     return isinstance(inputs, LabelledTextInputs) or (isinstance(inputs, NamedInputs) and inputs.padded)
 
 
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
-    """Return the tensors of a sample, the first one "inputs" and the last one "labels" in a batch."""
+    """Return the tensors of a sample; the first is "inputs" and the last "labels" in a batch."""
     if isinstance(inputs, NamedInputs):
         return inputs.tensors
     if isinstance(inputs, ImageInputs):

@@ -1,4 +1,4 @@
-"""LayerDrop where tensors have no values: every layer runs."""
+"""LayerDrop for tensors without values: every layer runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.overrides import TorchFunctionMode
 
 
 class EveryLayer(TorchFunctionMode):
-    """Keeps the layers that LayerDrop would leave out: a model draws a number for each and asks if it is below a share.
+    """Keeps all layers that LayerDrop could skip: a model skips one if torch.rand([]) is below a threshold.
 
-    Before 5.23 transformers draws where the share is 0, too. (BART, Whisper, wav2vec 2.0: torch.rand([]))
+    Before 5.23 transformers also draws if the threshold is 0. (BART, Whisper, wav2vec 2.0)
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a draw of one number with 1, which is below no share."""
+        """Return 1 for a draw of a single number, which is never below the threshold."""
         if func is torch.rand and args and args[0] == []:
             return 1.0
         return func(*args, **(kwargs or {}))

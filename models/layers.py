@@ -1,4 +1,4 @@
-"""A model as a list of layers, each one tensor in and one tensor out, for pipeline parallelism."""
+"""A model as a list of layers with one tensor in and out, for pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ Maker = Callable[[Any], list["Layer"]]
 
 @dataclass(kw_only=True)
 class Layer:
-    """A step of the model, which holds the model's own submodules or parameters."""
+    """A step of the model, with the model's own submodules or parameters."""
 
     name: str
-    module: nn.Module  # takes the layer before's tensor (the first: token ids or pixels) and gives one tensor
-    names: dict[str, str] = field(default_factory=dict)  # state dict key of `module` to its key in the whole model
-    tied: str | None = None  # layers with the same key share one parameter, and hold no other
-    tied_attr: str | None = None  # where in `module` that parameter is
-    block: bool = False  # one of the repeated blocks, whose activations checkpointing forgets
+    module: nn.Module  # from the previous layer's tensor (first: token ids or pixels) to one tensor
+    names: dict[str, str] = field(default_factory=dict)  # state dict key of `module` -> key in the model
+    tied: str | None = None  # layers with the same key share one parameter and have no other
+    tied_attr: str | None = None  # path of that parameter in `module`
+    block: bool = False  # one of the repeated blocks, which checkpointing recomputes
 
 
 def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | None = None) -> list[Layer]:
-    """Return the model as layers that give its logits when run in order; on any device, also meta.
+    """Return the model as layers that compute its logits when run in order, on any device (also meta).
 
-    The submodules stay the model's own. With `checkpointing` each block recomputes its activations in backward. With
-    the `loss` of a mixture's routers they give its sums beside the logits. BERT adds its output bias after its output
-    matrix instead of along with it, so its logits may differ in the last bit.
+    The layers use the model's own submodules. With `checkpointing` each block recomputes its activations in backward.
+    With the `loss` of a mixture's routers they also return its sums. BERT's logits may differ in the last bit, since
+    its output bias is added after the matrix product.
     """
     layers = _maker(model)(model)
     if loss is not None:
@@ -69,7 +69,7 @@ def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
 
 
 def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
-    """Let the layers from the first block on hand on the sums of routers."""
+    """Make the layers from the first block on pass on the sums of routers."""
     first = next(index for index, layer in enumerate(layers) if layer.block)
     carriers = [
         replace(
@@ -95,14 +95,14 @@ def _maker(model: nn.Module) -> Maker:
     kinds = sorted({kind for kind, _ in HEADS})
     raise ModelError(
         "pipeline-model",
-        f"{what} cannot be cut into pipeline stages; these can: {', '.join(kinds)} of transformers, "
-        "torchvision's ResNets and VGGs, simplecnn, lenet, mlp, resnet18-small, and any torch.nn.Sequential",
-        "train without --pipeline (ZeRO stages 1 to 3 take every model), or take one of these models",
+        f"{what} cannot be split into pipeline stages; supported: {', '.join(kinds)} of transformers, torchvision's "
+        "ResNets and VGGs, simplecnn, lenet, mlp, resnet18-small, and any torch.nn.Sequential",
+        "train without --pipeline (ZeRO stages 1 to 3 support every model), or use one of these models",
     )
 
 
 def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
-    """Make a layer; `paths` maps a submodule or parameter of it ("" is the layer itself) to its path in the model."""
+    """Return a layer; `paths` maps its submodules or parameters ("": the layer itself) to paths in the model."""
     names = {}
     for key, _ in state_tensors(module):
         inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
@@ -112,9 +112,9 @@ def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> 
 
 
 def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers by their keys in the state dict, with meta tensors, too.
+    """Yield parameters and persistent buffers, also on meta, by their keys in the state dict.
 
-    It has more keys where weights are quantised: their scales, for which bitsandbytes reads values.
+    Left out are the scales of quantised weights, for which bitsandbytes reads values.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -123,12 +123,12 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own(model: nn.Module, path: str, **more: Any) -> Layer:
-    """Make a layer of a submodule that is a layer as it stands."""
+    """Return a layer that is a submodule of the model."""
     return _layer(path, model.get_submodule(path), {"": path}, **more)
 
 
 def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
-    """Make layers of modules that each hold one of the model's blocks, at `path`.0, `path`.1 and so on."""
+    """Return layers of modules that each wrap one of the model's blocks at `path`.0, `path`.1, ..."""
     paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
     return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
 
@@ -164,7 +164,7 @@ def _gpt2(model: GPT2LMHeadModel) -> list[Layer]:
 
 def _bert(model: BertForMaskedLM) -> list[Layer]:
     if model.config.is_decoder:
-        raise ModelError("pipeline-model", "a BERT with is_decoder set cannot be cut into stages", "unset is_decoder")
+        raise ModelError("pipeline-model", "a BERT with is_decoder cannot be split into stages", "unset is_decoder")
     embeddings, head = model.bert.embeddings, model.cls.predictions
     tie = _tie(head.decoder.weight is embeddings.word_embeddings.weight)
     encoder = (EncoderBlock(block, model.config) for block in model.bert.encoder.layer)
@@ -195,7 +195,7 @@ def _sequential(model: nn.Sequential) -> list[Layer]:
 
 
 def _group(name: str, model: nn.Module, paths: Iterable[str], *more: tuple[str, nn.Module], **flags: bool) -> Layer:
-    """Make a layer of some of the model's submodules in a row, then further modules without state."""
+    """Return a layer of consecutive submodules of the model, followed by modules without state."""
     keys = {path.replace(".", "_"): path for path in paths}
     modules = [(key, model.get_submodule(path)) for key, path in keys.items()]
     return _layer(name, nn.Sequential(OrderedDict([*modules, *more])), keys, **flags)
@@ -211,7 +211,7 @@ def _resnet(model: ResNet) -> list[Layer]:
 
 
 def _vgg(model: VGG) -> list[Layer]:
-    """Make a layer from each convolution or linear layer to the next."""
+    """Return a layer for each convolution or linear layer, up to the next one."""
     features = [
         _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True)
         for g in _cuts(cast(nn.Sequential, model.features))
@@ -247,7 +247,7 @@ HEADS: dict[tuple[str, str], Maker] = {
 }
 
 
-# Blocks of transformers models as modules of one tensor in and out: masks and positions follow from its shape.
+# Blocks of transformers models with one tensor in and out: masks and positions depend only on its shape.
 
 
 class RotaryBlock(nn.Module):
@@ -255,15 +255,18 @@ class RotaryBlock(nn.Module):
 
     def __init__(self, block: nn.Module, rotary: nn.Module, config: Any, index: int):
         super().__init__()
-        self.block, self.rotary = block, rotary  # the rotary embedding has no parameters, so every block can hold it
+        self.block, self.rotary = (
+            block,
+            rotary,
+        )  # without parameters, so that all blocks can have it
         self.config = config
-        self.first_position = 0  # of the tokens that come, where each rank has a part of the sequence
+        self.first_position = 0  # of this rank's tokens, if each rank has a part of the sequence
         kinds = getattr(config, "layer_types", None)
         windowed = getattr(config, "sliding_window", None) is not None
         self.sliding = kinds[index] == "sliding_attention" if kinds else windowed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block; the mask is causal, in a sliding window where the block has one."""
+        """Run the block with a causal mask, or a sliding-window mask if the block has one."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         positions = torch.arange(self.first_position, self.first_position + x.shape[1], device=x.device).unsqueeze(0)
@@ -284,7 +287,7 @@ class GPT2Positions(nn.Module):
         self.wpe, self.drop = wpe, drop
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the embeddings of positions, which count from 0."""
+        """Add the embeddings of positions from 0."""
         return self.drop(x + self.wpe(torch.arange(x.shape[1], device=x.device).unsqueeze(0)))
 
 
@@ -296,14 +299,14 @@ class GPT2Block(nn.Module):
         self.block, self.config = block, config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block under a causal mask."""
+        """Run the block with a causal mask."""
         from transformers.masking_utils import create_causal_mask
 
         return self.block(x, attention_mask=_mask(create_causal_mask, self.config, x))
 
 
 class EncoderBlock(nn.Module):
-    """A block of BERT or ViT; hidden states (batch, length, hidden_size) in and out, every position sees all."""
+    """A block of BERT or ViT; hidden states (batch, length, hidden_size) in and out, all positions attend to all."""
 
     def __init__(self, block: nn.Module, config: Any):
         super().__init__()
@@ -326,7 +329,7 @@ class BertEmbeddingSum(nn.Module):
         self.LayerNorm, self.dropout = embeddings.LayerNorm, embeddings.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sum in the order in which BERT sums."""
+        """Sum in BERT's order."""
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
         x = x + self.token_type_embeddings(segments) + self.position_embeddings(positions)
@@ -334,10 +337,10 @@ class BertEmbeddingSum(nn.Module):
 
 
 class Matrix(nn.Module):
-    """The weight of a linear layer alone.
+    """The weight of a linear layer, without its bias.
 
-    DeepSpeed leaves a tied layer's parameters out of the gradient norm on all stages but one, so that a bias in it
-    would not count at all.
+    DeepSpeed counts a tied layer's parameters in the gradient norm on only one stage, so that a bias in it would not
+    be counted.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -350,7 +353,7 @@ class Matrix(nn.Module):
 
 
 class BertBias(nn.Module):
-    """The bias of BERT's output matrix, under both of the names it has when weights are tied."""
+    """The bias of BERT's output matrix, under both of its names."""
 
     def __init__(self, head: BertLMPredictionHead):
         super().__init__()
@@ -374,5 +377,5 @@ class FirstToken(nn.Module):
 
 
 def _mask(make: Callable[..., Tensor | None], config: Any, x: Tensor, **more: Any) -> Tensor | None:
-    """Make a mask for hidden states without padding; None where the attention kernel masks by itself."""
+    """Return a mask for hidden states without padding; None if the attention kernel applies it itself."""
     return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **more)

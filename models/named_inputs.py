@@ -1,7 +1,7 @@
-"""What a model that gives its own loss is fed: its tensors by name, made from its config.
+"""The named input tensors of a model that returns its own loss, from its config.
 
-An encoder-decoder gets tokens for both sides, Whisper spectrograms, a pair of encoders images and their texts, and a
-model with images in its text their pixels and a place for each.
+An encoder-decoder gets tokens for both sides, Whisper spectrograms, CLIP images and texts, and a model with images in
+its text the pixels and placeholder tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.hf_config import FRAMES_A_POSITION, make_config
 from zerofit.models.inputs import Fed, NamedInput, NamedInputs
 
-PIXELS = 448  # of an image's side, for models that take any
+PIXELS = 448  # default side of an image, for models that accept any size
 
 
 def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed: Fed) -> NamedInputs:
-    """Return the tensors of a model whose task gives a loss, `seq_len` tokens a sample. Raises ModelError."""
+    """Return the inputs of a model that returns its own loss, with `seq_len` tokens per sample. Raises ModelError."""
     if source.task == "denoising":
         from zerofit.models.denoisers import denoiser_inputs
 
@@ -25,8 +25,8 @@ def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed
     takes, make = TASKS[source.task]
     for name in fed.given():
         if name != takes:
-            message = f"{source.name} ({source.task}) is not fed {name}"
-            raise ModelError("model-inputs", message, f"it takes --input {takes}:..., and --seq-len")
+            message = f"{source.name} ({source.task}) has no input {name}"
+            raise ModelError("model-inputs", message, f"use --input {takes}:... and --seq-len")
     config = make_config(source, None, dict(args))
     tensors = make(source.name, config, seq_len, fed)
     return NamedInputs(tensors=tensors, vocab_size=config.get_text_config().vocab_size, seq_len=seq_len)
@@ -37,15 +37,15 @@ def _text(name: str, config: Any, length: int, first: tuple[int, int] | None = N
 
 
 def _seq2seq(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Tokens of the encoder, and labels, of which the model makes its decoder's inputs."""
+    """Return the encoder's tokens, and labels, from which the model makes the decoder's inputs."""
     return _text("input_ids", config, seq_len), _text("labels", config, fed.decoder or seq_len)
 
 
 def _speech(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
     frames = fed.frames or FRAMES_A_POSITION * config.max_source_positions
     if frames % FRAMES_A_POSITION:
-        message = f"{name} halves the frames of a spectrogram, got {frames}"
-        raise ModelError("model-inputs", message, f"--input frames:{frames + 1}")
+        message = f"{name} needs an even number of frames, not {frames}"
+        raise ModelError("model-inputs", message, f"use --input frames:{frames + 1}")
     spectrogram = NamedInput(name="input_features", shape=(config.num_mel_bins, frames))
     return spectrogram, _text("labels", config, seq_len)
 
@@ -56,12 +56,12 @@ def _pixels(name: str, config: Any, fed: Fed) -> NamedInput:
 
 
 def _pairs(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """An image and its text, which is what the image is labelled with."""
+    """Return an image and its text, which is the label."""
     return _pixels(name, config, fed), _text("input_ids", config, seq_len)
 
 
 def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Text that begins with an image: one token a patch, whose places the image's features take."""
+    """Return an image and a text that begins with a placeholder token for each patch."""
     if hasattr(config.vision_config, "spatial_merge_size"):
         return _patches_text(name, config, seq_len, fed)
     pixels = _pixels(name, config, fed)
@@ -71,30 +71,30 @@ def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedIn
 
 
 def _tokens_of_image(name: str, config: Any, seq_len: int, patches: int) -> NamedInput:
-    """Return text that begins with so many places for an image's features."""
+    """Return a text that begins with `patches` placeholder tokens for an image."""
     if patches >= seq_len:
-        message = f"{name}: an image takes {patches} of the {seq_len} tokens of a sample"
-        raise ModelError("model-inputs", message, f"--seq-len of more than {patches}, or smaller images with --input")
+        message = f"{name}: an image needs {patches} of the {seq_len} tokens of a sample"
+        raise ModelError("model-inputs", message, f"use --seq-len above {patches}, or smaller images with --input")
     return _text("input_ids", config, seq_len, first=(config.image_token_id, patches))
 
 
 def _patches_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
-    """Text that begins with an image, which Qwen's processors cut into rows of patches; some of these share a token."""
+    """Return an image as rows of patches, like Qwen's processors, and a text that begins with its tokens."""
     vision = config.vision_config
     channels, pixels = fed.image or (vision.in_channels, PIXELS)
     side = vision.patch_size * vision.spatial_merge_size
     if pixels % side or channels != vision.in_channels:
         near = max(1, round(pixels / side)) * side
-        message = f"{name} takes images of {vision.in_channels} channels and a multiple of {side} pixels"
-        message += f", got {channels} and {pixels}"
-        raise ModelError("model-inputs", message, f"--input image:{vision.in_channels}x{near}x{near}")
+        message = f"{name} needs images of {vision.in_channels} channels and a multiple of {side} pixels"
+        message += f", not {channels} and {pixels}"
+        raise ModelError("model-inputs", message, f"use --input image:{vision.in_channels}x{near}x{near}")
     patches, numbers = (pixels // vision.patch_size) ** 2, channels * vision.temporal_patch_size * vision.patch_size**2
     tokens = _tokens_of_image(name, config, seq_len, patches // vision.spatial_merge_size**2)
     image = NamedInput(name="pixel_values", shape=(patches, numbers), image=(channels, pixels))
     return tokens, image, _text("labels", config, seq_len)
 
 
-# by task: what `--input` can set beside the tokens, and the maker
+# by task: the setting of `--input`, and the function that returns the inputs
 Maker = Callable[[str, Any, int, Fed], tuple[NamedInput, ...]]
 TASKS: dict[str, tuple[str, Maker]] = {
     "seq2seq-lm": ("decoder", _seq2seq),

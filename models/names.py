@@ -1,8 +1,8 @@
-"""Names that people type for models, matched with the presets: another spelling, a hub's repository, a quantized file.
+"""Matching of typed model names with presets: other spellings, hub repositories, quantized files.
 
-A name is cut into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b), without what changes no shape (instruct, dates).
-A preset is taken where all words are equal to its own, or to those of a repository of its shape; else where it is the
-only one that has all of them ("deepseek-r1:7b"). So neither size nor generation ever differs from what was typed.
+A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b), without those that do not affect the shape
+(instruct, dates). A preset matches if the words are equal to its own or to those of one of its repositories, or if it
+is the only one with all of them ("deepseek-r1:7b"). So size and generation never differ from the typed name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAME_SHAPE = frozenset(
     ["meta", "instruct", "it", "chat", "hf", "pt", "sft", "dpo", "qat", "ud", "preview", "latest", "bf16", "fp16"]
 )
 DATE = re.compile(r"(0[1-9]|1[0-2])[0-3]\d|2[3-9](0[1-9]|1[0-2])")  # 0324, 2507
-# what a file's name says of weights in few bits: -bnb-4bit, -AWQ, -GPTQ-Int4, -GGUF, :q4_K_M
+# parts of a file's name about quantisation: -bnb-4bit, -AWQ, -GPTQ-Int4, -GGUF, :q4_K_M
 QUANTIZED = re.compile(
     r"(?<![a-z0-9])(unsloth-)?(bnb|gguf|awq|gptq|exl[23]|mlx|nf4|fp8|nvfp4|mxfp4|imatrix|i?q\d_\w+|q\d|int[48]|[48]-?bit"
     r"|w\da\d+|quantized|dynamic)(?![a-z])"
@@ -33,17 +33,17 @@ QUANTIZED = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The preset that a name is taken for."""
+    """The preset that matches a name."""
 
     name: str  # the preset's
-    note: str  # what a user should know of it; empty where the name is the preset's own, or its repository's
+    note: str  # for the user; empty if the name is exactly the preset's or its repository's
 
 
 def preset_of(name: str) -> Match | None:
-    """Return the preset of a name, however it is spelled; None where none or several could be meant.
+    """Return the preset that matches a name, or None if none or several do.
 
     >>> preset_of("qwen3:8b").note, preset_of("Qwen/Qwen3-8B").note, preset_of("qwen3")
-    ('qwen3:8b is taken as qwen3-8b', '', None)
+    ('using qwen3-8b for qwen3:8b', '', None)
     """
     if name in NAMED:
         return Match(name=name, note="")
@@ -52,19 +52,19 @@ def preset_of(name: str) -> Match | None:
     if found is None:
         return None
     itself = _joined(_words(name)) == _joined(_words(found.name)) and name.lower() in _repositories()
-    note = "" if itself else f"{name} is taken as {found.name}"
+    note = "" if itself else f"using {found.name} for {name}"
     if plain != name.lower():
-        note += "; quantized weights cannot be trained as they are: only the shape is taken"
+        note += "; only its shape is used, since quantized weights cannot be trained"
     return Match(name=found.name, note=note)
 
 
 def left_out(model: str) -> str:
-    """Return what a preset leaves out of the published model, as a sentence; empty where it leaves out nothing."""
+    """Return a sentence about the parts of the published model that a preset leaves out, or ""."""
     return f"{model} is {NAMED[model].note}" if model in NAMED and NAMED[model].note else ""
 
 
 def relatives(name: str) -> list[str]:
-    """Return names that a name could mean, in the table's order: those that begin alike, or a misspelling's nearest."""
+    """Return names that a name may mean, in the table's order: those that begin alike, or the nearest spellings."""
     typed = _words(QUANTIZED.sub("", name.lower()))
     common = {spelled: _common(typed, words) for spelled, _, words in reversed(_spellings())}
     most = max(common.values())
@@ -76,10 +76,9 @@ def relatives(name: str) -> list[str]:
 
 
 def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Return name, kind (its task), parameters and source of the models that have all words; of all without words.
+    """Return name, kind (task), parameters and source of the models that have all words in name, kind, family or hub.
 
-    A word is looked for in a model's name, kind, family and repositories. Denoisers are left out where diffusers is not
-    installed. Raises UserError where no model has all words.
+    Denoisers are left out if diffusers is not installed. Raises UserError if no model matches.
     """
     rows = []
     for preset in NAMED.values():
@@ -88,13 +87,13 @@ def model_table(words: tuple[str, ...] = ()) -> list[dict[str, Any]]:
             row = {"name": preset.name, "kind": preset.kind, "parameters": preset.parameters, "source": preset.origin}
             rows += [row] if all(re.search(_from_start(word), searched) for word in words) else []
     if not rows:
-        message, hint = f"no model has {' and '.join(words)} in its name", "`zerofit models` lists all names"
+        message, hint = f"no model matches {' and '.join(words)}", "`zerofit models` lists all names"
         raise UserError(Problem(kind="unknown-model", message=message, hint=hint, where="WORD"))
     return rows
 
 
 def _of_words(plain: str) -> Preset | None:
-    """Return the only preset with these words, all of them if there is one, without the date if need be."""
+    """Return the only preset that matches these words, first with and then without dates."""
     typed = _words(plain)
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():
@@ -106,14 +105,14 @@ def _of_words(plain: str) -> Preset | None:
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """Cut a name into words, its owner left out; "base" is a size where there is no other (bert-base)."""
+    """Split a name without its owner into words; "base" only counts if there is no size (bert-base)."""
     words = WORDS.findall(name.lower().rpartition("/")[2])
     base = {"base"} if any(map(SIZE.fullmatch, words)) else set()
     return tuple(word for word in words if word not in SAME_SHAPE | base)
 
 
 def _joined(words: tuple[str, ...]) -> str:
-    """Join words so that "llama3-8b" and "llama-3-8b" are equal, and "llama-38b" is another."""
+    """Join words so that "llama3-8b" equals "llama-3-8b", but not "llama-38b"."""
     return re.sub(r"(?<=[a-z]) (?=[a-z])|(?<=[a-z]) (?=\d)|(?<=\d) (?=[a-z])", "", " ".join(words))
 
 
@@ -123,13 +122,13 @@ def _common(typed: tuple[str, ...], words: tuple[str, ...]) -> int:
 
 
 def _from_start(word: str) -> str:
-    """Return the pattern of a word: one that begins with a digit, "4b", is not part of a longer number."""
+    """Return a pattern for a word; one that begins with a digit ("4b") must not be part of a longer number."""
     return (r"(?<![\d.])" if word[:1].isdigit() else "") + re.escape(word.lower())
 
 
 @cache
 def _spellings() -> list[tuple[str, Preset, tuple[str, ...]]]:
-    """Return each preset's name with its words, and so each of its repositories."""
+    """Return the words of each preset's name and of each of its repositories."""
     spelled = [(name, preset) for preset in NAMED.values() for name in (preset.name, *preset.hub)]
     return [(name, preset, _words(name)) for name, preset in spelled]
 
@@ -141,7 +140,7 @@ def _repositories() -> dict[str, Preset]:
 
 @cache
 def _joins() -> dict[str, Preset]:
-    """Return presets by their joined words: a preset's own name counts before repositories, these before undated."""
+    """Return presets by joined words: first of their own names, then of repositories, then without dates."""
     found = {_joined(_words(preset.name)): preset for preset in reversed(NAMED.values())}
     dated = [(_joined(words), preset) for _, preset, words in _spellings()]
     sized = [(preset, words) for _, preset, words in _spellings() if any(map(SIZE.fullmatch, words))]

@@ -1,6 +1,6 @@
-"""Documents packed into one sample: whether a model keeps them apart.
+"""Documents packed into one sample: check that a model keeps them separate.
 
-transformers' attention masks do so where they get position ids that begin anew with each document.
+transformers' attention masks do, if position ids restart with each document.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 from zerofit.models.catalog import ModelError
 
-_MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # other layers carry a state through a sample
+_MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # other layers pass a state through the sample
 
 
 @contextmanager
 def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
-    """Watch a forward with position ids. Raises ModelError "model-packing" unless its masks keep documents apart."""
+    """Watch a forward with position ids. Raises ModelError "model-packing" unless its masks separate documents."""
     from transformers import masking_utils
 
     original, told = masking_utils._preprocess_mask_arguments, []
@@ -31,8 +31,8 @@ def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
 
     kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ()) - _MASKED
     what = f"its layers of kind {', '.join(sorted(kinds))} do not" if kinds else "its attention does not"
-    message = f"{name}: conversations packed into one sample must not see each other, and {what} keep them apart"
-    error = ModelError("model-packing", message, "--no-packing: each conversation in a sample of its own")
+    message = f"{name}: {what} separate conversations that are packed into one sample"
+    error = ModelError("model-packing", message, "use --no-packing: one conversation per sample")
     if kinds or "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise error
     with patch.object(masking_utils, "_preprocess_mask_arguments", noted):

@@ -1,4 +1,4 @@
-"""Training a part of a model: peft's adapters beside frozen weights, or the parameters that patterns name."""
+"""Training of a part of a model: peft's adapters on frozen weights, or parameters chosen by patterns."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # peft's name of the only adapter
 ALL_LINEAR = "all-linear"
 HEADED = ("ForSequenceClassification", "ForTokenClassification")  # classes of transformers
-BASE = ".base_layer"  # what peft puts into the names of the weights that an adapter stands beside
+BASE = ".base_layer"  # added by peft to the names of weights with adapters
 
 
 def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
-    """Freeze a built model but for its part, adapters included, which are added here. The model itself is changed.
+    """Freeze a built model except for the trained part, and add adapters. Changes the model in place.
 
-    Adapters are drawn on the CPU in float32, as peft draws them after `torch.manual_seed` with the run's seed, in the
-    order of the model's modules: the same numbers whatever of the model this rank holds. An adapter beside a weight on
-    meta is there, too. Raises ModelError where nothing would be trained, and for names that the model does not have.
+    Adapters are initialised on the CPU in float32, in the order of modules, as by peft after `torch.manual_seed` with
+    the run's seed: the numbers do not depend on this rank's part of the model. Weights on meta get adapters too. Raises
+    ModelError if nothing would be trained, or for names that the model does not have.
     """
     if partial.lora is not None:
         torch.manual_seed(partial.seed)
@@ -39,8 +39,8 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     for pattern in (*partial.train, *partial.freeze):
         if not any(_matches(name, pattern) for name in names):
             modules = {name.rpartition(".")[0] for name in names}
-            hint = nearest(pattern, modules, "a shell pattern of whole names; e.g. " + ", ".join(list(names)[:2]))
-            raise ModelError("model-part", f"no parameter or module of the model is named {pattern!r}", hint)
+            hint = nearest(pattern, modules, "use a shell pattern of full names, e.g. " + ", ".join(list(names)[:2]))
+            raise ModelError("model-part", f"no parameter or module of the model matches {pattern!r}", hint)
     trained = {
         id(parameter)
         for name, parameter in names.items()
@@ -50,14 +50,14 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     for parameter in names.values():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise ModelError("model-part", "every parameter of the model is frozen", "leave something to be trained")
+        raise ModelError("model-part", "all parameters of the model are frozen", "leave some to be trained")
     return model
 
 
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
-    """Return whether patterns name some of this many layers by their number, and others not.
+    """Return whether patterns select some of this many layers by number.
 
-    A model with fewer layers would then not be trained as the whole one is.
+    A model with fewer layers would then be trained differently.
     """
     patterns = () if partial is None else (*partial.train, *partial.freeze)
     words = {word for pattern in patterns for word in pattern.split(".")}
@@ -65,12 +65,12 @@ def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
 
 
 def quiet_bitsandbytes() -> None:
-    """Have it not say on CPUs which optional package it has not found; peft imports it for adapters of any kind."""
+    """Silence bitsandbytes' message about a missing optional package on CPUs; peft always imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
-    """Return peft's configuration of these adapters for a model that has none yet."""
+    """Return peft's configuration of these adapters for a model without adapters."""
     from peft import LoraConfig
 
     targets: str | list[str] = _target_names(lora)
@@ -92,9 +92,9 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
 
 
 def head_modules(model: nn.Module) -> list[str]:
-    """Return the modules of a text classifier that are its head: all but the model that it stands on; else none.
+    """Return the modules of a text classifier's head, or [] for other models.
 
-    They are new, or new to the data, and so they are trained beside adapters, as peft does.
+    The head is new or for other classes, so that it is trained together with adapters, as in peft.
     """
     if not type(model).__name__.endswith(HEADED):
         return []
@@ -103,7 +103,7 @@ def head_modules(model: nn.Module) -> list[str]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """Yield the layers of a model that have adapters, by name."""
+    """Yield (name, layer) of a model's layers with adapters."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -112,7 +112,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def name_without_adapters(name: str) -> str:
-    """Return the name that a frozen weight has in the model without adapters."""
+    """Return a frozen weight's name in the model without adapters."""
     return name.replace(BASE, "")
 
 
@@ -122,11 +122,11 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
     quiet_bitsandbytes()
     parameters = list(model.parameters())
     kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "name layers of the model"
+    hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "give names of layers"
     config = lora_config(model, lora)
     try:
         with warnings.catch_warnings(), torch.device("meta" if all(p.is_meta for p in parameters) else "cpu"):
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # which peft then sets right by itself
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # peft corrects it itself
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         message = f"--lora-targets {lora.targets}: {' '.join(str(error).split())[:300]}"
@@ -139,9 +139,9 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return what peft calls all linear layers; it looks for them, and for the head, in transformers' models alone.
+    """Return peft's word for all linear layers, or their names where peft's own search does not work.
 
-    Of a mixture whose experts lie in one tensor peft would take these, too, and its router.
+    peft finds them (and the head) only in transformers models, and would include a mixture's fused experts and router.
     """
     head = head_modules(model)
     if head:
@@ -163,9 +163,9 @@ def _target_names(lora: LoraSettings) -> list[str]:
 
 
 def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
-    """Refuse names that have got no adapter, with the `hint`, and adapters beside a mixture's experts.
+    """Refuse names without an adapter, and adapters of fused experts.
 
-    These lie in one tensor, and peft adds tensor and adapter up, whole, in every forward.
+    For fused experts peft would add the full adapter matrix to the full tensor in every forward.
     """
     from peft.tuners.lora import ParamWrapper
 
@@ -173,25 +173,25 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
     linear = {name for name, layer in found.items() if not isinstance(layer, ParamWrapper)}
     wrapped = next((name for name in found if name not in linear), None)
     if wrapped is not None:
-        usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME, of linear layers"
-        message = f"--lora-targets {lora.targets}: {wrapped} is no linear layer, and adapters beside it are not trained"
-        raise ModelError("model-part", message, f"--lora-targets {usable}")
+        usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME (of linear layers)"
+        message = f"--lora-targets {lora.targets}: {wrapped} is not a linear layer, and its adapters cannot be trained"
+        raise ModelError("model-part", message, f"use --lora-targets {usable}")
     for name in _target_names(lora):
-        if name != ALL_LINEAR and not any(one == name or one.endswith(f".{name}") for one in linear):
+        if name != ALL_LINEAR and not any(layer == name or layer.endswith(f".{name}") for layer in linear):
             message = f"--lora-targets {lora.targets}: no linear layer of the model is named {name}"
             raise ModelError("model-part", message, hint)
 
 
 def _refuse_shared(model: Any) -> None:
-    """Refuse an adapter beside a weight that another layer shares: merging it would change both."""
+    """Refuse an adapter of a weight that another layer shares, since merging would change both."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         mine = adapted.get(id(parameter))
         if mine is not None and not name.startswith(f"{mine}."):
-            message = f"{mine} shares its weight with {name.rpartition('.')[0]}: an adapter cannot stand beside one"
+            message = f"{mine} shares its weight with {name.rpartition('.')[0]} and cannot have an adapter"
             raise ModelError("model-part", message, "leave it out of --lora-targets")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a shell pattern names a parameter, or a module that it is in."""
+    """Return whether a shell pattern matches a parameter or a module around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

@@ -1,8 +1,8 @@
-"""Every model that has a name, read from data/*.json: a new model is one entry there. No weights.
+"""All named models, read from data/*.json (without weights). A new model is one entry there.
 
-A file has the models of one family. An entry has its config (of transformers or diffusers), on top of a template that
-models of its kind share, its parameters as counted on the meta device, the published figure and where it is published,
-and the repositories on the hub that have this shape. Importing this module imports neither torch nor transformers.
+Each file has the models of one family. An entry has a config (of transformers or diffusers) on top of a shared
+template, the number of parameters counted on the meta device, the published figure with its source, and the hub
+repositories of this shape. Importing this module does not import torch or transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Library = Literal["zerofit", "torchvision", "transformers", "diffusers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model that has a name. A test holds every entry against these types."""
+    """A named model. A test checks every entry against these types."""
 
     name: str
     family: str  # the file's name
@@ -29,15 +29,15 @@ class Preset:
     kind: Task
     parameters: int  # as zerofit builds it
     source: str  # of the config and the published figure
-    published: str = ""  # that figure, as it stands there: "8.03B"
-    differs: str = ""  # what it counts otherwise
-    note: str = ""  # what of the published model is left out
-    config: dict[str, Any] = field(default_factory=dict)  # the template's keys, too
+    published: str = ""  # the figure as published: "8.03B"
+    differs: str = ""  # how the published figure is counted differently
+    note: str = ""  # parts of the published model that are left out
+    config: dict[str, Any] = field(default_factory=dict)  # with the template's keys
     hub: list[str] = field(default_factory=list)  # repositories of this shape, and other names
 
     @property
     def origin(self) -> str:
-        """The source that tables name."""
+        """The source in tables."""
         return "preset" if self.config else self.library
 
 
@@ -48,7 +48,7 @@ def read_presets() -> dict[str, Preset]:
 
 
 def _of_family(path: Path) -> Iterator[Preset]:
-    """Yield the models of a file, each with what its template gives."""
+    """Yield the models of a file, merged with their templates."""
     content = json.loads(path.read_bytes())
     for entry in content["models"]:
         template = content["templates"][entry.pop("template")] if "template" in entry else {}
@@ -57,7 +57,7 @@ def _of_family(path: Path) -> Iterator[Preset]:
 
 
 def _merged(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the shared keys with a model's own over them; so, too, within the configs of its parts."""
+    """Merge a model's own keys over the shared ones, also within the configs of its parts."""
     parts = {key for key, value in own.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
     return {**shared, **own, **{key: {**shared[key], **own[key]} for key in parts}}
 

@@ -1,4 +1,4 @@
-"""Weights that a model of torchvision's, of ours or of a user's own begins with, out of a file; nothing in it runs."""
+"""Initial weights from a file, for zerofit's, torchvision's or a user's model. Code in the file is never run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs
 
-HINT = "a state dict of this model (.pth, .pt, .safetensors), or the folder of a trained one (RUN/model)"
-FILES = ("model.safetensors", "pytorch_model.bin")  # of a folder
-WRAPPERS = ("state_dict", "model")  # keys under which training scripts keep a model's weights
-AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")  # heads of torchvision's that only training needs
-# names of torchvision's published files which its own loading code changes (models/densenet.py, vision_transformer.py)
+HINT = "give a state dict of this model (.pth, .pt, .safetensors), or the folder of a trained one (RUN/model)"
+FILES = ("model.safetensors", "pytorch_model.bin")  # in a folder
+WRAPPERS = ("state_dict", "model")  # keys that training scripts save a model's weights under
+AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")  # torchvision's heads that are only for training
+# old names in torchvision's published files, which its loading code changes (models/densenet.py, vision_transformer.py)
 RENAMED = ((r"(\.denselayer\d+\.(?:norm|conv))\.(\d)\.", r"\1\2."), (r"\.mlp\.linear_1\.", ".mlp.0."))
 RENAMED += ((r"\.mlp\.linear_2\.", ".mlp.3."),)
-COUNTER = "num_batches_tracked"  # which older files lack
+COUNTER = "num_batches_tracked"  # missing in older files
 NAMED = 5  # tensors that an error lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """A file's tensors by name: their shapes, and a way to read one of them."""
+    """The shapes of a file's tensors by name, and a function that reads one."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
@@ -37,29 +37,29 @@ class HeldWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedWeights:
-    """A model's tensors in a file."""
+    """The mapping of a model's tensors to a file's."""
 
     names: dict[str, str]  # the model's names -> the file's
-    head: str | None  # the layers (LR-ASPP has two) that have another number of classes in the file, and are drawn anew
-    head_classes: int = 0  # of the file
-    left_out: tuple[str, ...] = ()  # auxiliary heads of the file
+    head: str | None  # layers (LR-ASPP has two) with another number of classes in the file, which stay random
+    head_classes: int = 0  # in the file
+    left_out: tuple[str, ...] = ()  # auxiliary heads in the file
 
 
 def weight_file(path: Path) -> Path:
-    """Return the file of weights that a user means: itself, or a model's in its folder. Raises ModelError."""
+    """Return the file of weights: the path itself, or a file in the folder. Raises ModelError."""
     path = path.expanduser()
     for folder in (path, path / "model") if path.is_dir() else ():
         for name in FILES:
             if (folder / name).is_file():
                 return folder / name
     if not path.is_file():
-        what = "holds no model.safetensors or pytorch_model.bin" if path.is_dir() else "does not exist"
+        what = "has no model.safetensors or pytorch_model.bin" if path.is_dir() else "does not exist"
         raise ModelError("model-weights", f"--pretrained {path} {what}", HINT)
     return path
 
 
 def open_weights(path: Path) -> HeldWeights:
-    """Open a file of weights; its tensors stay on the disk until they are read. Raises ModelError."""
+    """Open a file of weights without reading its tensors. Raises ModelError."""
     file = weight_file(path)
     try:
         if file.suffix == ".safetensors":
@@ -71,32 +71,32 @@ def open_weights(path: Path) -> HeldWeights:
         raise ModelError("model-weights", f"{file} cannot be read: {error}", "is the download complete?") from None
     for name in WRAPPERS:
         held = held[name] if isinstance(held, dict) and isinstance(held.get(name), dict) else held
-    if not isinstance(held, dict) or not held or not all(isinstance(one, Tensor) for one in held.values()):
-        raise ModelError("model-weights", f"{file} holds something else than tensors by name", HINT)
+    if not isinstance(held, dict) or not held or not all(isinstance(value, Tensor) for value in held.values()):
+        raise ModelError("model-weights", f"{file} is not a dictionary of tensors", HINT)
     return HeldWeights(path=file, shapes={name: tuple(t.shape) for name, t in held.items()}, read=held.__getitem__)
 
 
 def _load(file: Path) -> Any:
-    """Read a torch file, mapped where its format allows; only tensors and plain values are made."""
+    """Read a torch file, memory-mapped if possible; only tensors and plain values are loaded."""
     for mapped in (True, False):
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         except OSError:
             raise
-        except RuntimeError as error:  # torch's older format cannot be mapped
+        except RuntimeError as error:  # torch's older format cannot be memory-mapped
             if not mapped or "mmap can only" not in str(error):
-                raise ModelError("model-weights", f"{file} is not a whole torch file: {error}", HINT) from None
-        except Exception as error:  # a pickle that asks for code, or is damaged
+                raise ModelError("model-weights", f"{file} is damaged or not a torch file: {error}", HINT) from None
+        except Exception as error:  # a pickle with code, or a damaged one
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            message = f"{file} is not a file of weights alone, and nothing in it was run: {reason}"
+            message = f"{file} contains more than weights (nothing in it was run): {reason}"
             raise ModelError("unsafe-file", message, HINT) from None
     raise AssertionError
 
 
 def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
-    """Find each of the model's tensors in a file; a head of another number of classes is the only one to differ.
+    """Find each of the model's tensors in a file. Only a head may have another number of classes.
 
-    Raises ModelError with what is missing, superfluous or of another shape.
+    Raises ModelError with all missing and superfluous tensors and wrong shapes.
     """
     ours = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     names = {_renamed(name, ours): name for name in held.shapes}
@@ -110,10 +110,10 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: He
     head = ", ".join(owners) if other and len(of_head) == len(other) else None
     parts = [f"{what} {_listed(found)}" for what, found in (("lacks", missing), ("has", superfluous)) if found]
     if other and head is None:
-        shown = [f"{name} {held.shapes[names[name]]} for {ours[name]}" for name in other]
-        parts.append(f"has another shape of {_listed(shown)}")
+        shown = [f"{name} {held.shapes[names[name]]} instead of {ours[name]}" for name in other]
+        parts.append(f"has other shapes: {_listed(shown)}")
     if parts:
-        hint = "only a head may have another number of classes: is it this model, and this --image-size?"
+        hint = "check the model and --image-size; only a head may have another number of classes"
         raise ModelError("model-weights", f"{held.path} does not fit {source.name}: it {'; it '.join(parts)}", hint)
     found = {n: names[n] for n in ours if n in names and n not in other}
     theirs = held.shapes[names[other[0]]][0] if head else 0
@@ -122,11 +122,11 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: He
 
 
 def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> nn.Module:
-    """Put a file's weights into a built model, one tensor at a time; what is on meta is only looked at."""
+    """Load a file's weights into a built model, one tensor at a time; tensors on meta are only checked."""
     assert source.pretrained
     if source.family == "transformers":
-        message = f"--pretrained with {source.name}: a transformers model has its weights in its own folder"
-        raise ModelError("model-weights", message, "name the folder as MODEL")
+        message = f"--pretrained does not apply to the transformers model {source.name}"
+        raise ModelError("model-weights", message, "give its folder as MODEL")
     held = open_weights(Path(source.pretrained))
     state = model.state_dict(keep_vars=True)
     for name, theirs in match(model, source, inputs, held).names.items():
@@ -136,27 +136,27 @@ def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None
 
 
 def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> list[str]:
-    """Return what a user should know of how a file's weights are taken; the model may be on meta."""
+    """Return notes for the user about how a file's weights are used; the model may be on meta."""
     assert source.pretrained
     held = open_weights(Path(source.pretrained))
     found, notes = match(model, source, inputs, held), []
     if found.head is not None and isinstance(inputs, ImageInputs):
         notes.append(drawn_anew(found.head, found.head_classes, str(held.path), inputs))
     if found.left_out:
-        notes.append(f"{held.path} has auxiliary heads, which are left out: {', '.join(found.left_out)}")
+        notes.append(f"{held.path} has auxiliary heads that are not used: {', '.join(found.left_out)}")
     return notes
 
 
 def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
-    """Say that a head begins anew."""
-    return f"the head ({head}) is drawn anew: it has {classes} classes in {where}, the data has {inputs.classes}"
+    """Return the note that a head is initialised at random."""
+    return f"the head ({head}) is initialised at random: {where} has {classes} classes, the data {inputs.classes}"
 
 
 def _renamed(name: str, ours: dict[str, Any]) -> str:
-    """Return the model's name of a file's tensor."""
+    """Return the model's name for a file's tensor."""
     if name in ours:
         return name
-    plain = name.removeprefix("module.")  # as DistributedDataParallel saves it
+    plain = name.removeprefix("module.")  # added by DistributedDataParallel
     for pattern, new in RENAMED:
         plain = re.sub(pattern, new, plain)
     return plain

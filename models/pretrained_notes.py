@@ -1,4 +1,4 @@
-"""What a user should know of how a pretrained model's weights are taken."""
+"""Notes for the user about how a pretrained model's weights are used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zerofit.models.pretrained import drawn_anew, notes_on
 
 
 def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> list[str]:
-    """Return sentences on a head that is drawn anew and on what is left out. Raises ModelError."""
+    """Return notes about a randomly initialised head and about weights that are not used. Raises ModelError."""
     if source.pretrained:
-        source = replace(source, partial=None)  # whose names are the file's
+        source = replace(source, partial=None)  # for the names in the file
         with torch.device("meta"):
             model = build(source, inputs, args)
         return notes_on(model, source, inputs)
@@ -28,7 +28,7 @@ def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: dict[s
 
 
 def drawn_head(source: ModelSource, inputs: Inputs | None) -> int | None:
-    """Return the classes of a transformers image classifier's folder where the data has others; None where not."""
+    """Return a pretrained image classifier's number of classes if it differs from the data's, else None."""
     if source.origin != PRETRAINED or source.task != "image" or not isinstance(inputs, ImageInputs):
         return None
     classes = make_config(source, None, {}).num_labels

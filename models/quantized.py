@@ -1,4 +1,4 @@
-"""Frozen weights that are kept quantised by bitsandbytes, each from the moment it has its values."""
+"""Frozen weights quantised by bitsandbytes, each as soon as it has its values."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from zerofit.models.partial import quiet_bitsandbytes
 from zerofit.spec.partial_training import Quantization
 
 PACKAGE = "bitsandbytes"
-SOURCE = "source_of_bits"  # of a quantised parameter: its BitsSource
+SOURCE = "source_of_bits"  # attribute of a quantised parameter with its BitsSource
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitsSource:
-    """The weight that a quantised parameter was made of."""
+    """The original weight of a quantised parameter."""
 
     shape: torch.Size
     dtype: torch.dtype
-    checksum: int | None  # of its numbers; None where it had none (meta, fakes)
+    checksum: int | None  # None if it had no values (meta, fake)
 
     @property
     def elements(self) -> int:
-        """How many numbers it had."""
+        """Number of elements."""
         return self.shape.numel()
 
 
@@ -42,27 +42,27 @@ class Quantizer:
     """Quantises the linear layers of a transformers model while it is built, one weight at a time."""
 
     def __init__(self, quantization: Quantization, source: ModelSource, make: Callable[[], nn.Module], stored: Stored):
-        """Look at the model on meta, by `make`. Raises ModelError where it has nothing that bitsandbytes quantises."""
+        """Inspect the model from `make` on meta. Raises ModelError if bitsandbytes cannot quantise any layer."""
         if importlib.util.find_spec(PACKAGE) is None:
             message = f"--quantize {quantization.kind} needs {PACKAGE}, which is not installed"
             raise ModelError("quantize", message, "pip install zerofit[quantize]")
         if source.family != "transformers":
             message = f"--quantize {quantization.kind}: {source.name} is not a transformers model"
-            raise ModelError("quantize", message, "leave it out, or take a language model or a transformers folder")
+            raise ModelError("quantize", message, "leave it out, or use a language model or a transformers folder")
         self._how, self._plain = quantization, stored
         self._made: dict[str, Any] = {}
         with torch.device("meta"):
             self._names = quantized_layers(make())
         if not self._names:
-            message = f"--quantize {quantization.kind}: {source.name} has no linear layer beside its head"
-            hint = "leave it out: bitsandbytes quantises nn.Linear (GPT-2's layers are Conv1D)"
+            message = f"--quantize {quantization.kind}: {source.name} has no linear layer except its head"
+            hint = "leave it out: bitsandbytes only quantises nn.Linear (GPT-2's layers are Conv1D)"
             raise ModelError("quantize", message, hint)
         takes = {f"{name}.weight": partial(self.weight, name) for name in self._names}
         self.stored = replace(stored, slices={**stored.slices, **takes})
 
     @torch.no_grad()
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Quantise a layer's weight on the device where it will lie; return its bits, none where they are divided."""
+        """Quantise a layer's weight on its final device. Return its bytes (empty if they are partitioned)."""
         device = tensor.device if tensor.is_meta else self._plain.device
         given = tensor.detach().to(device, self._plain.dtype)
         real = not given.is_meta and not isinstance(given, FakeTensor)
@@ -81,13 +81,13 @@ class Quantizer:
         return made.data
 
     def put_into(self, model: nn.Module) -> nn.Module:
-        """Put bitsandbytes' layers in place of the linear ones; those whose weight is on meta are quantised there."""
+        """Replace the linear layers by bitsandbytes' layers; weights on meta are quantised there."""
         for name in self._names:
             linear: Any = model.get_submodule(name)
             if name not in self._made:
                 self.weight(name, torch.empty(linear.out_features, linear.in_features, device="meta"))
             model.set_submodule(name, _layer(linear, self._made.pop(name), self._plain.dtype, self._how))
-        found: Any = model  # as peft asks
+        found: Any = model  # peft reads these attributes
         found.is_loaded_in_4bit, found.is_loaded_in_8bit = self._how.kind == "nf4", self._how.kind == "int8"
         return model
 
@@ -99,14 +99,14 @@ def library() -> Any:
         importlib.import_module("bitsandbytes.nn.modules"),
         importlib.import_module(f"{PACKAGE}.functional"),
     )
-    if "dynamic" not in functional.name2qmap:  # made with values, whatever device is the default now, and kept
+    if "dynamic" not in functional.name2qmap:  # created on the CPU, with values, and cached
         with _disable_current_modes(), torch.device("cpu"):
             functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     return kinds
 
 
 def quantized_layers(model: Any) -> list[str]:
-    """Return the names of the layers that transformers has bitsandbytes quantise: linear ones without the head."""
+    """Return the names of the layers that transformers quantises: linear layers except the head."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     left = set(get_keys_to_not_convert(model))
@@ -114,30 +114,30 @@ def quantized_layers(model: Any) -> list[str]:
 
 
 def without_bits(source: ModelSource) -> ModelSource:
-    """Return the source of the same model with no weight quantised, adapters included."""
+    """Return the source of the same model (with adapters) without quantisation."""
     whole = source.partial and replace(source.partial, quantization=None)
     return replace(source, partial=whole)
 
 
 def quantized_share(model: nn.Module) -> tuple[int, int]:
-    """Return how many numbers of a model are quantised, and the bytes that they take with their scales."""
+    """Return the number of quantised parameters of a model, and their bytes with scales."""
     found = [p for p in model.parameters() if source_of_bits(p) is not None]
     return sum(map(elements, found)), sum(p.nbytes + statistics_bytes(p) for p in found)
 
 
 def source_of_bits(parameter: Tensor) -> BitsSource | None:
-    """Return the weight that a parameter was quantised of; None for one that is not quantised."""
+    """Return the original weight of a quantised parameter, or None for other parameters."""
     return getattr(parameter, SOURCE, None)
 
 
 def elements(parameter: Tensor) -> int:
-    """Count a parameter's numbers: quantised ones lie several in a byte, partitioned ones (ZeRO-3) elsewhere."""
+    """Return a parameter's number of elements, also if it is quantised or partitioned (ZeRO-3)."""
     source = source_of_bits(parameter)
     return source.elements if source else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def statistics_bytes(parameter: Any) -> int:
-    """Return the bytes that a quantised weight has beside its own: scales, and tables for them."""
+    """Return the bytes of a quantised weight's scales and their tables."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return _state_bytes(state) + (_state_bytes(state.state2) + state.offset.nbytes if state.nested else 0)
@@ -146,7 +146,7 @@ def statistics_bytes(parameter: Any) -> int:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let quantised layers of a model on meta unpack their weights to this dtype."""
+    """Make quantised layers of a model on meta dequantise to this dtype."""
     for module in model.modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if state is not None:
@@ -160,12 +160,11 @@ def _state_bytes(state: Any) -> int:
 
 @cache
 def _linear_4bit() -> type[nn.Module]:
-    """Make bitsandbytes' layer of 4 bits anew, without what its product keeps for backward.
+    """Return a variant of bitsandbytes' 4-bit layer that does not keep the gathered weight for backward.
 
-    That is the weight's bytes as they were in forward, an attribute of the graph's node (bitsandbytes 0.50.2,
-    autograd/_functions.py, MatMul4Bit). ZeRO-3 gathers weights for forward and again for backward, and what it gives
-    back in between would stay: all weights whole, at the end of forward. Here backward takes the bytes that the
-    parameter has then.
+    bitsandbytes 0.50.2 keeps the weight's bytes of forward in the graph (autograd/_functions.py, MatMul4Bit). ZeRO-3
+    gathers weights for forward and again for backward, so that all full weights would be in memory after forward. Here
+    backward uses the bytes that the parameter has at that time.
     """
     base: Any = library().Linear4bit
     product: Any = importlib.import_module(f"{PACKAGE}.autograd._functions").MatMul4Bit
@@ -196,14 +195,14 @@ def _linear_4bit() -> type[nn.Module]:
 
 
 def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, how: Quantization) -> nn.Module:
-    """Return bitsandbytes' layer with this weight, which computes in the given dtype."""
+    """Return bitsandbytes' layer with this weight, computing in `dtype`."""
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
         if how.kind == "nf4":
             made: Any = _linear_4bit()(
                 linear.in_features, linear.out_features, biased, dtype, how.double, "nf4", torch.uint8
             )
-            # an evaluation would pack weights anew for AVX-512, after which nothing is differentiated (nn/modules.py)
+            # otherwise an evaluation would repack weights for AVX-512, which has no backward (nn/modules.py)
             made.support_avx512bf16_for_cpu = False
             made.quant_state, weight.module = weight.quant_state, made
         else:

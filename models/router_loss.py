@@ -1,7 +1,7 @@
-"""The loss for the balance of a mixture's routers where its layers lie on several stages of a pipeline.
+"""The load balancing loss of a mixture's routers when its layers are on several pipeline stages.
 
-It is of the sums over all layers' routers (Fedus et al., 2021, equations 4 to 6), so that no stage can compute its part
-alone: the sums go along with the hidden states, and their gradients come back.
+It depends on sums over all layers' routers (Fedus et al., 2021, equations 4 to 6), so that no stage can compute its
+part alone. The sums are passed on with the hidden states, and their gradients come back.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Carried = tuple[Tensor, Tensor]  # a layer's output, and the sums of the routers up to it
+Carried = tuple[Tensor, Tensor]  # a layer's output, and the sums over routers so far
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The loss of the sums that `Carrier` collects."""
+    """The loss from the sums that `Carrier` collects."""
 
     coefficient: float
     experts: int
-    each: int  # experts that a token goes to
+    each: int  # experts per token
 
     def of(self, sums: Tensor) -> Tensor:
-        """Return the loss of sums (2, experts), one float32 number, as transformers has it for layers in one place."""
+        """Return the loss (float32 scalar) for sums (2, experts), equal to transformers' for a model on one device."""
         counts, probabilities = sums[0].detach(), sums[1]
         rows = counts.sum() / self.each
         return self.coefficient * self.experts * (counts / rows * (probabilities / rows)).sum()
 
 
 def router_loss(model: Any) -> RouterLoss | None:
-    """Return the loss that a transformers model's routers are trained with; None without one."""
+    """Return the loss of a transformers model's routers, or None without one."""
     config = getattr(model, "config", None)
     coefficient = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
     return RouterLoss(coefficient, model.num_experts, model.num_experts_per_tok) if coefficient else None
 
 
 class Carrier(nn.Module):
-    """A layer that also hands on the sums of routers, and adds those of its own.
+    """A layer that also passes on the sums over routers and adds those of its own router.
 
-    float32 (2, experts): how many tokens each expert has got, and the sum of its probabilities.
+    Sums are float32 (2, experts): each expert's number of tokens, and the sum of its probabilities.
     """
 
     def __init__(self, module: nn.Module, loss: RouterLoss):
         super().__init__()
         self.module, self._loss = module, loss
-        self._logits: list[Tensor] = []  # (tokens, experts) of the forward that runs
+        self._logits: list[Tensor] = []  # (tokens, experts) of the present forward
         for path, part in module.named_modules():
             if path.endswith(".gate"):
                 part.register_forward_hook(self._note)
 
     def forward(self, given: Tensor | Carried) -> Carried:
-        """Run the layer on what the layer before it gives; the first one has the tensor alone."""
+        """Run the layer on the previous layer's output and sums; the first layer gets only a tensor."""
         x, sums = given if isinstance(given, tuple) else (given, None)
         if sums is None:
             sums = torch.zeros(2, self._loss.experts, device=x.device)
@@ -60,10 +60,10 @@ class Carrier(nn.Module):
             out = self.module(x)
             return out, sum(map(self._sums, self._logits), sums)
         finally:
-            self._logits = []  # also where checkpointing computes again and stops in between
+            self._logits = []  # also if checkpointing stops a recomputation early
 
     def _note(self, gate: nn.Module, given: Any, out: Any) -> None:
-        """Keep a router's logits: transformers' routers give them first, AutoEP's linear layer alone."""
+        """Keep a router's logits: the first output of transformers' routers, the only one of AutoEP's."""
         self._logits.append(out[0] if isinstance(out, tuple) else out)
 
     def _sums(self, logits: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class Carrier(nn.Module):
 
 
 def ends(output: Tensor, sums: Tensor) -> Carried:
-    """Return both without their graph, whose backward runs once, when the second one gets its gradient.
+    """Detach both tensors; the graph's backward runs once, when the second one gets its gradient.
 
-    DeepSpeed runs one from each tensor that it sends, in this order (runtime/pipe/engine.py, `_exec_backward_pass`).
+    DeepSpeed runs a backward from each tensor that it sends, in order (runtime/pipe/engine.py, `_exec_backward_pass`).
     """
     end, last = output.detach().requires_grad_(), sums.detach().requires_grad_()
 

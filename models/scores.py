@@ -1,4 +1,4 @@
-"""Scores beside the loss: classes told apart (scikit-learn's F1, mean IoU), texts written (rouge-score's)."""
+"""Scores: accuracy and F1 (scikit-learn), mean IoU, and ROUGE (rouge-score)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from zerofit.models.inputs import Inputs, LabelledTextInputs, SegmentationInputs
 from zerofit.models.segmentation import are_dense
 from zerofit.spec.model_facts import IGNORE_INDEX
 
-OUTSIDE = "O"  # the tag of words that are in nothing
+OUTSIDE = "O"  # the tag of words outside any entity
 ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the library's names, and ours
 
 
 def tabled_classes(inputs: Inputs | None) -> int:
-    """Return how many classes `class_table` tells apart for these inputs; 0 where they have no such table."""
+    """Return the number of classes of `class_table` for these inputs; 0 without such a table."""
     if isinstance(inputs, SegmentationInputs):
         return inputs.classes
     return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
 
 
 def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Count float64 (classes * classes,): how often class i (of the labels, -100: none) was taken for class j.
+    """Return a confusion matrix, float64 (classes * classes,): counts of label i predicted as j (label -100: ignored).
 
-    It has one shape whatever the values, so that it can be simulated. Pixels' logits have their classes in dimension 1.
+    Its shape does not depend on values, so that it can be simulated. Pixels' logits have their classes in dimension 1.
     """
     spread = logits.movedim(1, -1) if are_dense(logits, labels) else logits
     best, labels = spread[..., :classes].float().argmax(-1).reshape(-1), labels.reshape(-1)
@@ -38,7 +38,7 @@ def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> dict[str, float]:
-    """Return accuracy and macro F1 of such a table; of tags also the micro F1 of those that are not O."""
+    """Return accuracy and macro F1 from a confusion matrix; for tags also the micro F1 of all tags except O."""
     from sklearn.metrics import accuracy_score, f1_score
 
     counted = np.asarray(table).reshape(len(classes), len(classes))
@@ -58,7 +58,7 @@ def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> 
 
 
 def mean_iou(counts: Sequence[float]) -> float:
-    """Return the mean intersection over union of the classes that occur, in labels or in answers."""
+    """Return the mean intersection over union of the classes in labels or predictions."""
     classes = math.isqrt(len(counts))
     table = torch.tensor(counts, dtype=torch.float64).view(classes, classes)
     both, either = table.diag(), table.sum(0) + table.sum(1) - table.diag()
@@ -66,16 +66,16 @@ def mean_iou(counts: Sequence[float]) -> float:
 
 
 def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Return the mean F measures of ROUGE-1, -2 and -L over pairs of a reference and what was written."""
+    """Return the mean F measures of ROUGE-1, -2 and -L over pairs of reference and generated text."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     found = [scorer.score(reference, written) for reference, written in pairs]
-    return {ours: sum(one[name].fmeasure for one in found) / max(len(found), 1) for name, ours in ROUGE.items()}
+    return {ours: sum(score[name].fmeasure for score in found) / max(len(found), 1) for name, ours in ROUGE.items()}
 
 
 def takes_cache(config: Any) -> bool:
-    """Return whether transformers makes a cache with as many layers as a decoder has: it counts T5's encoder's."""
+    """Return whether transformers creates a large enough cache: for T5 it counts the encoder's layers."""
     return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
 
 
@@ -83,16 +83,16 @@ def takes_cache(config: Any) -> bool:
 def write_targets(
     model: nn.Module, batch: Mapping[str, Tensor], most: int, end_id: int | None, together: bool = False
 ) -> Tensor:
-    """Let an encoder-decoder write at most `most` tokens for each source of a batch, the likeliest one each time.
+    """Generate at most `most` tokens greedily with an encoder-decoder for each source of a batch.
 
-    Returns int64 (batch, written) without what the decoder begins with. `together`: all ranks make as many forwards.
+    Returns int64 (batch, tokens) without the start token. `together`: all ranks run the same number of forwards.
     """
     from transformers import GenerationConfig
 
     whole: Any = model
     config = whole.config
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = sorted({end_id} if end_id is not None else {one for one in own if one is not None})
+    ends = sorted({end_id} if end_id is not None else {token for token in own if token is not None})
     made = whole.generate(
         input_ids=batch["inputs"],
         attention_mask=batch["attention_mask"],
@@ -111,7 +111,7 @@ def write_targets(
 
 
 def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
-    """Return the reference and what was written for each real sample, as text; `data` is a zerofit.data.Data."""
+    """Return (reference, generated text) for each real sample; `data` is a zerofit.data.Data."""
     found = []
     for ours, theirs, counts in zip(written.tolist(), labels.tolist(), real, strict=True):
         if counts:

@@ -1,4 +1,4 @@
-"""A model cut into sections whose costs are told apart: embedding, blocks and head, or what a pipeline would cut."""
+"""Sections of a model whose costs are measured separately: embedding, blocks and head, or a pipeline's layers."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.errors import reason_of
 
-# the modules of the models that a config has within
+# modules of the inner models of a config
 _WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower", "visual")}
 
-_CHECKPOINT = "_gradient_checkpointing_func"  # transformers' place for it
+_CHECKPOINT = "_gradient_checkpointing_func"  # transformers' hook
 
-Mark = Callable[[int, Any], None]  # of a section that begins, and the tensors it gets
+Mark = Callable[[int, Any], None]  # called with a section's index and its inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """A stretch of the forward whose costs are told apart; it begins where `start` is called or has returned."""
+    """A part of the forward with separate costs; it begins when `start` is called, or (`after`) has returned."""
 
     name: str
     start: nn.Module | None  # None: begins with the model
     after: bool = False  # begins when `start` has returned
-    count: int = 1  # how many such follow each other in the real model
+    count: int = 1  # number of such consecutive sections in the real model
 
 
 @contextmanager
 def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
-    """Call `begin(section, its inputs)` as the sections of a forward begin."""
-    inside: set[int] = set()  # checkpoints that run, whose forwards are to begin no section again
+    """Call `begin(index, inputs)` when a section of a forward begins."""
+    inside: set[int] = set()  # running checkpoints, whose inner forwards must not begin a section again
 
     def before(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if index not in inside:
@@ -76,23 +76,23 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
 
 
 def _around_hooks(module: nn.Module) -> Any:
-    """Return the function by which a block checkpoints itself and its hooks with it, as transformers' did before 5.23.
+    """Return the function with which a block checkpoints itself including its hooks, as in transformers before 5.23.
 
-    What it saves, the input, is of the block that begins, as where hooks run first. (transformers/modeling_layers.py)
+    The saved input must count for the block that begins. (transformers/modeling_layers.py)
     """
     within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
     return vars(module).get(_CHECKPOINT) if within else None
 
 
 def sections_of(model: nn.Module) -> list[ModelSection]:
-    """Return the sections of a whole model, each once."""
+    """Return all sections of a model."""
     found = block_lists(model, None) if hasattr(model, "config") else []
-    # of an encoder and a decoder only their inputs show which runs first
+    # for an encoder and a decoder, only a run shows which comes first
     return block_sections([(found[0][0], None)]) if len(found) == 1 else stage_sections(model)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Return names with a number each where several are equal: "block.0", "block.1", ...
+    """Number names that occur several times: "block.0", "block.1", ...
 
     >>> numbered(["embedding", "block", "block", "head"])
     ['embedding', 'block.0', 'block.1', 'head']
@@ -106,23 +106,23 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists of blocks of one class in the order in which a forward runs them, and where each is counted."""
+    """Return the lists of equal blocks, in the order of the forward, and the config's key that counts each."""
     known, found = depths(model.config), []
     for name, module in model.named_modules():
         inside = any(name.startswith(outer + ".") for outer, _, _ in found)
         if not isinstance(module, nn.ModuleList) or inside or len({type(block) for block in module}) != 1:
             continue
-        # a config has the depth of its encoder first; a model within a model has a name like its config's
+        # a config has the encoder's depth first; inner models are named like their configs
         path = next((path for path, count in known.items() if count == len(module) and _is_of(name, path)), None)
         if path is not None:
             found.append((name, module, path))
     lists = [(module, path) for _, module, path in found]
-    within = any(len(path) > 1 for _, path in lists)  # GIT's encoder of images, without images
+    within = any(len(path) > 1 for _, path in lists)  # GIT's image encoder does not run without images
     return _as_run(model, inputs, lists) if inputs is not None and (within or len(lists) > 1) else lists
 
 
 def _is_of(name: str, path: Path) -> bool:
-    """Return whether a module's name can be that of the layers that a path in the config counts."""
+    """Return whether a module can be the list of layers that a path in the config counts."""
     inside, key = set(name.split(".")), path[-1]
     if len(path) > 1:
         return bool(inside & set(_WITHIN[path[0]]))
@@ -134,7 +134,7 @@ def _is_of(name: str, path: Path) -> bool:
 def _as_run(
     model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
 ) -> list[tuple[nn.ModuleList, Path]]:
-    """Return the lists that a forward runs, in its order."""
+    """Return the lists that a forward runs, in order."""
     ran: list[int] = []
     handles = [
         blocks[0].register_forward_pre_hook(lambda *_, index=index: ran.append(index))
@@ -150,7 +150,7 @@ def _as_run(
     except ModelError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-        message = f"{type(model).__name__} cannot run on such inputs: {reason_of(error)}"
+        message = f"{type(model).__name__} cannot run with these inputs: {reason_of(error)}"
         raise ModelError("model-shape", message, "correct --model-args or the config") from error
     finally:
         for handle in handles:
@@ -159,9 +159,9 @@ def _as_run(
 
 
 def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelSection]:
-    """Return embedding, blocks, head, and what lies between two lists of blocks.
+    """Return embedding, blocks, head, and the part between two lists of blocks.
 
-    Of a list that stands for a number of equal blocks the last one of the traced stands for all of them.
+    If a list has a count, its last block represents all further equal blocks.
     """
     sections, before = [ModelSection(name="embedding", start=None)], None
     for blocks, count in lists:
@@ -170,14 +170,14 @@ def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelS
         counts = _counts(blocks, count) if count else [1] * len(blocks)
         sections += [ModelSection(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
         before = blocks
-    assert before is not None  # the caller has some
+    assert before is not None  # there is at least one list
     return [*sections, ModelSection(name="head", start=before[-1], after=True)]
 
 
 def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
-    """Return how many blocks each stands for: the last for all, but those that have other numbers of parameters.
+    """Return the number of blocks that each block represents: the last one all those of its size.
 
-    T5's first one has the positions, DeepSeek's first ones have no experts.
+    T5's first block also has the positions, DeepSeek's first ones have no experts.
     """
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     alone = [int(size != sizes[-1]) for size in sizes[:-1]]
@@ -185,7 +185,7 @@ def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:
-    """Return what a pipeline would cut, else the model's own children; each begins at its first module."""
+    """Return a pipeline's layers, else the model's children; each section begins at its first module."""
     if is_denoiser(model):
         return _denoiser_sections(model)
     try:
@@ -196,14 +196,14 @@ def stage_sections(model: nn.Module) -> list[ModelSection]:
     inside = dict(model.named_modules())
     for name, paths in layers:
         if paths:
-            # the layer's own module where the model calls it as such, else the module of its first parameter
+            # the layer's own module if the model has it, else the module of its first parameter
             module = inside[name] if name in inside else inside[paths[0].rpartition(".")[0]]
             sections.append(ModelSection(name=name, start=module if sections else None))
     return sections or [ModelSection(name="model", start=None)]
 
 
 def _denoiser_sections(model: nn.Module) -> list[ModelSection]:
-    """Return embedding, blocks and head of a denoiser in the order in which a forward runs them."""
+    """Return embedding, blocks and head of a denoiser, in the order of the forward."""
     found = []
     for name in ("down_blocks", "mid_block", "up_blocks", "transformer_blocks", "single_transformer_blocks"):
         part = getattr(model, name, None)

@@ -1,4 +1,4 @@
-"""The loss of models that give each pixel a class.
+"""The loss of models that classify each pixel.
 
 Logits are (batch, classes, height, width), labels (batch, height, width).
 """
@@ -12,15 +12,14 @@ from zerofit.spec.model_facts import IGNORE_INDEX
 
 
 def are_dense(logits: Tensor, labels: Tensor) -> bool:
-    """Return whether there is a class for each pixel."""
+    """Return whether logits and labels are per pixel."""
     return logits.dim() == 4 and labels.dim() == 3
 
 
 def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Return the sum over images of their mean cross entropies over labelled pixels, float32.
+    """Return the sum over images of the mean cross entropy over labelled pixels, float32.
 
-    An image's weight does not depend on how many pixels of other images are labelled, so that the loss is the same in
-    any layout.
+    Each image has the same weight, so that the loss does not depend on the layout.
     """
     how = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
     pixels = functional.cross_entropy(logits.float(), labels, **how)

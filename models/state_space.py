@@ -1,7 +1,7 @@
-"""Mamba's kernels where there are none: what mamba_ssm and causal_conv1d allocate and keep, without their values.
+"""Stand-ins for Mamba's kernels, which allocate and keep the same tensors as mamba_ssm and causal_conv1d.
 
-Without these packages transformers runs a Mamba token by token, which nobody trains with on a GPU. The stand-ins make
-the same tensors in the same order as mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
+Without these packages transformers runs Mamba token by token, which is not how it is trained on GPUs. The stand-ins
+create the same tensors in the same order as mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK = 2048  # tokens between two states that the scan keeps
+CHUNK = 2048  # tokens per state that the scan keeps
 _INNER = ("transformers.models.mamba.modeling_mamba",)
 _SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "transformers.models.jamba.modeling_jamba")
 
 
 @contextmanager
 def mamba_kernels() -> Iterator[None]:
-    """Let transformers' Mambas that are imported take the stand-ins."""
+    """Make imported Mamba modules of transformers use the stand-ins within the block."""
     with ExitStack() as stack:
         for module, name, function in _places():
             stack.enter_context(patch.object(module, name, function))
@@ -32,7 +32,7 @@ def mamba_kernels() -> Iterator[None]:
 
 
 def install_mamba_kernels() -> None:
-    """Do so for the rest of this process."""
+    """Make transformers' Mamba modules use the stand-ins for the rest of this process."""
     for name in _SCANS:
         importlib.import_module(name)
     for module, name, function in _places():
@@ -61,9 +61,9 @@ def inner(
     delta_bias: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Stand in for mamba_inner_fn: convolution, scan, gate and output of (batch, 2 x dim, length) as one node.
+    """Replace mamba_inner_fn: convolution, scan, gate and output as one node.
 
-    Gives (batch, length, hidden_size).
+    From (batch, 2 x dim, length) to (batch, length, hidden_size).
     """
     weights = (conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias)
     return _Inner.apply(xz, *weights, A, D, delta_bias)
@@ -82,13 +82,13 @@ def selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Stand in for selective_scan_fn of (batch, dim, length); B and C are (batch, states, length)."""
+    """Replace selective_scan_fn for (batch, dim, length); B and C are (batch, states, length)."""
     out, states = _Scan.apply(hidden_states, dt, A, B, C, D, z, delta_bias)
     return (out, states[:, :, -1, 1::2]) if return_last_state else out
 
 
 def _states(u: Tensor, A: Tensor) -> Tensor:
-    """Return the states that the scan keeps: two of each chunk."""
+    """Return the states that the scan keeps: two per chunk."""
     return torch.zeros(u.shape[0], u.shape[1], -(-u.shape[2] // CHUNK), 2 * A.shape[1], dtype=A.dtype, device=u.device)
 
 
@@ -97,7 +97,7 @@ def _last_dense(tensor: Tensor | None) -> Any:
 
 
 def _scan_gradients(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients of u, delta, A, B and C; those of B and C are summed in float32."""
+    """Return the gradients of u, delta, A, B and C; those of B and C are summed in float32."""
     du, ddelta, dA = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(A)
     dB, dC = torch.zeros_like(B, dtype=torch.float32), torch.zeros_like(C, dtype=torch.float32)
     return du, ddelta, dA, dB.to(B.dtype), dC.to(C.dtype)
@@ -128,7 +128,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Inner(torch.autograd.Function):
-    """MambaInnerFn: keeps what enters it, the projections and the scan's output; the rest is computed again."""
+    """MambaInnerFn: keeps its inputs, the projections and the scan's output, and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, xz: Tensor, *tensors: Any) -> Tensor:
@@ -182,16 +182,16 @@ class _Inner(torch.autograd.Function):
 
 
 def _delta(delta_proj: Tensor, projected: Tensor, batch: int) -> Tensor:
-    """Return the time steps (batch, dim, length), whose memory has dim first."""
+    """Return the time steps (batch, dim, length), with dim outermost in memory."""
     made = delta_proj @ projected[:, : delta_proj.shape[1]].t()
     return made.reshape(made.shape[0], batch, -1).permute(1, 0, 2)
 
 
 def _of_states(projected: Tensor, batch: int) -> Tensor:
-    """Turn (batch x length, states) to (batch, 1, states, length)."""
+    """Reshape (batch x length, states) to (batch, 1, states, length)."""
     return projected.reshape(batch, -1, projected.shape[1]).transpose(1, 2).unsqueeze(1).contiguous()
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Turn (batch, dim, length) to (dim, batch x length); a copy where memory is not in that order."""
+    """Reshape (batch, dim, length) to (dim, batch x length), with a copy if memory is ordered differently."""
     return tensor.permute(1, 0, 2).reshape(tensor.shape[1], -1)

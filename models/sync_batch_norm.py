@@ -1,8 +1,8 @@
-"""Batch norms that see the micro batches of all data parallel ranks together, on any device.
+"""Batch norms synchronised over all data parallel ranks, on any device.
 
-torch.nn.SyncBatchNorm has kernels for accelerators alone, so that nothing of it could be tried on CPUs, nor simulated.
-Here the local means and variances are exchanged (an all-gather in forward, an all-reduce in backward), and torch's own
-batch norm kernel applies them.
+torch.nn.SyncBatchNorm only has kernels for accelerators and works neither on CPUs nor in the simulation. Here the local
+means and variances are exchanged (an all-gather in forward, an all-reduce in backward), and torch's batch norm kernel
+applies them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from zerofit.models.batch_norm import BatchNorm, batch_norms
 
 
 def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
-    """Let every batch norm of a model normalise by the statistics of all ranks of the group while it trains.
+    """Make all batch norms of a model use the statistics of all ranks of a group during training.
 
-    Statistics are float32 whatever the inputs are. The model itself is changed, its names stay.
+    Statistics are float32 for any input type. Changes the model in place; names stay the same.
     """
 
     def forward(self: BatchNorm, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
 
 @torch.no_grad()
 def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Let the running statistics take in a batch, its variance without bias, as torch does."""
+    """Update the running statistics with a batch (unbiased variance), as torch does."""
     momentum = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
@@ -52,7 +52,7 @@ def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
 
 
 class _Synchronized(torch.autograd.Function):
-    """Batch norm by the statistics of all ranks. Backward keeps the input as it came, and three numbers a channel."""
+    """Batch norm with the statistics of all ranks. Keeps the input and three numbers per channel for backward."""
 
     @staticmethod
     def forward(

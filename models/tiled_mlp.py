@@ -1,7 +1,7 @@
-"""MLPs that take a long sequence in tiles, and compute each tile again in backward.
+"""MLPs that process a long sequence in tiles and recompute each tile in backward.
 
-What an MLP keeps for its backward is several times as wide as its input. A token needs no other here, so that the
-tiles' results are those of the whole.
+An MLP's saved activations are several times as wide as its input. Each token is independent, so that tiling does not
+change the result.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-_TOKENS = "tile_tokens"  # set on an MLP that takes its input in tiles
+_TOKENS = "tile_tokens"  # attribute of a tiled MLP
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> None:
-    """Let each block's MLP take `tokens` tokens of a sequence at a time. Changes the model, whose names stay."""
+    """Make each block's MLP process `tokens` tokens at a time. Changes the model in place; names stay the same."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "mlp":
             vars(module)[_TOKENS] = tokens
@@ -29,6 +29,6 @@ def _forward_tiled(self: nn.Module, x: Tensor) -> Tensor:
     """Run the class's forward on hidden states (batch, seq_len, hidden_size), tile by tile."""
     run = types.MethodType(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
-        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # there is no dropout in it
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout
     tiles: list[Any] = [run(tile) for tile in x.split(vars(self)[_TOKENS], dim=1)]
     return torch.cat(tiles, dim=1)

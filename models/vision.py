@@ -1,4 +1,4 @@
-"""Small models of ours for images and tables, DCGAN, and torchvision's classifiers for other images than ImageNet's."""
+"""zerofit's small models for images and tables, DCGAN, and torchvision's models for any image size and classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofit.models.inputs import ImageInputs, Inputs, SegmentationInputs, Table
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
-    """Build two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer; images of any size."""
+    """Build two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer, for images of any size."""
     side = -(-inputs.size // 4)  # two poolings that round up
 
     def conv_pool(channels_in: int, channels: int) -> nn.Sequential:
@@ -41,14 +41,14 @@ def simplecnn_112(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
 
 
 def lenet(inputs: ImageInputs) -> nn.Sequential:
-    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU; 28x28 gives the 61,706 parameters of the textbook.
+    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU; 61,706 parameters for 28x28, as in textbooks.
 
-    Images below 16 pixels are too small for two 5x5 kernels: there the second one is 3x3 with padding.
+    For images below 16 pixels the second 5x5 kernel is replaced by 3x3 with padding.
     """
     small = inputs.size < 16
     side = inputs.size // 4 if small else (inputs.size // 2 - 4) // 2
     if side < 1:
-        message = f"lenet takes images of 4 pixels and more, got {inputs.size}"
+        message = f"lenet needs images of at least 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, "set --image-size")
     second = nn.Conv2d(6, 16, 3, padding=1) if small else nn.Conv2d(6, 16, 5)
     return _stages(
@@ -61,14 +61,14 @@ def lenet(inputs: ImageInputs) -> nn.Sequential:
 
 
 def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
-    """Build the LeNet of "Dive into Deep Learning", chapter on several GPUs: 28x28 gives its 129,068 parameters.
+    """Build the LeNet of "Dive into Deep Learning", chapter on several GPUs; 129,068 parameters for 28x28.
 
-    Two convolutions with average pooling, two linear layers, ReLU; weights are drawn from a normal of standard
-    deviation `std`, biases begin at 0.
+    Two convolutions with average pooling, two linear layers, ReLU. Weights are normal with standard deviation `std`,
+    biases 0.
     """
     side = ((inputs.size - 2) // 2 - 4) // 2
     if side < 1:
-        message = f"lenet-scratch takes images of 14 pixels and more, got {inputs.size}"
+        message = f"lenet-scratch needs images of at least 14 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, "set --image-size, e.g. --image-size 28")
     first, second = nn.Conv2d(inputs.channels, 20, 3), nn.Conv2d(20, 50, 5)
     model = _stages(
@@ -85,7 +85,7 @@ def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
 
 
 def mlp_table(inputs: TableInputs, hidden: int = 100) -> nn.Sequential:
-    """Build two linear layers on a row of numbers; 10 features and 10 classes give 2,110 parameters."""
+    """Build two linear layers on a row of numbers; 2,110 parameters for 10 features and 10 classes."""
     return _stages(
         hidden=nn.Sequential(nn.Linear(inputs.features, hidden), nn.ReLU()),
         head=nn.Linear(hidden, inputs.classes),
@@ -124,7 +124,7 @@ class ResidualBlock(nn.Module):
 def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> nn.Sequential:
     """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2).
 
-    `bias` gives the convolutions biases, as textbooks do; the batch norms after them make these superfluous.
+    `bias` adds biases to the convolutions, as in textbooks; the batch norms make them superfluous.
     """
     stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=bias), nn.BatchNorm2d(width), nn.ReLU())
     blocks: dict[str, nn.Module] = {}
@@ -139,14 +139,14 @@ def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> 
 
 
 def resnet18_bias(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
-    """Build `resnet18_small` with biases in its convolutions: 11,177,610 parameters on 1x28x28 images."""
+    """Build `resnet18_small` with biases in its convolutions: 11,177,610 parameters for 1x28x28 images."""
     return resnet18_small(inputs, width, bias=True)
 
 
 def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
-    """Build a small fully convolutional network: two halvings, one class a pixel, brought back to the image's size."""
+    """Build a small fully convolutional network: halve the size twice, classify, upsample to the image's size."""
     if inputs.size % 4:
-        message = f"fcn-tiny halves its images twice, got {inputs.size} pixels"
+        message = f"fcn-tiny needs images of a multiple of 4 pixels, not {inputs.size}"
         raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
 
     def conv(channels_in: int, channels: int, stride: int) -> list[nn.Module]:
@@ -163,16 +163,16 @@ def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
 
 
 def _stages(**stages: nn.Module) -> nn.Sequential:
-    """Make a plain sequence of stages, so that a pipeline can cut the model between any two."""
+    """Return a plain sequence of stages, which a pipeline can split anywhere."""
     return nn.Sequential(OrderedDict(stages))
 
 
-# DCGAN (Radford et al., 2016), by image size: the side of the smallest map, and how often it doubles
+# DCGAN (Radford et al., 2016), by image size: side of the smallest feature map, and number of doublings
 _SHAPES = {8: (4, 1), 28: (7, 2), 32: (4, 3), 64: (4, 4)}
 
 
 class Generator(nn.Sequential):
-    """Noise (batch, latent_size, 1, 1) to images (batch, channels, size, size) in [-1, 1]."""
+    """Maps noise (batch, latent_size, 1, 1) to images (batch, channels, size, size) in [-1, 1]."""
 
     def __init__(self, inputs: ImageInputs, latent_size: int, width: int):
         base, doublings = _SHAPES[inputs.size]
@@ -187,7 +187,7 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """Images (batch, channels, size, size) in [-1, 1] to logits (batch, 1) of being real."""
+    """Maps images (batch, channels, size, size) in [-1, 1] to logits (batch, 1) of being real."""
 
     def __init__(self, inputs: ImageInputs, width: int):
         base, doublings = _SHAPES[inputs.size]
@@ -201,12 +201,12 @@ class Discriminator(nn.Sequential):
 
 
 class DCGAN(nn.Module):
-    """A generator and a discriminator that mirror each other; forward gives the discriminator's logits of images."""
+    """A generator and a symmetric discriminator; forward returns the discriminator's logits for images."""
 
     def __init__(self, inputs: ImageInputs, latent_size: int = 100, width: int = 64):
         super().__init__()
         if inputs.size not in _SHAPES:
-            message = f"dcgan draws images of {', '.join(map(str, _SHAPES))} pixels, got {inputs.size}"
+            message = f"dcgan supports images of {', '.join(map(str, _SHAPES))} pixels, not {inputs.size}"
             raise ModelError("model-shape", message, "set --image-size")
         self.generator = Generator(inputs, latent_size, width)
         self.discriminator = Discriminator(inputs, width)
@@ -223,7 +223,7 @@ def _up(channels_in: int, channels: int, kernel: int, stride: int, padding: int)
 
 
 def _initialise(module: nn.Module) -> None:
-    """Draw from a normal of standard deviation 0.02 (section 4 of the paper), batch norm's scales around 1."""
+    """Initialise weights as normal with standard deviation 0.02, batch norm's scales around 1 (paper, section 4)."""
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):
@@ -243,7 +243,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "fcn-tiny": fcn_tiny,
 }
 
-# for the table of models, and for a model without data
+# for the table of models, and for models without data
 PUBLISHED_INPUTS: dict[str, ImageInputs | TableInputs] = {
     "simplecnn": ImageInputs(channels=3, size=32, classes=10),
     "simplecnn-112": ImageInputs(channels=3, size=112, classes=10),
@@ -263,20 +263,20 @@ VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    """Build one of torchvision's models with random weights for these images; `args` are its keyword arguments."""
+    """Build a torchvision model with random weights for these images; `args` are its keyword arguments."""
     import torchvision
 
     name, wanted = source.name, inputs or (VOC if source.task == "segmentation" else IMAGENET)
-    assert isinstance(wanted, ImageInputs)  # `build` has refused text
+    assert isinstance(wanted, ImageInputs)  # checked by `build`
     keywords = {"num_classes": wanted.classes, **_size_keywords(source, wanted.size if inputs else None), **args}
     try:
         with _regnet_widths_on_cpu():
             model = torchvision.models.get_model(name, weights=None, **keywords)
     except TypeError as error:
-        hint = "--model-args are keyword arguments of torchvision's builder"
+        hint = "--model-args must be keyword arguments of torchvision's builder"
         raise ModelError("model-args", f"{name} with {args}: {error}", hint) from None
     except (AssertionError, ValueError) as error:
-        message = f"{name} cannot take {wanted.size}x{wanted.size} images: {error}"
+        message = f"{name} does not support {wanted.size}x{wanted.size} images: {error}"
         raise ModelError("model-shape", message, "set --image-size, e.g. --image-size 224") from None
     if wanted.channels != 3:
         _replace_first_conv(model, wanted.channels)
@@ -284,7 +284,7 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str
 
 
 def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
-    """Return what some families must know beforehand: the image size, and that auxiliary heads are not used."""
+    """Return keywords that some families need: the image size, and no auxiliary heads."""
     name = source.name
     if source.task == "segmentation":
         without = {} if name.startswith("lraspp") else {"aux_loss": False}
@@ -299,7 +299,7 @@ def _size_keywords(source: ModelSource, size: int | None) -> dict[str, Any]:
 
 
 def _replace_first_conv(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for another number of channels, with torch's default weights."""
+    """Replace the first convolution by one for another number of channels, with torch's default initialisation."""
     path, old = next((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -317,7 +317,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
 
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
-    """Let RegNet compute its widths on the CPU: it reads them back, which a meta tensor does not allow."""
+    """Make RegNet compute its widths on the CPU, since it reads them, which meta tensors do not allow."""
     from torchvision.models.regnet import BlockParams
 
     compute = BlockParams.from_init_params

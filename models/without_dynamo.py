@@ -1,4 +1,4 @@
-"""Torch without its compiler: importing that takes a second of every start, and torch asks for it where it need not."""
+"""torch without its compiler, which takes a second to import and which torch imports needlessly."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from types import ModuleType
 from typing import Any
 
 NAME = "torch._dynamo"
-# what fake tensors ask before they have anything to compile (torch/_subclasses/fake_tensor.py), as torch sets it
+# flags that fake tensors read (torch/_subclasses/fake_tensor.py), with torch's values
 FLAGS = {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enabled": False, "_custom_ops_profile": None}
 
 
 class _StandIn(ModuleType):
-    """A module of the compiler that makes way for the real one when it is asked for what it does not have."""
+    """A stand-in for a module of the compiler; imports the real one for any missing attribute."""
 
     def __getattr__(self, name: str) -> Any:
-        looked_into = name == "__path__" and self.__name__ == NAME  # for a module of the package that is not here
-        if name.startswith("__") and not looked_into:  # inspect looks for a file in all modules
+        looked_into = name == "__path__" and self.__name__ == NAME  # another module of the package is imported
+        if name.startswith("__") and not looked_into:  # inspect reads __file__ of all modules
             raise AttributeError(name)
         _leave()
         return getattr(importlib.import_module(self.__name__), name)
 
 
 def _disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
-    """Return the function, or what does: where nothing is compiled there is nothing to keep from being compiled."""
+    """Return the function, or a decorator that does: without compilation there is nothing to disable."""
     return fn or _disable
 
 
 def _assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function as the real one does, for whoever compiles later (transformers/integrations/deepgemm.py)."""
+    """Mark the function like the real decorator, for a later compilation (transformers/integrations/deepgemm.py)."""
     vars(fn)["_dynamo_marked_constant"] = True
     return fn
 
 
 def _graph_break() -> None:
-    """Break no graph, since none is being made."""
+    """Do nothing, since no graph is compiled."""
 
 
 def _is_compile_supported(device_type: str) -> bool:
-    """Return what the real one says; torchvision imports it (torchvision/ops/roi_align.py) and hardly ever calls it."""
+    """Call the real function; torchvision imports it (torchvision/ops/roi_align.py) but hardly ever calls it."""
     _leave()
     return importlib.import_module(f"{NAME}.utils").is_compile_supported(device_type)
 
 
 def _clear_lru_cache() -> None:
-    """Clear nothing: what is not imported has no caches (torch/distributed/distributed_c10d.py clears them)."""
+    """Do nothing, since there are no caches (called by torch/distributed/distributed_c10d.py)."""
 
 
 def _get_optimize_ddp_mode() -> str:
-    """Return what torch sets, which DistributedDataParallel asks for (torch/nn/parallel/distributed.py)."""
+    """Return torch's default, which DistributedDataParallel reads (torch/nn/parallel/distributed.py)."""
     return "ddp_optimizer"
 
 
 def _transform_get_item_to_index() -> Any:
-    """Return the real mode, which masks made with vmap run in (transformers/masking_utils.py)."""
+    """Return the real mode, which masks created with vmap need (transformers/masking_utils.py)."""
     _leave()
     return importlib.import_module(f"{NAME}._trace_wrapped_higher_order_op").TransformGetItemToIndex()
 
@@ -80,10 +80,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Keep torch and torchvision from importing the compiler within.
+    """Keep torch and torchvision from importing the compiler within the block.
 
-    They ask for it in optimizers, fake tensors, dispatch modes and process groups. Whoever compiles gets the real one;
-    where it has been imported already, nothing changes.
+    They import it in optimizers, fake tensors, dispatch modes and process groups. Compiling still works, with the real
+    module. If that is already imported, nothing changes.
     """
     outermost = NAME not in sys.modules
     if outermost:

@@ -66,6 +66,6 @@ def test_another_spelling_of_a_preset_is_taken_with_a_note():
         resolved = resolve(RunRequest.of(Run(model=name)), Reporter(lambda event: notes.append(event.text)))
         assert resolved.run.model == taken
     assert [note.partition(";")[0] for note in notes] == [
-        "llama3-8b is taken as llama-3-8b",
-        "unsloth/Qwen3-8B-bnb-4bit is taken as qwen3-8b",
+        "using llama-3-8b for llama3-8b",
+        "using qwen3-8b for unsloth/Qwen3-8B-bnb-4bit",
     ]

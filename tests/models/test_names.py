@@ -60,9 +60,9 @@ def test_every_repository_is_found():
         ("qwen3-8b", ""),
         ("Qwen/Qwen3-8B", ""),
         ("Qwen/Qwen3-8B-Base", ""),
-        ("qwen3:8b", "qwen3:8b is taken as qwen3-8b"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.3-70B-Instruct is taken as llama-3.1-70b"),
-        ("somebody/Qwen3-8B", "somebody/Qwen3-8B is taken as qwen3-8b"),
+        ("qwen3:8b", "using qwen3-8b for qwen3:8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "using llama-3.1-70b for meta-llama/Llama-3.3-70B-Instruct"),
+        ("somebody/Qwen3-8B", "using qwen3-8b for somebody/Qwen3-8B"),
     ],
 )
 def test_a_note_says_what_a_name_is_taken_for(name, note):
@@ -100,7 +100,7 @@ def test_another_size_or_generation_is_never_taken(name, family, others):
 def test_an_error_lists_the_family():
     with pytest.raises(ModelError) as caught:
         find("granite")
-    assert "known of that family: granite-3.0-2b, " in caught.value.hint
+    assert "known in that family: granite-3.0-2b, " in caught.value.hint
 
 
 def test_names_of_no_family():
@@ -117,5 +117,5 @@ def test_the_table_and_its_words():
     assert row in model_table() and len(model_table()) >= 300
     assert [row["name"] for row in model_table(("Qwen2.5", "3b"))] == ["qwen2.5-3b", "qwen2.5-vl-3b"]
     assert [row["name"] for row in model_table(("kimi-k2-instruct",))] == ["kimi-k2"]
-    with pytest.raises(UserError, match="no model has zzz"):
+    with pytest.raises(UserError, match="no model matches zzz"):
         model_table(("zzz",))

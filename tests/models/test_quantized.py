@@ -110,7 +110,7 @@ def test_what_is_known_without_memory_is_what_is_there(base):
 
 def test_a_model_without_linear_layers_is_refused():
     gpt2 = {"n_embd": 32, "n_layer": 1, "n_head": 2}
-    with pytest.raises(ModelError, match="no linear layer beside its head"):
+    with pytest.raises(ModelError, match="no linear layer except its head"):
         build(quantized(find("gpt2"), kind="nf4"), None, gpt2, stored=IN_BF16)
     with pytest.raises(ModelError, match="not a transformers model"), torch.device("meta"):
         build(quantized(find("resnet18"), kind="int8"), None, {})
