@@ -2,14 +2,13 @@
 
     python docs/site.py            # needs the packages of the extra `docs`, and no network
 
-Pages are copied to build/pages, which mkdocs.yml names; links out of docs/ then lead to the copied page, to a copied picture, or to the file in the
-repository. The reference is written there too, so that it cannot differ from the code.
+Pages are copied to build/pages, which mkdocs.yml names. Links out of docs/ then lead to the copied page, to a copied
+picture, or to the file in the repository. The reference is written there too, so that it cannot differ from the code.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "pages"
@@ -32,7 +31,9 @@ def sources() -> dict[Path, Path]:
     """Return each page of the repository and its place on the site."""
     places = {page: page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")}
     named = {"README.md": "overview.md"}  # README.md would be the start page, which is docs/index.md
-    named |= {f"{name}.md": f"project/{name.lower()}.md" for name in ("AGENTS", "CHANGELOG", "CONTRIBUTING", "SECURITY")}
+    named |= {
+        f"{name}.md": f"project/{name.lower()}.md" for name in ("AGENTS", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+    }
     others = [ROOT / "ds_configs" / "README.md", *(ROOT / "benchmarks").rglob("README.md")]
     others += (ROOT / "examples").rglob("README.md")
     places |= {ROOT / name: Path(place) for name, place in named.items()}
@@ -43,6 +44,7 @@ def copy_pages() -> None:
     """Write all pages with their links, and the pictures that they show, below build/pages."""
     places = sources()
     for page, place in places.items():
+
         def relinked(match: re.Match[str], page: Path = page, place: Path = place) -> str:
             return match[1] + _target(match[2], page, place, places) + match[3]
 
@@ -78,7 +80,7 @@ def _table(*rows: tuple[str, ...]) -> str:
 def commands_page() -> str:
     """Return the page of all commands and options, which mkdocs-click fills in."""
     directive = "::: mkdocs-click\n    :module: zerofit.cli.main\n    :command: main\n    :prog_name: zerofit\n"
-    return f"# Commands\n\n{directive}    :depth: 1\n    :style: table\n    :list_subcommands: true\n"
+    return f"# Commands\n\n{directive}    :depth: 1\n    :list_subcommands: true\n"
 
 
 def python_page() -> str:
@@ -95,14 +97,15 @@ def python_page() -> str:
 
 def run_page() -> str:
     """Return the table of run.yaml's keys."""
-    from zerofit.spec.run import Run
+    from zerofit.spec.run import Run, plain_type
 
     rows = []
     for key, field in Run.model_fields.items():
-        kind = inspect.formatannotation(field.annotation) if field.annotation else ""
-        kind = re.sub(r"[\w.]+\.(\w+)|Annotated\[([^,\]]+).*", r"\1\2", kind)
+        kind = plain_type(field.annotation)
+        values = [f"`{value}`" for value in get_args(kind)] if get_origin(kind) is Literal else []
         default = "" if field.default is None else f"`{field.default}`"
-        rows.append((f"`{key}`", f"`{kind}`", default, field.description or ""))
+        shown = ", ".join(values) or getattr(kind, "__name__", "value")
+        rows.append((f"`{key}`", shown, default, field.description or ""))
     text = "Each key is an option of `zerofit train` too: `ds_config` is `--ds-config`.\n\n"
     return "# Keys of run.yaml\n\n" + text + _table(("key", "type", "default", ""), *rows)
 
@@ -130,7 +133,8 @@ def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[
 
 def _kind(node: dict[str, Any]) -> str:
     kinds = [node, *node.get("anyOf", ())]
-    found = [str(kind.get("type") or kind.get("const") or "") for kind in kinds]
+    types = [kind.get("type") or kind.get("const") or "" for kind in kinds]
+    found = [word for one in types for word in (one if isinstance(one, list) else [str(one)])]
     values = [f"`{value}`" for kind in kinds for value in kind.get("enum", ())]
     return ", ".join(dict.fromkeys(values or [word for word in found if word]))
 
@@ -139,7 +143,7 @@ def checks_page() -> str:
     """Return the table of the findings of `zerofit check`."""
     rows = [
         (f"`{code}`", "<br>".join(_unique(found, "message")), "<br>".join(_unique(found, "fix")))
-        for code, found in sorted(_calls("code", ("Rule", "Finding")).items())
+        for code, found in sorted(_calls("check", "code", ("Rule", "Finding")).items())
     ]
     text = f"`{GAP}` stands for names and numbers. [How files are read and judged](../checks.md).\n\n"
     return "# Findings of `zerofit check`\n\n" + text + _table(("code", "what it reports", "fix"), *rows)
@@ -149,7 +153,7 @@ def errors_page() -> str:
     """Return the table of errors by their stable kind."""
     rows = [
         (f"`{kind}`", "<br>".join(_unique(found, "message")), "<br>".join(_unique(found, "hint")))
-        for kind, found in sorted(_calls("kind", ("Problem", "add", "_verdict", "ModelError")).items())
+        for kind, found in sorted(_calls(".", "kind", ("Problem", "add", "_verdict", "ModelError")).items())
     ]
     text = f"`--json` prints the kind. `{GAP}` stands for names and numbers. [What to do](../troubleshooting.md).\n\n"
     return "# Errors by kind\n\n" + text + _table(("kind", "message", "hint"), *rows)
@@ -160,41 +164,42 @@ def _unique(found: list[dict[str, str]], name: str) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _calls(slug: str, names: tuple[str, ...]) -> dict[str, list[dict[str, str]]]:
+def _calls(folder: str, slug: str, names: tuple[str, ...]) -> dict[str, list[dict[str, str]]]:
     """Return what the calls of these names are given, as texts, by the slug that is one of their arguments."""
     found = defaultdict[str, list[dict[str, str]]](list)
-    for path in sorted((ROOT / "toolkit" / "zerofit").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        for scope in [*functions, tree]:
-            given = _assigned(scope)
-            for call in ast.walk(scope):
-                if isinstance(call, ast.Call) and _name(call) in names:
-                    arguments = dict(zip((slug, "message", "hint"), call.args, strict=False))
-                    arguments |= {word.arg: word.value for word in call.keywords if word.arg}
-                    texts = {name: _text(value, given) for name, value in arguments.items()}
-                    if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", texts.get(slug, "")) and "message" in texts:
-                        found[texts[slug]].append(texts)
+    linked = (ROOT / "models").rglob("*.py") if folder == "." else ()  # rglob follows no links
+    for path in sorted([*(ROOT / "toolkit" / "zerofit" / folder).rglob("*.py"), *linked]):
+        assigned: list[tuple[str, ast.expr]] = []
+        for node in _in_order(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign):
+                assigned += _assigned(node)
+            if isinstance(node, ast.Call) and _name(node) in names:
+                arguments = dict(zip((slug, "message", "hint"), node.args, strict=False))
+                arguments |= {word.arg: word.value for word in node.keywords if word.arg}
+                texts = {name: _text(value, dict(assigned)) for name, value in arguments.items()}
+                if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", texts.get(slug, "")) and "message" in texts:
+                    found[texts[slug]].append(texts)
+            if isinstance(node, ast.FunctionDef):
+                assigned.clear()
     return found
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
 
 
 def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
-def _assigned(scope: ast.AST) -> dict[str, ast.expr]:
-    """Return what the names of a function or module are given first."""
-    found: dict[str, ast.expr] = {}
-    for node in ast.walk(scope):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                pairs = [(target, node.value)]
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = list(zip(target.elts, node.value.elts, strict=False))
-                for name, value in pairs:
-                    if isinstance(name, ast.Name):
-                        found.setdefault(name.id, value)
-    return found
+def _assigned(node: ast.Assign) -> list[tuple[str, ast.expr]]:
+    target, value = node.targets[0], node.value
+    pairs = [(target, value)]
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        pairs = list(zip(target.elts, value.elts, strict=False))
+    return [(name.id, value) for name, value in pairs if isinstance(name, ast.Name)]
 
 
 def _text(node: ast.expr, given: dict[str, ast.expr], depth: int = 3) -> str:

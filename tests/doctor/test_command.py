@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from tests.launch.hosts import hosts, missing
 from zerofit.cli.main import main
+from zerofit.doctor.check import Check
 
 KEYS = {"name", "host", "status", "value", "expected", "hint"}
 
@@ -36,6 +39,16 @@ def test_a_host_that_is_not_there_is_a_failure(stand_in, tmp_path):
     done = CliRunner().invoke(main, ["doctor", "--hostfile", str(file), "--quick"])
     assert done.exit_code == 1
     assert "No route to host" in done.stdout and ", 1 failed" in done.stdout and "zerofit calibrate" in done.stdout
+
+
+def test_a_report_is_a_table_without_names(monkeypatch):
+    from zerofit.cli import machine
+
+    rows = [Check(name="gpus", host="alice-box", status="ok", value=f"{Path.home()}/a|b").as_dict()]
+    monkeypatch.setattr(machine, "_examined", lambda *_, **options: {"checks": rows, "hosts": 1, **options})
+    done = CliRunner().invoke(main, ["doctor", "--report"])
+    assert done.exit_code == 0 and done.stdout.splitlines()[-1] == r"| gpus | ok | ~/a\|b |"
+    assert f"torch {version('torch')}" in done.stdout and "alice-box" not in done.stdout
 
 
 def test_a_hostfile_with_errors(tmp_path):

@@ -23,6 +23,7 @@ from zerofit.spec.events import Reporter
 
 FINDING = 1
 VERSIONS = ("zerofit", "torch")
+REPORTED = ("zerofit", "torch", "deepspeed", "transformers", "accelerate")
 
 
 @click.command()
@@ -30,13 +31,17 @@ VERSIONS = ("zerofit", "torch")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="of the hosts [default: as ssh is configured]")
 @click.option("--build-ops", is_flag=True, help="compile DeepSpeed's C++ ops now, for this environment")
 @click.option("--quick", is_flag=True, help="measure nothing")
+@click.option("--report", is_flag=True, help="print versions and checks as Markdown for an issue; measure nothing")
 @AS_JSON
-def doctor(hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: bool, as_json: bool) -> None:
+def doctor(
+    hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: bool, report: bool, as_json: bool
+) -> None:
     """Check this machine, or all hosts of a hostfile: devices, versions, ops, limits, speeds (about a minute).
 
     Exit code 1: something fails.
     """
-    found = answer(lambda: _examined(hostfile, ssh_port, build_ops=build_ops, quick=quick), as_json, _show_findings)
+    show = _show_report if report else _show_findings
+    found = answer(lambda: _examined(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
     if any(check["status"] == "fail" for check in found["checks"]):
         raise SystemExit(FINDING)
 
@@ -63,6 +68,19 @@ def _show_findings(result: dict[str, Any]) -> None:
     warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
     click.echo(f"{count['ok']} ok, {warnings}, {count['fail']} failed")
     click.echo("`zerofit calibrate` measures longer and hands the figures to `zerofit plan`")
+
+
+def _show_report(result: dict[str, Any]) -> None:
+    """Print what an issue needs, without names of hosts, the user's home and process numbers."""
+    installed = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
+    versions = ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in REPORTED)
+    print(
+        f"{versions}\nPython {platform.python_version()}, {platform.platform()}\n\n| check | | found |\n|---|---|---|"
+    )
+    for check in result["checks"]:
+        if check["name"] != "processes":
+            found = check["value"].replace(str(Path.home()), "~").replace("|", "\\|")
+            print(f"| {check['name']} | {check['status']} | {found} |")
 
 
 @click.command()
