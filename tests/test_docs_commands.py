@@ -41,7 +41,7 @@ def options(command: click.Command = main) -> Iterator[str]:
 
 @cache
 def known() -> frozenset[str]:
-    return frozenset(options()) | OTHERS
+    return frozenset(options()) | OTHERS | {"--help"}
 
 
 def named_options(text: str) -> set[str]:
