@@ -7,8 +7,9 @@
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
-needs='import zerofit.cli.main' extra=''
-if [[ ${1-} == test ]]; then needs+=', pytest, ruff' extra='[dev]'; fi
+needs='import zerofit.cli.main; from importlib.metadata import version as of; of("torch"), of("deepspeed")'
+extra=train
+if [[ ${1-} == test ]]; then needs+='; import pytest, ruff' extra=dev; fi
 
 usable() { "$1" -P -c "$needs" >/dev/null 2>&1; }
 
@@ -18,8 +19,9 @@ if ! usable "$python"; then
     if ! usable "$python"; then
         echo "zerofit is not in the active environment: installing it into $here/.venv (torch is large)" >&2
         python3 -m venv "$here/.venv"
-        "$python" -m pip install --constraint "$here/.ci/constraints.txt" --editable "$here$extra" >&2
-        echo "installed; to call it as 'zerofit': source $here/.venv/bin/activate" >&2
+        "$python" -m pip install --constraint "$here/.ci/constraints.txt" --editable "${here}[$extra]" >&2
+        activate=$here/.venv/bin/activate
+        echo "installed; next: source ${activate#"$PWD/"}" >&2
     fi
 fi
 

@@ -40,7 +40,7 @@ def go_on_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
         return
     problems, wanted = Problems(), dict[str, str]()
     needed = [Requirement(one) for one in metadata.requires("zerofit") or ()]
-    allowed = {one.name: one.specifier for one in needed if not one.marker}  # those with a marker belong to extras
+    allowed = {one.name: one.specifier for one in needed if not one.marker or one.marker.evaluate({"extra": "train"})}
     for name, given in releases.items():
         try:
             version = str(Version(given))

@@ -15,6 +15,7 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.extras import installed_version
 from zerofit.spec.files import cache_root, write_text
 from zerofit.spec.local_machine import is_older
 
@@ -57,13 +58,17 @@ def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _paths(child, f"{prefix}{key}.")
 
 
+NEWEST = "0.19.8"  # the DeepSpeed of data/
 DERIVED_WITH = (2, 14)  # the torch that data/ was derived with
 
 
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
-    """Return the installed DeepSpeed's catalogue. Takes seconds the first time for a version that is not shipped."""
-    version = importlib.metadata.version("deepspeed")
+    """Return the installed DeepSpeed's catalogue; without one, that of the newest version which zerofit ships.
+
+    Takes seconds once per version that zerofit does not ship.
+    """
+    version = installed_version("deepspeed") or NEWEST
     found = _shipped(version) or _derived(version)
     _lay_in(found["schema"], found["deprecated"])
     strict, removed = (frozenset(found.pop(name)) for name in ("strict", "removed"))

@@ -20,6 +20,7 @@ import click
 
 from zerofit.cli.terminal import style
 from zerofit.spec.errors import DoesNotFit, ModelError, Problem, RunFailed, Stopped, UserError
+from zerofit.spec.extras import missing_extra
 from zerofit.spec.files import cache_root
 from zerofit.spec.process import stop_requests
 
@@ -75,8 +76,10 @@ def _stoppable() -> Iterator[None]:
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
     """Exit with code 70 for an error of zerofit itself, and name the file with the traceback.
 
-    A path that the system refuses is bad input (code 2).
+    A missing package of an extra and a path that the system refuses are bad input (code 2).
     """
+    if missing := missing_extra(error):
+        fail([missing], BAD_INPUT, as_json)
     if why := _of_path(error):
         hint = "use another path, or check its permissions and the free disk space"
         fail([Problem(kind="path", message=why, hint=hint)], BAD_INPUT, as_json)

@@ -7,12 +7,12 @@ import json
 import re
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
 
+from zerofit.check.catalog import catalog
 from zerofit.check.reader import READERS
 from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
 from zerofit.cli.console import EventConsole, SafeConsole, answer_watched
@@ -169,7 +169,7 @@ def _show_total(reports: CheckReports) -> None:
         return
     faulty = [one for one in reports.results if isinstance(one, UnreadFile) or one.errors]
     total = f"{len(reports.results)} files, {len(faulty)} with errors"
-    click.echo(f"{total}; judged by DeepSpeed {version('deepspeed')}", err=True)
+    click.echo(f"{total}; judged by DeepSpeed {catalog().version}", err=True)
 
 
 @click.command()
@@ -207,7 +207,7 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     total = total if result.findings else "nothing wrong"
     if result.allowed_ranks:
         total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
-    judge = "" if several else f"; judged by DeepSpeed {version('deepspeed')}"
+    judge = "" if several else f"; judged by DeepSpeed {catalog().version}"
     click.echo(f"{result.file}: {total}; {result.reader.sentence()}{judge}", err=True)
     show_findings(result, every, err=report.resolved is not None)
     if report.resolved:

@@ -98,7 +98,7 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
     from zerofit.spec.cluster import Cluster
     from zerofit.spec.local_machine import Calibration, usable_cores, write_calibration
 
-    cluster = Cluster.here()
+    cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
     found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     about = {
@@ -106,7 +106,7 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
         "device_name": found.pop("device_name") or f"CPU ({platform.machine()})",
         "devices": cluster.gpus,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "versions": versions,
     }
     calibration = Calibration.from_dict({**about, **found})
     path = write_calibration(calibration)

@@ -141,11 +141,11 @@ def _ops(host: str, answer: Answer) -> list[Check]:
     """Report imports that fail, and each op."""
     if isinstance(answer, Unreachable):
         return [lost(host, "ops", answer)]
-    hint = "install it anew: the pair of torch and torchvision from one index"
-    checks = [
-        Check(name=f"import {name}", host=host, status=FAIL, value=error, hint=hint)
-        for name, error in answer["imports"].items()
-    ]
+    anew = "install it anew: the pair of torch and torchvision from one index"
+    checks = []
+    for name, error in answer["imports"].items():
+        hint = "pip install 'zerofit[train]'" if error.endswith(f"No module named '{name}'") else anew
+        checks.append(Check(name=f"import {name}", host=host, status=FAIL, value=error, hint=hint))
     return checks + [_op(host, op) for op in answer["ops"] if op["builder"] != NONE]
 
 

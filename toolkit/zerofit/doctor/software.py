@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -13,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from zerofit.spec.extras import installed_version
+
 PACKAGES = ("zerofit", "deepspeed", "transformers", "accelerate", "torchvision", "numpy", "triton", "psutil")
 CODE = {".py", ".json", ".yaml", ".yml"}
 AT_MOST = 10_000  # files that are hashed; a folder with more is no package
@@ -20,17 +21,11 @@ AT_MOST = 10_000  # files that are hashed; a folder with more is no package
 
 def versions() -> dict[str, str | None]:
     """Return the version of each package, None where missing; torch's with its CUDA (or ROCm), commit and NCCL."""
-    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **_torch()}
+    installed = {name: installed_version(name) for name in PACKAGES}
+    found = {"python": platform.python_version(), **installed, **_torch()}
     cuda = found.get("cuda")
-    found["nccl"] = _version(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None
+    found["nccl"] = installed_version(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch() -> dict[str, str | None]:

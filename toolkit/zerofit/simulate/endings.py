@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.extras import missing_extra
 from zerofit.spec.units import shown_bytes
 
 T = TypeVar("T")
@@ -76,6 +77,8 @@ def why_it_failed(error: Exception) -> str:
         return out_of_memory().message
     if isinstance(error, UserError):
         return error.problems[0].message
+    if missing := missing_extra(error):
+        return f"{missing.message} ({missing.hint})"
     return f"zerofit failed ({type(error).__name__}: {next(iter(last_lines(str(error), 1)), '')})"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from zerofit.spec.extras import installed_version
 from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
@@ -157,14 +157,15 @@ NAMES = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accele
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions by distribution."""
-    return {name: importlib.metadata.version(name) for name in NAMES}
+    """Return the versions of the installed distributions."""
+    found = {name: installed_version(name) for name in NAMES}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def is_older(distribution: str, version: tuple[int, int]) -> bool:
-    """Return whether a distribution is older than (major, minor), without importing it."""
-    major, minor = importlib.metadata.version(distribution).split(".")[:2]
-    return (int(major), int(minor)) < version
+    """Return whether an installed distribution is older than (major, minor), without importing it."""
+    found = installed_version(distribution)
+    return found is not None and tuple(map(int, found.split(".")[:2])) < version
 
 
 @dataclass(frozen=True, kw_only=True)

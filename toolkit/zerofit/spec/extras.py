@@ -1,0 +1,46 @@
+"""Packages that only an extra installs: what is missing, and the `pip install` that brings it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from zerofit.spec.errors import Problem
+
+# modules whose distribution has another name
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "huggingface_hub": "transformers"}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None where it is not installed. Imports nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing_extra(error: BaseException) -> Problem | None:
+    """Return the problem of an error that a missing package of an extra has caused; None for any other error.
+
+    The extras are those of zerofit's own metadata (pyproject.toml).
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    module = error.name.partition(".")[0]
+    distribution = _DISTRIBUTIONS.get(module, module).replace("_", "-")
+    extra = extras().get(distribution)
+    if extra is None or installed_version(distribution) is not None:  # then it is the installation that is damaged
+        return None
+    message = f"this needs {module}, which is not installed"
+    return Problem(kind="not-installed", message=message, hint=f"pip install 'zerofit[{extra}]'")
+
+
+def extras() -> dict[str, str]:
+    """Return the extra that installs each distribution; none of those that zerofit itself needs."""
+    from packaging.requirements import Requirement
+
+    found = dict[str, str]()
+    for line in importlib.metadata.requires("zerofit") or ():
+        one = Requirement(line)
+        if one.marker and one.name != "zerofit":  # setuptools writes `extra == "train"`
+            found.setdefault(one.name.lower(), str(one.marker).rpartition("== ")[2].strip('"'))
+    return found
