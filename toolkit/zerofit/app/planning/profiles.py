@@ -1,4 +1,4 @@
-"""The profile behind a plan: read from a file, stored earlier, or traced now (which imports torch)."""
+"""The profile behind a plan: read from a file, stored earlier, shipped, or traced now (which needs torch)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import notes_of_config
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
+from zerofit.models.shipped_profiles import shipped_profile, shipped_settings
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.extras import installed_version, missing_extra
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign import read_json, refused
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
-from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
+from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings, setting
 from zerofit.spec.run import Run
 
 TRACED_RANKS = 8  # largest traced tensor and sequence parallel degree
@@ -70,21 +72,51 @@ def read_profile(path: Path) -> Profile:
 
 
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
-    """Return the stored profile or trace and store it, and its file (None for a user's own code, not stored).
+    """Return the profile and its file: stored, shipped or traced now (None for a user's own code, not stored).
 
-    Raises UserError and ModelError.
+    Raises UserError, also where the model has to be traced and torch is not installed, and ModelError.
     """
     for note in _notes(Path(wanted.model)):
         report.note(note)
     path = _place(wanted)
     profile = kept_profile(wanted)
     if profile is None:
-        report.status(f"tracing {wanted.model} on fake tensors ...")
-        profile = trace(wanted, report)
+        profile = _shipped(wanted) or _traced(wanted, report)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, profile.as_dict())
     return profile, path
+
+
+def _shipped(wanted: ProfileRequest) -> Profile | None:
+    """Return the profile that ships of what is wanted; None where it was made by another version than is installed."""
+    own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.savings != NOTHING_SAVED)
+    if any(own):
+        return None
+    found = shipped_profile(wanted.model, wanted.device, wanted.precision, wanted.seq_len)
+    if found is None or any(installed_version(name) not in (None, made) for name, made in found.versions.items()):
+        return None
+    settings = [
+        setting(wanted.precision, checkpointing, degrees.tp, degrees.sp, degrees.ep)
+        for degrees in wanted.degrees or ()
+        for checkpointing in wanted.checkpointings
+    ]
+    return found if found.costs.keys() >= set(settings) else None
+
+
+def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
+    report.status(f"tracing {wanted.model} on fake tensors ...")
+    try:
+        return trace(wanted, report)
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        have = ", ".join(shipped_settings(wanted.model))
+        message = f"no profile of {wanted.model} ships for these options, and tracing it needs {error.name}, which is "
+        message += "not installed"
+        hint = f"{missing.hint}; what ships of {wanted.model}: {have}" if have else missing.hint
+        raise UserError(Problem(kind=missing.kind, message=message, hint=hint, where="MODEL")) from error
 
 
 def kept_profile(wanted: ProfileRequest) -> Profile | None:

@@ -1,0 +1,66 @@
+"""Profiles of named models that ship with zerofit (profiles/*.xz), so that a plan for one of them needs no torch.
+
+A file has the models of one family on one kind of device, in one precision, at one length:
+FAMILY-DEVICE-PRECISION.xz at the length that zerofit takes without --seq-len, FAMILY-DEVICE-PRECISION-TOKENS.xz at
+another. A line has a model's name, the digest of its config, and its profile as JSON without what is a default.
+benchmarks/shipped_profiles.py writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from pathlib import Path
+
+from zerofit.models.presets import NAMED, PRESETS
+from zerofit.spec.profile import Profile
+
+FOLDER = Path(__file__).parent / "profiles"
+
+
+def shipped_profile(model: str, device: str, precision: str, seq_len: int | None = None) -> Profile | None:
+    """Return the shipped profile of a model; None where there is none of this device, precision and length.
+
+    `device` is "cpu" or "cuda"; without `seq_len` the length is the one that zerofit takes by itself.
+    """
+    if model not in NAMED:
+        return None
+    usual = _read(profile_file(NAMED[model].family, device, precision), model)
+    if seq_len is None or (usual and usual.seq_len == seq_len):
+        return usual
+    return _read(profile_file(NAMED[model].family, device, precision, seq_len), model)
+
+
+def shipped_settings(model: str) -> list[str]:
+    """Return what is shipped of a model, in words: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens"."""
+    found = []
+    for file in sorted(FOLDER.glob(f"{NAMED[model].family}-*.xz")) if model in NAMED else ():
+        device, precision, *length = file.stem.removeprefix(f"{NAMED[model].family}-").split("-")
+        if device in ("cpu", "cuda") and model in read_lines(file):  # "bert-large-..." is no file of "bert"
+            place = "a CPU" if device == "cpu" else "a GPU"
+            found.append(f"{precision} on {place}" + (f" at {int(length[0]):,} tokens" if length else ""))
+    return found
+
+
+def profile_file(family: str, device: str, precision: str, seq_len: int | None = None) -> Path:
+    """Return where the profiles of a family lie."""
+    return FOLDER / ("-".join([family, device, precision, *([str(seq_len)] if seq_len else [])]) + ".xz")
+
+
+def read_lines(file: Path) -> dict[str, tuple[str, str]]:
+    """Return the digest of the config and the profile's JSON by the model's name; nothing without the file."""
+    if not file.is_file():
+        return {}
+    lines = lzma.decompress(file.read_bytes()).decode().splitlines()
+    return {name: (digest, text) for name, digest, text in (line.split("\t") for line in lines)}
+
+
+def config_digest(model: str) -> str:
+    """Return the same text for the same config: the profile of a model whose entry has changed is not its own."""
+    return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(file: Path, model: str) -> Profile | None:
+    digest, text = read_lines(file).get(model, ("", ""))
+    return Profile.from_dict(json.loads(text)) if digest == config_digest(model) else None
