@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 
 from zerofit.app.supervision import TrainingResult
-from zerofit.cli.train import show
+from zerofit.cli.train import DEFAULT_JOB, _default_job, show
+from zerofit.spec.run import Run
 
 KEYS = {
     *("run_dir", "steps", "samples", "tokens", "train_loss", "eval", "samples_per_s", "tokens_per_s", "world_size"),
@@ -205,3 +206,22 @@ def test_a_rank_that_hangs_is_named_and_all_are_stopped(tmp_path):
     stacks = (Path(error["where"]) / "rank-1.stacks.txt").read_text()
     assert "forward (mine.py" in stacks or 'mine.py", line 9 in forward' in stacks  # py-spy's words, or faulthandler's
     assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_default_job_says_what_is_there_and_goes_on_with_an_unfinished_run(tmp_path):
+    runs = tmp_path / "runs"
+    assert _default_job(runs) == (DEFAULT_JOB, "")
+    folder = runs / "llama-tiny-pysource-1"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(Run(**DEFAULT_JOB).model_dump_json())
+    other = runs / "lenet"
+    other.mkdir()
+    (other / "run.json").write_text(Run(model="lenet").model_dump_json())  # newer, and another run
+    job, text = _default_job(runs)
+    assert job == DEFAULT_JOB and str(folder) in text and "before its first checkpoint" in text
+    (folder / "checkpoints" / "step-00000200").mkdir(parents=True)
+    job, text = _default_job(runs)
+    assert job == {**DEFAULT_JOB, "output": folder} and "resuming" in text
+    (folder / "result.json").write_text("{}")
+    job, text = _default_job(runs)
+    assert job == DEFAULT_JOB and "complete" in text and "new one" in text

@@ -19,9 +19,12 @@ from zerofit.cli.console import EventConsole, fitting_table, make_table, print_f
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.launch.meeting import quiet_torch
+from zerofit.launch.run_lock import is_held
 from zerofit.launch.world import drop_settings, given_world, is_first
 from zerofit.models.names import model_table
 from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 from zerofit.watch.follow import follow
 
@@ -62,7 +65,7 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
 
     With a RUN_FOLDER, or an --output with the same run, training resumes from the newest checkpoint. SIGTERM and
     SIGUSR1 save a checkpoint and stop with exit code 75. Without arguments, a small Llama is trained on the Python
-    standard library's source code.
+    standard library's source code; an unfinished run of it in runs/ resumes.
 
     Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that these start.
     """
@@ -74,8 +77,13 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
 
 def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: bool) -> TrainingResult:
     world = given_world(os.environ)
-    asked = read_request(target, flags if target or flags else DEFAULT_JOB, trusted)
+    earlier = ""
+    if not (target or flags):
+        flags, earlier = _default_job(Path("runs")) if world is None else (DEFAULT_JOB, "")
+    asked = read_request(target, flags, trusted)
     with EventConsole(asked.run.log_every) as console:
+        if earlier:
+            console.say(earlier)
         console.say("checking the run, the model and the data ...")  # importing torch takes seconds
         if world:
             with quiet_torch():
@@ -85,6 +93,27 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
         from zerofit.app.training import train as train_here
 
         return train_here(asked, on_event=console, handle_signals=True, anyway=anyway)
+
+
+def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
+    """Return the run without arguments, an unfinished earlier one or a new one, and a line about an earlier one."""
+    own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}  # a run folder stores its content
+    for path in sorted(runs.glob("*/run.json"), key=lambda file: -file.stat().st_mtime):
+        folder = RunFolder(path.parent)
+        try:
+            run = read_json(path)
+        except (Unreadable, OSError):
+            continue
+        if not isinstance(run, dict) or {name: run.get(name) for name in own} != own:
+            continue
+        if folder.result.is_file():
+            return DEFAULT_JOB, f"{folder.path} has a complete run; starting a new one"
+        if is_held(folder):
+            return DEFAULT_JOB, f"{folder.path} has a run that is still training; starting a new one"
+        if any(folder.checkpoints.glob("step-*")):
+            return {**DEFAULT_JOB, "output": folder.path}, f"{folder.path} has an unfinished run; resuming it"
+        return DEFAULT_JOB, f"{folder.path} has a run that stopped before its first checkpoint; starting a new one"
+    return DEFAULT_JOB, ""
 
 
 def _follow() -> NoReturn:
