@@ -109,7 +109,7 @@ def test_what_comes_after_the_steps_counts_too():
     watch.look(more, "at the end of the run")
     watch.look(more, "again")
     (text,) = said
-    assert text.startswith("at the end of the run: a rank uses 474 MiB of memory, 26.0 MiB more")
+    assert text.startswith("at the end of the run: a rank uses 442 MiB of memory, 26.0 MiB more")
 
 
 LOOK = """

@@ -141,7 +141,9 @@ def show(result: TrainingResult) -> None:
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of predicting each token by its frequency alone"
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
-    figures |= {FIGURES[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
+    on_cpu = "reserved_bytes" not in result.against_forecast  # where the forecast is of the whole process
+    names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
+    figures |= {names[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = result.run_dir
     if shutil.which("zerofit") is None:
         figures["next"] = f"source {sys.prefix}/bin/activate"

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from zerofit.models.catalog import source_of
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import GroupUse, RankPhase, RankRecord, ScriptFacts, SimulationTarget
 from zerofit.simulate.result import PeakLocation, SimulatedRun, SimulatedScript, Simulation
@@ -26,6 +27,7 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.mesh import coords_of
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
@@ -56,7 +58,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     else:
         job, layers, error = simulated.target.job, simulated.layers, simulated.check_error
         layout, run, facts = job.layout, _run(simulated.target), job.facts
-    peak, beside = record.peaks[0], _beside(record, cluster)
+    peak, beside = record.peaks[0], _beside(simulated, cluster)
     if cluster.on_cpu:  # matrix products copy the largest parameter in fp32
         largest = facts.largest_parameter * ELEMENT_BYTES["fp32"]
         beside += unseen_on_cpu(peak.bytes, largest, bool(facts.experts))
@@ -99,8 +101,20 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     )
 
 
-def _beside(record: RankRecord, cluster: Cluster) -> list[Overhead]:
-    return overheads(cluster.device, _communicators(record.groups), record.convolution_bytes)
+def _beside(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> list[Overhead]:
+    record = simulated.record
+    libraries = _libraries(simulated.target.job.run) if isinstance(simulated, SimulatedRank) else ""
+    return overheads(cluster.device, _communicators(record.groups), record.convolution_bytes, libraries)
+
+
+def _libraries(run: Run) -> str:
+    """Return what a rank imports, as CPU_PROCESS_BYTES has it; "" with torch.compile, whose memory is unknown."""
+    family = source_of(run).family
+    if run.compile or family == "custom":
+        return ""
+    if run.lora or family == "diffusers":
+        return "peft or diffusers"
+    return "transformers" if family == "transformers" else "torch"
 
 
 def _run(target: SimulationTarget) -> SimulatedRun:
@@ -141,7 +155,7 @@ def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
     if not simulated.layers or cluster.on_cpu:
         return False
     record, there = simulated.record, cluster.device.memory_bytes
-    beside = sum(o.high_bytes for o in _beside(record, cluster))
+    beside = sum(o.high_bytes for o in _beside(simulated, cluster))
     return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_ahead_bytes + beside
 
 

@@ -16,6 +16,7 @@ from zerofit.spec.overhead import (
     CPU_EXPERTS_BYTES,
     CPU_HEAP,
     CPU_PACKED,
+    CPU_PROCESS_BYTES,
     CPU_PROCESS_HIGH_BYTES,
     CPU_PROCESS_LOW_BYTES,
     CUDNN_COPIES,
@@ -60,13 +61,17 @@ class Communicator:
     direct_peers: int = 0
 
 
-def overheads(device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0) -> list[Overhead]:
+def overheads(
+    device: Device, groups: Sequence[Communicator], convolution_bytes: int = 0, libraries: str = ""
+) -> list[Overhead]:
     """Return a rank's memory on this device besides its reserved memory, given its communicators.
 
-    `convolution_bytes`: input, weights and output of its largest convolution.
+    `convolution_bytes`: input, weights and output of its largest convolution. `libraries`: what a rank on a CPU
+    imports, a key of CPU_PROCESS_BYTES; "" where it is unknown.
     """
     if device.kind == "cpu":
-        return [Overhead("process", CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES, _PRIVATE)]
+        low, high = CPU_PROCESS_BYTES.get(libraries, (CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES))
+        return [Overhead("process", low, high, _PRIVATE)]
     figure = context_figure(device.kind)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
     workspaces = Overhead(CUDNN_WORKSPACES, 0, CUDNN_COPIES * convolution_bytes, CUDNN_SOURCE)

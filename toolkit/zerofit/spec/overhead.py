@@ -11,10 +11,15 @@ MIB = 2**20
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
-# Python, torch and DeepSpeed in a CPU rank, without tensors: least and most. Measured: peak RssAnon and RssFile of
-# /proc/PID/status in runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores): 455 MiB and more, 545 to 615 with
-# peft or diffusers.
-CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 448 * MIB, 640 * MIB
+# Private memory of a CPU rank without its tensors, by the libraries that it imports: least and most. Measured: peak
+# RssAnon of /proc/PID/status in runs of one and two ranks (torch 2.14, transformers 5, peft, Linux x86-64, 2 cores):
+# LeNet 371 to 379 MiB; a small Llama with 43 MiB of tensors 517 to 525; with adapters and 55 MiB 629.
+CPU_PROCESS_BYTES = {
+    "torch": (352 * MIB, 416 * MIB),
+    "transformers": (448 * MIB, 544 * MIB),
+    "peft or diffusers": (544 * MIB, 640 * MIB),
+}
+CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 352 * MIB, 640 * MIB  # where the libraries are unknown
 # Largest fragmentation of the C library's heap, as a share of the peak (the same runs: up to 0.40). Tensors below
 # 32 MiB are allocated in it: with MALLOC_MMAP_THRESHOLD_=131072 all of BERT's 0.30 was gone.
 CPU_HEAP = 0.45
@@ -24,7 +29,7 @@ CPU_EXPERTS_BYTES = 256 * MIB
 # Most copies of the largest parameter in kernels' own buffers: VGG-11, whose first linear layer has 392 MiB, used
 # 0.8 GiB more private memory than its tensors and process (the same runs)
 CPU_PACKED = 2
-CPU_LIBRARY_BYTES = 384 * MIB  # pages of libraries, shared by all ranks of a host
+CPU_LIBRARY_BYTES = 352 * MIB  # RssFile in the same runs, 331 to 349 MiB: libraries, shared by all ranks of a host
 # Host memory of a GPU rank's process, with the CUDA libraries. pytorch#113326: 2.0 GB
 HOST_PROCESS_BYTES = 3072 * MIB
 
