@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.hub_models import with_shape
+from zerofit.app.planning.step_time import traced_step_s
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
@@ -17,7 +18,7 @@ from zerofit.app.simulated_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import assess, decided
-from zerofit.simulate.endings import note_failed
+from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.knobs import Knob, knobs
 from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.result import KnobResult, Simulation, StagePeak, severity
@@ -99,12 +100,25 @@ class KnobSimulations:
         if self.heaviest:
             simulated = heaviest_of(simulated, look)
         note_failed(simulated, "knobs", report)
+        slowdowns = optional(lambda: self._slowdowns([one for _, one in turned], report), {}, "step times", report)
         rows = []
         for number, ((knob, _), rank) in enumerate(zip(turned, simulated, strict=True)):
             if isinstance(rank, SimulatedRank):
                 config = knob.config if isinstance(knob.config, str) else None
-                rows.append(KnobResult.of(assess(rank, cluster), knob.change, config, number))
+                row = KnobResult.of(assess(rank, cluster), knob.change, config, number)
+                rows.append(replace(row, slowdown=slowdowns.get(number)))
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+
+    def _slowdowns(self, turned: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
+        """Return by how much longer a step takes with each change of the same work, as far as formulas can tell."""
+
+        def step_s(one: PreparedSimulation) -> float | None:
+            return traced_step_s(one.job, one.inputs, one.cluster, report)
+
+        before = step_s(self.prepared)
+        same = [one for one in enumerate(turned) if one[1].job.run.seq_len == self.prepared.job.run.seq_len]
+        after = {number: step_s(one) for number, one in same} if before else {}
+        return {number: seconds / before - 1 for number, seconds in after.items() if before and seconds}
 
 
 def simulate(

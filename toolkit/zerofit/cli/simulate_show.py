@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zerofit.cli.console import make_table, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
-from zerofit.simulate.result import SimulatedRun, SimulatedScript, Simulation
+from zerofit.simulate.result import KnobResult, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.verdict import FITS, NOT
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
@@ -22,6 +22,7 @@ FEW = 8  # collectives in a table
 KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
+ALIKE = 2  # percent of a step's time, which no forecast tells apart
 
 
 def show(result: Simulation, details: bool) -> None:
@@ -191,9 +192,21 @@ def show_knobs(result: Simulation, details: bool) -> None:
         lists["too much with"] = [row for row in leaner if not row.fits]
     for label, rows in lists.items():
         ranked = sorted(rows, key=lambda row: row.cost_rank)
-        facts = [(label, f"{shown_bytes(row.reserved_bytes + outside):<8}  {row.change}") for row in ranked]
-        facts[1:] = [("", text) for _, text in facts[1:]]
-        print_facts(console, facts if details else facts[:CHANGES], hang=10)
+        ranked = ranked if details else ranked[:CHANGES]
+        width = max((len(_cost(row)) + 2 for row in ranked if row.slowdown is not None), default=0)
+        sizes = [shown_bytes(row.reserved_bytes + outside) for row in ranked]
+        facts = [f"{size:<8}  {_cost(row):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)]
+        print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
         print_facts(console, [("details", f"--details    {how}as JSON: --json")])
+
+
+def _cost(row: KnobResult) -> str:
+    """Return the forecast of how much slower a change makes a step; "" where it is unknown."""
+    if row.slowdown is None:
+        return ""
+    percent = round(100 * abs(row.slowdown))
+    if percent < ALIKE:
+        return "as fast"
+    return f"~{percent}% {'slower' if row.slowdown > 0 else 'faster'}"

@@ -106,6 +106,7 @@ class KnobResult:
     fits: bool
     config: str | None = None  # the bundled DeepSpeed JSON of the change
     cost_rank: int = 0  # position among the changes by lost speed, 0 for the least
+    slowdown: float | None = None  # forecast: how much longer a step takes, as a share; None: unknown
 
     @classmethod
     def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:

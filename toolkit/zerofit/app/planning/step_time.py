@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from zerofit.app.planning.profiles import ProfileRequest, kept_profile
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, kept_profile
 from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
 from zerofit.check.dotted import get
+from zerofit.models.inputs import Inputs
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import UserError
+from zerofit.spec.errors import ModelError, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.profile import Profile
+from zerofit.spec.run_folder import Job
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
@@ -26,19 +29,38 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     `zerofit calibrate`.
     """
     job = resolved.job
-    if job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None:
-        return None
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)
     except UserError:  # a GPU that is not in the catalogue
         return None
-    calibration = read_calibration(cluster.device.kind)
     profile = _profile(resolved, cluster.accelerator)
-    if profile is None or (cluster.on_cpu and calibration is None):
+    return step_s_of(job, profile, cluster) if profile else None
+
+
+def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> float | None:
+    """Return the seconds of a job's step on a cluster, whose model is traced now where no profile of it was kept.
+
+    None where no rate or formula describes the step, or the model cannot be traced.
+    """
+    if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
+        return None
+    layout = job.layout
+    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    wanted = ProfileRequest.of_run(job.run, job.precision, cluster.accelerator, input_option(inputs), degrees)
+    try:
+        return step_s_of(job, get_profile(wanted, report)[0], cluster)
+    except (UserError, ModelError):
+        return None
+
+
+def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
+    """Return the seconds of a job's step on a cluster; None where no profile, rate or formula describes it."""
+    layout, calibration = PlannedLayout.of(job), read_calibration(cluster.device.kind)
+    unknown = job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None
+    if unknown or layout.setting not in profile.costs or (cluster.on_cpu and calibration is None):
         return None
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
-    layout = replace(PlannedLayout.of(job), micro_batch=max(job.batch.shares))  # the slowest
-    return timer.step(layout).step_s
+    return timer.step(replace(layout, micro_batch=max(job.batch.shares))).step_s  # of the slowest, on equal devices
 
 
 def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
