@@ -177,7 +177,7 @@ def test_brackets_are_text(tmp_path):
     path.write_text('{"train_batch_size": 8, "[/x] [y]": "[bold]"}')
     done = run(path, "--explain")
     assert done.exit_code == 2, done.exception
-    assert "[/x] [y]" in done.stdout.split("what it does")[1] and '"[bold]"' in done.stdout
+    assert '[/x] [y] = "[bold]"' in done.stdout
 
 
 def test_migrate_names_what_is_lost(tmp_path):
@@ -238,7 +238,7 @@ def test_several_files_and_folders_in_one_go(tmp_path):
     assert by_name["cut.json"]["error"]["kind"] == "json-syntax"
     assert [p["code"] for p in by_name["ds.json"]["problems"]] == ["unknown-key"]
     done = run(tmp_path / "in")
-    assert done.exit_code == 2 and "2 files, 2 with errors; judged by DeepSpeed" in done.stderr
+    assert done.exit_code == 2 and "2 files, 2 with errors; checked against DeepSpeed" in done.stderr
     (tmp_path / "empty").mkdir()
     assert run(tmp_path / "empty").exit_code == 2
 

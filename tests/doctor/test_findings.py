@@ -209,10 +209,10 @@ def test_a_slow_interface(side):
 
 
 @pytest.mark.parametrize("markup", [True, False])  # the command line's consoles read none
-def test_the_table_joins_hosts_with_the_same_finding(markup, capsys):
+def test_hosts_are_joined_with_the_same_finding(markup, capsys):
     checks = [Check(name="code", host=f"n{n}", status=FAIL, value="differs [x]", hint="copy") for n in range(6)]
     checks += [Check(name="disk", host=f"n{n}", status=WARN, value="little") for n in range(7)]
     show_checks(checks, 7, Console(markup=markup, width=200))
     text = capsys.readouterr().out
-    assert "n0, n1, n2, n3 and 2 more" in text and "all 7" in text and "differs [x] " in text
+    assert "n0, n1, n2, n3 and 2 more" in text and "all 7 hosts" in text and "differs [x]; on" in text
     assert text.index("fail code") < text.index("warn disk")

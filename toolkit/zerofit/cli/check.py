@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from zerofit.check.catalog import catalog
 from zerofit.check.reader import READERS
 from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
-from zerofit.cli.console import EventConsole, SafeConsole, answer_watched
+from zerofit.cli.console import EventConsole, answer_watched, err, out, print_facts
 from zerofit.cli.options import AS_JSON, given, run_options
 from zerofit.cli.terminal import style
 from zerofit.spec.errors import UserError
@@ -37,7 +36,6 @@ MIGRATE_HELP = "carry an old file to the installed DeepSpeed, written beside the
 ARGS_HELP = "hold it against the Trainer's arguments: JSON, YAML (axolotl's, LLaMA-Factory's too), run_*.sh"
 ACCELERATE_HELP = "hold it against Accelerate's YAML; without FILES, check the JSON that it names or stands for"
 CLEAN, WARNINGS, ERRORS = 0, 1, 2
-WIDTH = 160  # of tables where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +167,7 @@ def _show_total(reports: CheckReports) -> None:
         return
     faulty = [one for one in reports.results if isinstance(one, UnreadFile) or one.errors]
     total = f"{len(reports.results)} files, {len(faulty)} with errors"
-    click.echo(f"{total}; judged by DeepSpeed {catalog().version}", err=True)
+    click.echo(f"{total}; checked against DeepSpeed {catalog().version}", err=True)
 
 
 @click.command()
@@ -207,9 +205,9 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     total = total if result.findings else "nothing wrong"
     if result.allowed_ranks:
         total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
-    judge = "" if several else f"; judged by DeepSpeed {catalog().version}"
-    click.echo(f"{result.file}: {total}; {result.reader.sentence()}{judge}", err=True)
-    show_findings(result, every, err=report.resolved is not None)
+    judge = "" if several else f"; checked against DeepSpeed {catalog().version}"
+    print_facts(err(), [("", f"{result.file}: {total}; {result.reader.sentence()}{judge}")], indent=0, hang=4)
+    show_findings(result, every, on_stderr=report.resolved is not None)
     if report.resolved:
         print(json.dumps(report.resolved.config, indent=2))
     if report.explained is not None:
@@ -229,21 +227,16 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
 
 
 def _show_explained(report: CheckReport) -> None:
-    """Print tables, on standard error where the resolved JSON has standard output."""
+    """Print what each key does, on standard error where the resolved JSON has standard output."""
     from zerofit.check.explain import shown
 
-    width = None if sys.stdout.isatty() else WIDTH
-    console = SafeConsole(stderr=report.resolved is not None, width=width, markup=False, highlight=False)
-    if report.resolved:
-        table = Table("filled in", "value", "because")
-        for row in report.resolved.reasons:
-            table.add_row(row["path"], shown(row["value"]), row["why"])
-        console.print(table)
-    table = Table("key", "value", "status", "what it does")
+    console = err() if report.resolved else out()
+    for row in report.resolved.reasons if report.resolved else ():
+        print_facts(console, [("", f"{row['path']} = {shown(row['value'])}")], indent=0)
+        print_facts(console, [("", row["why"])], indent=4)
     for row in report.explained or ():
-        table.add_row(row.path, shown(row.value), row.status, row.text)
-    table.columns[0].overflow = "fold"
-    console.print(table)
+        print_facts(console, [("", f"{row.path} = {shown(row.value)}  ({row.status})")], indent=0, hang=4)
+        print_facts(console, [("", row.text)] if row.text else [], indent=4)
 
 
 def _show_difference(report: CheckReport) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import click
+from rich.console import Console
 
-from zerofit.cli.terminal import style
+from zerofit.cli.console import err, out, print_facts
 from zerofit.spec.errors import Problem
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SCREEN = 12  # findings of a file that are shown without --all
 LINES = 10  # places of one finding that are shown
+STOPS, DIFFERS = "stops the run", "does something else than you think"  # headings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +35,20 @@ class UnreadFile:
         return {"file": self.file, "error": self.problem.as_dict()}
 
 
-def show_findings(result: CheckResult, every: bool, err: bool) -> None:
-    """Print a file's findings, worst first, the same finding of several places once; on standard error if `err`."""
+def show_findings(result: CheckResult, every: bool, on_stderr: bool) -> None:
+    """Print a file's findings under two headings, by line, the same finding of several places once."""
+    console, shown = err() if on_stderr else out(), 0
     listed = _grouped(result.findings)
-    for group in listed if every else listed[:SCREEN]:
-        _show_group(result.file, group, every, err)
-    left = listed[SCREEN:] if not every else []
-    if left:
-        click.echo(f"... and {sum(map(len, left))} more: --all shows them", err=err)
+    for title, stops in ((STOPS, True), (DIFFERS, False)):
+        groups = [group for group in listed if (group[0].effect == "stops") == stops]
+        groups = groups if every else groups[: SCREEN - shown]
+        shown += len(groups)
+        if groups:
+            console.print(f"\n{title}", style="bold")
+        for group in groups:
+            _show_group(console, result.file, group, every)
+    if shown < len(listed):
+        print_facts(console, [("", f"\n{len(listed) - shown} more findings with --all")], indent=0)
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -52,16 +59,13 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _show_group(file: str, group: Sequence[Finding], every: bool, err: bool) -> None:
-    first = group[0]
+def _show_group(console: Console, file: str, group: Sequence[Finding], every: bool) -> None:
+    first, most = group[0], len(group) if every else LINES
     colour = "red" if first.severity == "error" else "yellow"
-    head = style(f"{file}:{first.line}:{first.column}", bold=True)
-    click.echo(f"{head}: {style(first.severity, fg=colour)}: {first.message} [{first.code}]", err=err)
-    for line in _others(group, len(group) if every else LINES):
-        click.echo(f"    {line}", err=err)
-    click.echo(f"    {first.why}", err=err)
-    for fix in dict.fromkeys(finding.fix for finding in group[: len(group) if every else LINES]):
-        click.echo(f"    fix: {fix}", err=err)
+    head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
+    fixes = [f"fix: {fix}" for fix in dict.fromkeys(finding.fix for finding in group[:most])]
+    print_facts(console, [("", head)], indent=0, hang=4, style=colour)
+    print_facts(console, [("", line) for line in (*_others(group, most), first.why, *fixes)], indent=4)
 
 
 def _without_key(finding: Finding) -> str:

@@ -97,7 +97,9 @@ def fitting_table(
     return table
 
 
-def print_facts(console: Console, facts: Iterable[tuple[str, str]], indent: int = 14, hang: int = 0) -> None:
+def print_facts(
+    console: Console, facts: Iterable[tuple[str, str]], indent: int = 14, hang: int = 0, style: str | None = None
+) -> None:
     """Print a line a fact, the label first; longer ones wrap between words, `hang` columns further in.
 
     Words that are wider than the console are not cut, and a figure keeps its unit.
@@ -112,7 +114,7 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]], indent: int 
             break_long_words=False,
             break_on_hyphens=False,
         )
-        console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True)
+        console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True, style=style, markup=False)
 
 
 def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
@@ -324,20 +326,18 @@ def _amount(n: int, unit: str) -> str:
 
 
 def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
-    """Print what was found and how to mend it; `hosts` is how many were asked."""
-    if not console.is_terminal:
-        console.width = 160
-    table = make_table("check", "host", "found", "how to mend it")
-    table.columns[0].no_wrap = True
-    for same in _grouped(checks):
+    """Print what was found, worst first, and how to mend it; `hosts` is how many were examined."""
+    groups = _grouped(checks)
+    indent = 2 + max((len(f"{same[0].status:4} {same[0].name}") for same in groups), default=0)
+    for same in groups:
         first = same[0]
         names = [one.host for one in same]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        where = f"all {hosts}" if len(names) == hosts > 1 else ", ".join(names[:NAMED]) + more
+        where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:NAMED]) + more
         wanted = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
-        status = Text.assemble((f"{first.status:4}", STYLES[first.status]), f" {first.name}")
-        table.add_row(status, Text(where), Text(first.value + wanted), Text(first.hint))
-    console.print(table)
+        text = first.value + wanted + (f"; on {where}" if hosts > 1 else "")
+        print_facts(console, [(f"{first.status:4} {first.name}", text)], indent, style=STYLES[first.status])
+        print_facts(console, [("", f"try: {first.hint}")] if first.hint else [], indent)
 
 
 def _grouped(checks: Sequence[Check]) -> list[list[Check]]:

@@ -13,17 +13,35 @@ from typing import Any
 
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, err, make_table, out, show_checks
+from zerofit.cli.console import STYLES, EventConsole, err, fitting_table, out, print_facts, show_checks
 from zerofit.cli.options import AS_JSON, PATH, Number
-from zerofit.doctor.check import Check
+from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.spec.events import Reporter
 
 FINDING = 1
 VERSIONS = ("zerofit", "torch")
 REPORTED = ("zerofit", "torch", "deepspeed", "transformers", "accelerate")
+BANDWIDTHS = {  # key of --json -> words
+    "memory_bandwidth": "memory",
+    "host_copy": "copies from host memory",
+    "adam_bandwidth": "Adam's step",
+    "sgd_bandwidth": "SGD's step",
+    "host_bandwidth": "Adam in host memory, all ranks",
+    "link": "all-reduce, bus bandwidth",
+    "disk_read": "disk, read",
+    "disk_write": "disk, write",
+}
+LATENCIES = {
+    "launch_s": "a small op after another",
+    "hook_s": "ZeRO-3's hooks, a parameter",
+    "gradient_s": "the engine's work, a gradient",
+    "link_latency_s": "small all-reduce",
+    "call_s": "small all-gather, of many at once",
+}
 
 
 @click.command()
@@ -62,12 +80,13 @@ def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, q
 
 
 def _show_findings(result: dict[str, Any]) -> None:
-    checks = [Check(**check) for check in result["checks"]]
-    show_checks(checks, result["hosts"], out())
-    count = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
-    warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
-    click.echo(f"{count['ok']} ok, {warnings}, {count['fail']} failed")
-    click.echo("`zerofit calibrate` measures longer and hands the figures to `zerofit plan`")
+    console, checks = out(), [Check(**check) for check in result["checks"]]
+    count = {status: sum(check.status == status for check in checks) for status in (FAIL, WARN, OK)}
+    warnings = "1 warning" if count[WARN] == 1 else f"{count[WARN]} warnings"
+    word = Text("NOT READY", STYLES[FAIL]) if count[FAIL] else Text("READY", STYLES[OK])
+    console.print(Text.assemble(word, f"  {count[FAIL]} failed, {warnings}, {count[OK]} ok"))
+    show_checks(checks, result["hosts"], console)
+    print_facts(console, [("next", "zerofit calibrate measures more, for `zerofit plan`, `tune` and `--fit`")], 6)
 
 
 def _show_report(result: dict[str, Any]) -> None:
@@ -136,33 +155,20 @@ def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[fl
 
 
 def _show_speeds(result: dict[str, Any]) -> None:
-    table = make_table(f"{result['device_name']} ({result['devices']} ranks)", "one rank reaches", right=(1,))
+    console, rows = out(), list[tuple[str, str]]()
     for (kind, dtype), (least, most, unit) in _ranges(result["kernels"]).items():
-        table.add_row(f"{kind} in {dtype}, by shape", f"{least:.3g} to {most:.3g} {unit}")
+        rows.append((f"{kind} in {dtype}, by shape", f"{least:.3g} to {most:.3g} {unit}"))
     for precision, flops in result["matmul_flops"].items():
-        table.add_row(f"matrix products in {precision}", f"{flops / 1e12:.3g} TFLOP/s")
-    rows = {
-        "memory_bandwidth": "memory",
-        "host_copy": "copies from host memory",
-        "adam_bandwidth": "Adam's step",
-        "sgd_bandwidth": "SGD's step",
-        "host_bandwidth": "Adam in host memory, all ranks",
-        "link": "all-reduce, bus bandwidth",
-        "disk_read": "disk, read",
-        "disk_write": "disk, write",
-    }
-    for name, words in rows.items():
-        if result[name] is not None:
-            table.add_row(words, f"{result[name] / 1e9:.3g} GB/s")
-    rows = {
-        "launch_s": "one op after the other",
-        "hook_s": "ZeRO-3's hooks, a parameter",
-        "gradient_s": "the engine's work, a gradient",
-        "link_latency_s": "small all-reduce",
-        "call_s": "small all-gather, of many at once",
-    }
-    for name, words in rows.items():
-        if result[name] is not None:
-            table.add_row(words, f"{result[name] * 1e6:.3g} us")
-    out().print(table)
-    click.echo(f"written: {result['file']} in {result['seconds']:.0f} s")
+        rows.append((f"matrix products in {precision}", f"{flops / 1e12:.3g} TFLOP/s"))
+    for names, unit, scale in ((BANDWIDTHS, "GB/s", 1e-9), (LATENCIES, "us", 1e6)):
+        known = ((words, result[name]) for name, words in names.items() if result[name] is not None)
+        rows += [(words, f"{_three_digits(value * scale)} {unit}") for words, value in known]
+    ranks = "1 rank" if result["devices"] == 1 else f"{result['devices']} ranks"
+    console.print(Text.assemble(("MEASURED", "bold green"), f"  {result['device_name']}, {ranks}"))
+    table = [{"": words, "one rank reaches": figure} for words, figure in rows]
+    console.print(fitting_table(console, table, ("one rank reaches",), tuple(table[0]), ""))
+    print_facts(console, [("written", f"{result['file']} in {result['seconds']:.0f} s")], 9)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
