@@ -5,26 +5,112 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.plan.stub import make_profile
 from tests.simulate.targets import TINY
+from zerofit.app.checking import check
+from zerofit.app.checkpoints import CheckpointDescription, CheckpointList, CheckpointSummary, VerifyResult
+from zerofit.app.clusters.job_files import JobFile
 from zerofit.app.comparing.rows import Comparison, StrategyRow
+from zerofit.app.data_view import DataView
+from zerofit.app.inference import Evaluation
 from zerofit.app.planning.planner import plan
 from zerofit.app.simulation import simulate
 from zerofit.app.supervision import TrainingResult
+from zerofit.checkpoint.diff import CheckpointDiff, TensorRow
+from zerofit.checkpoint.export import ExportResult
+from zerofit.checkpoint.store import Damage
+from zerofit.checkpoint.universal import ConvertResult
+from zerofit.cli.check import _report
+from zerofit.cli.check import _show as _show_report
+from zerofit.cli.ckpt import show_converted, show_description, show_difference, show_export, show_list, show_verdict
 from zerofit.cli.compare import show_strategies
+from zerofit.cli.data import _show as _show_data
+from zerofit.cli.inference import _show_scores
+from zerofit.cli.launch import _show as _show_launch
+from zerofit.cli.machine import BANDWIDTHS, LATENCIES, _show_findings, _show_speeds
 from zerofit.cli.plan_show import show as show_plan
 from zerofit.cli.simulate_show import show as show_simulation
 from zerofit.cli.simulate_show import show_knobs
+from zerofit.cli.train import _show_models
 from zerofit.cli.train import show as show_training
+from zerofit.doctor.check import Check
+from zerofit.infer.evaluate import EvalScores
+from zerofit.models.names import model_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.run import Run
+from zerofit.spec.run_folder import Batch, Layout
 
 WIDTHS = (60, 80, 120, 200)
 MESH = "plan --show-mesh"
+NAMES = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate")
+
+
+def other_screens(folder: Path) -> dict[str, tuple[Callable[[], object], str]]:
+    """Return what prints the answers of the commands that need no model, and the beginning of their first lines."""
+    place = Path("/runs/of-a-name-that-is-long/checkpoints/step-00000180")
+    damage = Damage(file="mp_rank_00_model_states.pt", kind="size", message="4,096 bytes instead of 8,192")
+    layout = Layout(dp=4, tp=2, zero_stage=1)
+    saved = {"created": "2026-11-28T01:09:59+00:00", "bytes": 289_792, "samples": 2880, "world_size": 8}
+    saved |= {"path": place, "step": 180, "layout": layout}
+    fine, bad = (CheckpointSummary(**saved, problems=wrong) for wrong in ([], [damage]))
+    of = {"model": "llama-3.1-8b", "model_args": {}, "parameters": 8 << 30, "task": "causal-lm", "data": "pysource"}
+    of |= {"precision": "bf16", "optimizer": "adamw", "batch": Batch(micro=8, accumulation=2, dp=4), "steps": 400}
+    of |= {"figures": {"loss": 1.234567, "lr": 1e-3}, "files": {"a": 1}, "versions": dict.fromkeys(NAMES, "10.20.30")}
+    row = TensorRow(name="model.layers.31.mlp.down_proj.weight", kind="fp32", elements=9, apart=9, max_abs=1, max_rel=1)
+    device = {"device_map": {"": "cpu"}, "placement": (), "dtype": "fp32", "step": 180, "peak_host_bytes": 9 << 26}
+    device |= {"host_bytes_before": 8 << 26, "peak_device_bytes": 1 << 30}
+    scores = dict.fromkeys((field.name for field in fields(EvalScores)), None)
+    scores |= {"samples": 359, "loss": 0.3437, "accuracy": 0.89, "samples_per_s": 33.3}
+    evaluated = Evaluation(**(scores | device | {"model": str(place), "data": "digits"}))
+    examined = [Check(name="limit nofile", host="node1", status="warn", value="20000", expected="65536 or more")]
+    examined += [Check(name="ssh", host=f"node{n}", status="fail", value="refused", hint="ssh-copy-id") for n in (1, 2)]
+    measured = dict.fromkeys((*BANDWIDTHS, *LATENCIES), 2.5e9) | {"device_name": "CPU (x86_64)", "devices": 2}
+    measured |= {"kernels": [], "matmul_flops": {"bf16": 1e12}, "file": str(place), "seconds": 40.0}
+    faulty = folder / "ds.json"
+    faulty.write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 2}, "fp16": {"enabled": "yes"}}')
+    report = _report(check(str(faulty)), fix=False, migrate=False, explain=True, resolve=False)
+    found = DataView(
+        data="jsonl", seq_len=8, notes=("note " * 30,), counts={}, train_samples=9, valid_samples=1, samples=()
+    )
+    return {
+        "ckpt ls": (
+            partial(show_list, CheckpointList(folder=place, checked="sizes", checkpoints=[fine, bad])),
+            "DAMAGED  1 of 2",
+        ),
+        "ckpt show": (partial(show_description, CheckpointDescription(**vars(fine), **of)), "STEP 180 of 400  /runs"),
+        "ckpt verify": (
+            partial(show_verdict, VerifyResult(path=place, step=180, problems=[damage])),
+            "DAMAGED  step 180",
+        ),
+        "ckpt convert": (
+            partial(show_converted, ConvertResult(out=place, tag="step-180", parameters=9, bytes=9)),
+            "WRITTEN  /",
+        ),
+        "ckpt export": (
+            partial(show_export, ExportResult(out=place, files=["a.json"] * 9, parameters=9, dtype="bf16")),
+            "WRITTEN  /",
+        ),
+        "ckpt diff": (
+            partial(show_difference, CheckpointDiff(a=place, b=place, rows=[row])),
+            "DIFFERENT  0 of 1 tensors",
+        ),
+        "eval": (partial(_show_scores, evaluated), "EVALUATED  359 samples of digits"),
+        "doctor": (
+            partial(_show_findings, {"checks": [c.as_dict() for c in examined], "hosts": 2}),
+            "NOT READY  2 failed",
+        ),
+        "calibrate": (partial(_show_speeds, measured), "MEASURED  CPU (x86_64), 2 ranks"),
+        "check": (partial(_show_report, report, False, False), "stops the run"),
+        "data": (partial(_show_data, found), "READABLE  9 samples to train on"),
+        "launch": (partial(_show_launch, JobFile(written=str(place), new=True, hand_in="sbatch job")), "WRITTEN  /"),
+        "models": (partial(_show_models, {"models": model_table(["gpt2"])}), "name "),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +147,15 @@ def screens(tmp_path_factory) -> dict[str, tuple[Callable[[], object], str]]:
         against_forecast={"memory_bytes": {"measured": 7.4e8, "forecast": 9.7e8, "difference": -0.239}},
     )
     return {
+        **other_screens(tmp_path_factory.mktemp("faulty")),
         "simulate": (partial(show_simulation, small, False), "DOES NOT FIT  needs "),
         "simulate --details": (partial(show_simulation, small, True), "DOES NOT FIT  needs "),
         "changes": (partial(show_knobs, small, True), ""),
         "plan": (partial(show_plan, layouts, False, True), "FITS  "),
         MESH: (partial(show_plan, layouts, True, False), "FITS  "),
+        "plan --columns": (partial(show_plan, layouts, False, False, ("margin", "step")), "FITS  "),
         "plan of too little": (partial(show_plan, nothing, False, False), "NOTHING FITS  0 of "),
-        "compare": (partial(show_strategies, compared), "strategy "),
+        "compare": (partial(show_strategies, compared), "FASTEST  parameter-server-async, 24,146 samples/s"),
         "train": (partial(show_training, trained), "DONE  400 steps on 2 ranks, ZeRO-2"),
     }
 

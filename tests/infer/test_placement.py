@@ -11,7 +11,7 @@ from accelerate.utils.modeling import check_device_map
 
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
 from zerofit.infer.limits import MemoryLimits, read_limits, room
-from zerofit.infer.placement import compact_names, place, refuse_misfit, table_lines
+from zerofit.infer.placement import compact_names, place, refuse_misfit, table_rows
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import DoesNotFit, UserError
@@ -118,9 +118,9 @@ def test_no_disk_means_no_disk(llama):
 
 
 def test_table(llama):
-    lines = table_lines(place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}), WORKING))
-    assert [line.split()[0] for line in lines] == ["device", "cpu", "disk"]
-    assert "any" in lines[2]
+    rows = table_rows(place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}), WORKING))
+    assert [row["device"] for row in rows] == ["cpu", "disk"]
+    assert rows[1]["allowed"] == "any"
     assert compact_names(("a.0", "a.1", "a.2", "b", "a.4", "c.d")) == ["a.0-2", "b", "a.4", "c.d"]
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import EnumType
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.process import deepspeed_quiet
 
 
 class InertFragment:
@@ -57,9 +59,10 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
     "missing-file" where there is none to be read.
     """
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-    for name, replacement in REPLACEMENTS.items():
-        module, _, attribute = name.rpartition(".")
-        allowed.append((getattr(importlib.import_module(module), attribute) if for_engine else replacement, name))
+    with deepspeed_quiet() if for_engine else nullcontext():
+        for name, replacement in REPLACEMENTS.items():
+            module, _, attribute = name.rpartition(".")
+            allowed.append((getattr(importlib.import_module(module), attribute) if for_engine else replacement, name))
     allowed.append((_member, "builtins.getattr"))
     try:
         in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped

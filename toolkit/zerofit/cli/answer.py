@@ -38,8 +38,11 @@ class Result(Protocol):
 R = TypeVar("R", bound="Result | dict[str, Any]")
 
 
-def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R:
-    """Do a command's work and print its answer. Errors end the process with their exit code."""
+def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], interrupted: str = "") -> R:
+    """Do a command's work and print its answer. Errors end the process with their exit code.
+
+    `interrupted`: how to continue after Ctrl-C, for work without checkpoints.
+    """
     with _stoppable():
         try:
             result = work()
@@ -53,7 +56,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
         except KeyboardInterrupt as request:
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))
-            hint = "the same command resumes from the newest checkpoint" if saved else ""
+            hint = "the same command resumes from the newest checkpoint" if saved else interrupted
             fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
     if as_json:
         print(json.dumps(result if isinstance(result, dict) else result.to_dict()), flush=True)

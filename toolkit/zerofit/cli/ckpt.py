@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.text import Text
 
 from zerofit.cli.answer import R
-from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts
+from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
-from zerofit.cli.terminal import style
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
@@ -41,7 +39,7 @@ FEW = 12  # tensors to print
 def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
-    PATH is a run's folder, which stands for its newest whole checkpoint, or a checkpoint's (checkpoints/step-...).
+    PATH is a run's folder, which stands for its newest complete checkpoint, or a checkpoint's (checkpoints/step-...).
     """
 
 
@@ -58,7 +56,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
-    """Say what a checkpoint is of: step, model, layout, precision, versions, size."""
+    """Print what a checkpoint holds: step, model, layout, precision, versions, size."""
     _answer(path, lambda it, on_event: it.describe(on_event=on_event), as_json, show_description)
 
 
@@ -119,7 +117,7 @@ def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool,
 
 
 def show_list(result: CheckpointList) -> None:
-    """Print a table, one checkpoint a line."""
+    """Print whether all are complete, and a table, one checkpoint a line."""
     rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
@@ -129,37 +127,39 @@ def show_list(result: CheckpointList) -> None:
             {
                 "step": str(row.step),
                 "state": "complete" if row.whole else f"damaged: {wrong[0]}{more}",
-                "saved": str(row.created) if known else "?",
+                "saved": _moment(row.created) if known else "?",
                 "size": shown_bytes(row.bytes or 0) if known else "?",
                 "ranks": str(row.world_size) if known else "?",
                 "layout": _layout(row.layout) if row.layout else "?",
-                "samples": str(row.samples) if known else "?",
+                "samples": f"{row.samples:,}" if known else "?",
             }
         )
         styles.append(None if row.whole else "red")
-    console = out()
-    console.print(str(result.folder), soft_wrap=True)
+    console, damaged = out(), len([style for style in styles if style])
+    count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
+    words = f"{damaged} of {count} in" if damaged else f"{count} in"
+    print_verdict(console, not damaged, "COMPLETE" if rows else "NONE", "DAMAGED", f"{words} {result.folder}")
     if rows:
         keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
         console.print(fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state", styles))
     if result.checked == "sizes":
-        console.print("checked: names and sizes of all files; --deep compares checksums", style="dim")
+        print_facts(console, [("checked", "names and sizes of all files; --deep compares checksums")], 9)
 
 
 def show_description(result: CheckpointDescription) -> None:
     """Print the facts of one checkpoint."""
     console = out()
-    console.print(str(result.path), style="bold", soft_wrap=True)
+    console.print(f"STEP {result.step} of {result.steps}  {result.path}", style="bold", soft_wrap=True)
     layout = _layout(result.layout) if result.layout else "?"
+    losses = {name: value for name, value in result.figures.items() if name == "loss" or name.startswith("valid")}
     lines = {
-        "step": f"{result.step} of {result.steps}, {result.samples} samples seen",
-        "saved": f"{result.created}, {shown_bytes(result.bytes or 0)} in {len(result.files)} files",
+        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {len(result.files)} files",
         "model": f"{result.model} ({result.parameters:,} parameters, {result.task})",
-        "data": f"{result.data}",
-        "layout": f"{layout}, world size {result.world_size}",
+        "data": f"{result.data}, {result.samples:,} samples seen",
+        "layout": f"{layout}, {result.world_size} ranks",
         "training": f"{result.precision}, {result.optimizer}, "
         f"micro batch {result.batch.micro} x {result.batch.accumulation} accumulated",
-        "figures": ", ".join(f"{k} {v:.6g}" for k, v in result.figures.items() if isinstance(v, int | float)),
+        "figures": ", ".join(f"{k} {v:.4g}" for k, v in losses.items() if isinstance(v, int | float)) or "-",
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
     print_facts(console, lines.items(), indent=11)
@@ -167,36 +167,41 @@ def show_description(result: CheckpointDescription) -> None:
 
 def show_verdict(result: VerifyResult) -> None:
     """Print that the checkpoint is complete, or every file that is not."""
-    verdict = style("complete", fg="green") if result.ok else style("damaged", fg="red")
-    click.echo(f"{result.path}: step {result.step}, {verdict}")
+    console = out()
+    print_verdict(console, result.ok, "COMPLETE", "DAMAGED", f"step {result.step}, {result.path}")
     for problem in result.problems:
         more = f" ({problem.message})" if problem.message else ""
-        click.echo(f"  {problem.file}: {problem.kind}{more}")
+        print_facts(console, [("", f"{problem.file}: {problem.kind}{more}")], indent=2, hang=2)
 
 
 def show_converted(result: ConvertResult) -> None:
     """Print where it is, and how it is loaded."""
-    click.echo(f"{result.out}: universal checkpoint {result.tag}, {shown_bytes(result.bytes)}")
-    click.echo('  "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)')
+    console = out()
+    written = f"{result.out}, universal checkpoint {result.tag}, {shown_bytes(result.bytes)}"
+    print_verdict(console, True, "WRITTEN", "", written)
+    use = 'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)'
+    print_facts(console, [("to load", use)], indent=9)
 
 
 def show_export(result: ExportResult) -> None:
     """Print where it is, and its files."""
-    click.echo(f"{result.out}: {result.parameters:,} parameters in {result.dtype}")
-    for name in result.files:
-        click.echo(f"  {name}")
+    console = out()
+    print_verdict(console, True, "WRITTEN", "", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
+    print_facts(console, [("files", ", ".join(result.files))], indent=9)
 
 
 def show_difference(result: CheckpointDiff) -> None:
-    """Print names, shapes and the tensors that differ most."""
-    console = out()
+    """Print whether they are equal, names, shapes and the tensors that differ most."""
+    console, apart = out(), result.apart
+    same, compared = len(result.rows) - len(apart), len(result.rows)
+    words = f"{same} of {compared} tensors are the same bit for bit"
+    print_verdict(console, result.equal, "EQUAL", "DIFFERENT", words)
     for side, names in ((result.a, result.only_in_a), (result.b, result.only_in_b)):
         for name in names[:FEW]:
-            console.print(f"only in {side}: {name}")
+            console.print(f"only in {side}: {name}", soft_wrap=True)
         _rest(console, names)
     for name, one, other in result.shapes:
-        console.print(f"{name}: shape {list(one)} and {list(other)}")
-    apart = result.apart
+        console.print(f"{name}: shape {list(one)} and {list(other)}", soft_wrap=True)
     if apart:
         rows = [
             {
@@ -211,9 +216,11 @@ def show_difference(result: CheckpointDiff) -> None:
         keep = ("tensor", "differ", "by at most", "relative", "kind")
         console.print(fitting_table(console, rows, keep[1:4], keep, "tensor"))
         _rest(console, apart)
-    verdict = Text("equal", style="green") if result.equal else Text("different", style="yellow")
-    same, compared = len(result.rows) - len(apart), len(result.rows)
-    console.print(verdict.append(f": {same} of {compared} tensors are the same bit for bit", style="default"))
+
+
+def _moment(created: object) -> str:
+    """Return "2026-11-28 01:09" of an ISO time."""
+    return str(created)[:16].replace("T", " ")
 
 
 def _layout(layout: Layout) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts
+from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import RunRequest, load_run
@@ -24,6 +24,7 @@ FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
+AGAIN = "the same command keeps the rows that are done, and goes on"
 STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
 # columns by importance: a narrow terminal shows the first of them; all are in results.csv
 KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "weights differ by", "loss", "tokens/s")
@@ -124,7 +125,7 @@ def strategies(
         how = {"slow": slow, "straggle": straggle, "target": target, "hostfile": hostfile, "anyway": anyway}
         return compare_strategies(_asked(model, options), strategies=chosen, **how, on_event=events)
 
-    answer_watched(work, as_json, show_strategies)
+    answer_watched(work, as_json, show_strategies, AGAIN)
 
 
 @compare.command(name="batch-size")
@@ -165,7 +166,7 @@ def batch_size(
         choice |= {"seeds": seeds, "hostfile": hostfile, "anyway": anyway}
         return compare_sizes(_asked(model, options), **choice, on_event=events)
 
-    answer_watched(work, as_json, show_sizes)
+    answer_watched(work, as_json, show_sizes, AGAIN)
 
 
 @compare.command()
@@ -182,7 +183,7 @@ def scaling(model: str, as_json: bool, anyway: bool, hostfile: Path | None, stra
         how = {"strategy": strategy, "hostfile": hostfile, "anyway": anyway}
         return compare_scaling(_asked(model, options), **how, on_event=events)
 
-    answer_watched(work, as_json, show_scaling)
+    answer_watched(work, as_json, show_scaling, AGAIN)
 
 
 @compare.command(name="all")
@@ -206,7 +207,7 @@ def all_experiments(
         how = {"target": target, "seeds": seeds, "hostfile": hostfile, "anyway": anyway}
         return compare_all(_asked(model, options), **how, on_event=events)
 
-    answer_watched(work, as_json, show_laboratory)
+    answer_watched(work, as_json, show_laboratory, AGAIN)
 
 
 @compare.command()
@@ -223,7 +224,7 @@ def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> N
     def work(events: EventConsole) -> DocumentComparison:
         return compare_documents(numbers, output=output, on_event=events)
 
-    answer_watched(work, as_json, show_documents)
+    answer_watched(work, as_json, show_documents, AGAIN)
 
 
 def _asked(model: str, options: dict[str, Any]) -> RunRequest:
@@ -231,8 +232,14 @@ def _asked(model: str, options: dict[str, Any]) -> RunRequest:
 
 
 def show_strategies(result: Comparison[StrategyRow]) -> None:
-    """Print all strategies, and below them why some differ or did not run."""
-    console = _print_rows(result)
+    """Print the fastest, all strategies, and below them why some differ or did not run."""
+    console = out()
+    ran = [row for row in result.rows if row.samples_per_s]
+    best = max(ran, key=lambda row: row.samples_per_s or 0, default=None)
+    words = f"{best.strategy}, {best.samples_per_s:,.0f} samples/s" if best else "see the reasons below"
+    more = f", {best.speedup:.2f} times one device" if best and best.speedup else ""
+    print_verdict(console, bool(best), "FASTEST", "NOTHING RAN", words + more)
+    _print_rows(console, result)
     for row in result.rows:
         if row.agrees is False:
             words = f"{row.strategy}: weights differ from the single device's by {row.max_weight_difference:.1e}"
@@ -250,68 +257,77 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 
 
 def show_sizes(result: Comparison[SizeRow]) -> None:
-    """Print all runs, each size over its seeds, which one was first, and where larger ones stop helping."""
-    console, target = _print_rows(result), f"{result.about['target']:.1%}"
+    """Print which size was first and where larger ones stop helping, all runs, each size over its seeds."""
+    console, target = out(), f"{result.about['target']:.1%}"
+    first = _first(result.summary or (), target, result.about["epochs"])
+    print_verdict(console, first[0], "FIRST", "NOT REACHED", first[1])
+    _print_rows(console, result)
     names, rows = result.short_table()
     filled = [dict(zip(names, row, strict=True)) for row in rows]
     console.print(fitting_table(console, filled, (), names, names[0]))
     if result.critical_batch:
         words = f"critical batch size: {result.critical_batch:,.0f} samples, which take twice the samples to {target}"
-        console.print(f"{words} that the smallest batches take")
-    console.print(_first(result.summary or (), target, result.about["epochs"]), style="bold")
+        print_facts(console, [("", f"{words} that the smallest batches take")], 0)
     _print_files(console, result)
 
 
 def show_laboratory(result: Laboratory) -> None:
-    """Print what was asked, how many rows answer it, and where the page is."""
+    """Print where the page is, and of each experiment its question and how many rows ran."""
     console = out()
+    print_verdict(console, True, "DONE", "", f"{len(result.experiments)} experiments in {result.written[0]}")
     for done in result.experiments:
         rows = done.compared.rows
         ran = sum(row.status == "ok" for row in rows)
-        console.print(f"{done.experiment.name}: {done.experiment.question} {ran} of {len(rows)} rows have figures")
-    console.print(f"written: {result.written[0]}", soft_wrap=True)
+        words = f"{done.experiment.name}: {done.experiment.question} {ran} of {len(rows)} rows have figures"
+        print_facts(console, [("", words)], 0, hang=2)
 
 
 def show_documents(result: DocumentComparison) -> None:
-    """Print each document's figures beside ours, and where the page is."""
+    """Print where the page is, and each document's figures beside ours."""
     console = out()
+    print_verdict(console, True, "DONE", "", f"{len(result.documents)} documents in {result.written[0]}")
     for document in result.documents:
         console.print(f"{document.number}  {document.title}", style="bold")
         for figure in document.figures:
-            console.print(figure.name)
+            print_facts(console, [("", figure.name)], 0)
             print_facts(console, [("  here", figure.ours), ("  document", figure.theirs)])
-    console.print(f"written: {result.written[0]}", soft_wrap=True)
 
 
 def show_scaling(result: Comparison[ScalingRow]) -> None:
-    """Print weak and strong scaling."""
-    _print_files(_print_rows(result), result)
+    """Print the efficiency on most ranks, and all rows of weak and strong scaling."""
+    console = out()
+    ran = [row for row in result.rows if row.efficiency is not None]
+    most = max((row.ranks for row in ran), default=0)
+    found = [f"{row.efficiency:.0%} in {row.mode} scaling" for row in ran if row.ranks == most]
+    words = f"{', '.join(found)} on {most} ranks" if found else "see the reasons below"
+    print_verdict(console, bool(found), "EFFICIENCY", "NOTHING RAN", words)
+    _print_rows(console, result)
+    _print_files(console, result)
 
 
-def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> str:
+def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
+    """Return whether a size reached the target with every seed, and which was first."""
     medians = {
         size.batch_size: size.seconds_to_target[0]
         for size in summary
         if size.seconds_to_target and size.reached == size.runs
     }
     if not medians:
-        return f"no batch size reached {target} in {epochs} epochs with every seed: raise --epochs or --lr"
+        return False, f"no batch size reached {target} in {epochs} epochs with every seed: raise --epochs or --lr"
     best = min(medians, key=lambda size: medians[size])
-    words = f"first at {target}: batch size {best} after {medians[best]:.1f} s (median)"
+    words = f"batch size {best} reached {target} after {medians[best]:.1f} s (median)"
     larger = [size.batch_size for size in summary if size.batch_size > best]
-    return words + (f"; from {larger[0]} on larger ones do not help" if larger else "")
+    return True, words + (f"; from {larger[0]} on larger ones do not help" if larger else "")
 
 
-def _print_rows(result: Comparison[Any]) -> Console:
-    console = out()
+def _print_rows(console: Console, result: Comparison[Any]) -> None:
     names, rows = result.table()
     filled = [dict(zip(names, [*row, *["-"] * (len(names) - len(row))], strict=True)) for row in rows]
     styles = [STYLES.get(row.status) for row in result.rows]
     console.print(fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0], styles))
     for row in result.rows:
         if row.status != "ok":
-            console.print(f"{result.name_of(row)}: {row.reason}", style="dim")
-    return console
+            print_facts(console, [("", f"{result.name_of(row)}: {row.reason}")], 0, hang=2, style="dim")
 
 
 def _print_files(console: Console, result: Comparison[Any]) -> None:

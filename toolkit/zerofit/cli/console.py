@@ -117,6 +117,12 @@ def print_facts(
         console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True, style=style, markup=False)
 
 
+def print_verdict(console: Console, good: bool, yes: str, no: str, text: str) -> None:
+    """Print the first line of an answer: its verdict in capitals, then what it is about."""
+    word = (yes, "bold green") if good else (no, "bold red")
+    console.print(Text.assemble(word, "  ", text), soft_wrap=True)
+
+
 def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
     """Return which ranks hold which layers of a pipeline."""
     rows = []
@@ -172,7 +178,12 @@ class EventConsole:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        if event.kind in ("note", "warning"):
+        if event.kind == "note" and (rows := event.data.get("rows")):
+            self.say(f"note: {event.text.splitlines()[0]}")
+            names = tuple(rows[0])
+            numbers = [name for name in names if rows[0][name][:1].isdigit()]
+            self.console.print(fitting_table(self.console, rows, numbers, names, names[3]))
+        elif event.kind in ("note", "warning"):
             where = event.data.get("where")
             self.say(f"{event.kind}: {event.text}" + (f"\n     at: {where}" if where else ""))
         elif event.kind in ("result", "saved"):
@@ -247,14 +258,16 @@ class EventConsole:
             self._progress.remove_task(self._bars.pop(event.text))
 
 
-def answer_watched(work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None]) -> R:
+def answer_watched(
+    work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None], interrupted: str = ""
+) -> R:
     """Answer with what the work gives, whose events are shown while it goes on."""
 
     def watched() -> R:
         with EventConsole() as console:
             return work(console)
 
-    return answer(watched, as_json, show)
+    return answer(watched, as_json, show, interrupted)
 
 
 def _topic(text: str) -> str:

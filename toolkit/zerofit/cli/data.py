@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerofit.cli.console import EventConsole, answer_watched
+from zerofit.cli.console import EventConsole, answer_watched, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, given, run_options
 from zerofit.cli.terminal import style
 
@@ -25,7 +25,7 @@ FIELDS = ("text_field", "tokenizer", "chat_template", "packing", "seq_len")
 def data(path: str, show: int, as_json: bool, **options: Any) -> None:
     """Show what a language model sees of PATH: a file of text or JSON lines, or what --data takes.
 
-    What it learns to say is green (between ⟦ and ⟧ where there are no colours), what it only reads is dim.
+    What it learns to write is green (between ⟦ and ⟧ where there are no colours), what it only reads is dim.
     Conversations are recognised, rendered, packed and counted as a training would. Exit code 2: bad lines, by number.
     """
 
@@ -38,9 +38,9 @@ def data(path: str, show: int, as_json: bool, **options: Any) -> None:
 
 
 def _show(view: DataView) -> None:
-    for note in view.notes:
-        click.echo(note)
-    click.echo(f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate")
+    console, count = out(), f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate"
+    print_verdict(console, view.train_samples > 0, "READABLE", "EMPTY", count)
+    print_facts(console, [("", note) for note in view.notes], 0, hang=2)
     for number, sample in enumerate(view.samples, 1):
         click.echo(style(f"\nsample {number}", bold=True))
         for place, document in enumerate(sample.documents):
@@ -48,7 +48,7 @@ def _show(view: DataView) -> None:
                 click.echo(style("\n── the next one does not see what is above ──", fg="cyan"))
             click.echo("".join(map(_painted, document)), nl=not document[-1].text.endswith("\n"))
         if sample.padding:
-            click.echo(style(f"({sample.padding:,} places of padding)", fg="cyan"))
+            click.echo(style(f"({sample.padding:,} tokens of padding)", fg="cyan"))
 
 
 def _painted(seen: SeenText) -> str:

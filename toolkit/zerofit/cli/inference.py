@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole
+from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Number, add_options, given, run_options
 from zerofit.cli.terminal import write_data
 from zerofit.spec.events import Event
@@ -66,19 +66,19 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 
 def _show_scores(result: Evaluation) -> None:
-    click.echo(f"\n{result.model} on {result.data}: {result.samples:,} samples")
-    for name in ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES):
-        if getattr(result, name) is not None:
-            click.echo(f"  {name.replace('_', ' '):<15}{getattr(result, name):.4f}")
-    speed = f"{result.samples_per_s:,.1f} samples/s"
+    console = out()
+    print_verdict(console, True, "EVALUATED", "", f"{result.samples:,} samples of {result.data}, {result.model}")
+    names = ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES)
+    scores = {name.replace("_", " "): getattr(result, name) for name in names}
+    facts = {name: f"{score:.4f}" for name, score in scores.items() if score is not None}
+    facts["speed"] = f"{result.samples_per_s:,.1f} samples/s"
     if result.tokens_per_s is not None:
-        speed += f", {result.tokens_per_s:,.0f} tokens/s"
-    click.echo(f"  {'speed':<15}{speed}")
+        facts["speed"] += f", {result.tokens_per_s:,.0f} tokens/s"
     on_top = result.peak_host_bytes - result.host_bytes_before
-    host = f"{shown_bytes(result.peak_host_bytes)}, {shown_bytes(on_top)} of it for the model"
-    click.echo(f"  {'host memory':<15}{host}")
+    facts["host memory"] = f"{shown_bytes(result.peak_host_bytes)}, {shown_bytes(on_top)} of it for the model"
     if result.peak_device_bytes is not None:
-        click.echo(f"  {'GPU memory':<15}{shown_bytes(result.peak_device_bytes)}")
+        facts["GPU memory"] = shown_bytes(result.peak_device_bytes)
+    print_facts(console, facts.items(), indent=15)
 
 
 @click.command()

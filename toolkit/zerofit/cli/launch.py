@@ -15,7 +15,7 @@ from zerofit.app.clusters.job_files import JobFile, JobFileRequest, write_job_fi
 from zerofit.app.requests import is_run_file, read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole
+from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
 from zerofit.cli.options import (
     ANYWAY,
     AS_JSON,
@@ -139,6 +139,7 @@ def _show(result: TrainingResult | JobFile | dict[str, Any]) -> None:
     if isinstance(result, TrainingResult):
         show(result)
     elif isinstance(result, JobFile):
-        click.echo(f"{result.written}{'' if result.new else ' (unchanged)'}; submit it with: {result.hand_in}")
+        print_verdict(out(), True, "WRITTEN" if result.new else "UNCHANGED", "", str(result.written))
+        print_facts(out(), [("next", result.hand_in)], 9)
     elif "command" in result:
         click.echo(shlex.join(result["command"]))

@@ -13,10 +13,9 @@ from typing import Any
 
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from zerofit.cli.answer import answer
-from zerofit.cli.console import STYLES, EventConsole, err, fitting_table, out, print_facts, show_checks
+from zerofit.cli.console import EventConsole, err, fitting_table, out, print_facts, print_verdict, show_checks
 from zerofit.cli.options import AS_JSON, PATH, Number
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.launch.hostfile import Host, read_hostfile
@@ -83,8 +82,8 @@ def _show_findings(result: dict[str, Any]) -> None:
     console, checks = out(), [Check(**check) for check in result["checks"]]
     count = {status: sum(check.status == status for check in checks) for status in (FAIL, WARN, OK)}
     warnings = "1 warning" if count[WARN] == 1 else f"{count[WARN]} warnings"
-    word = Text("NOT READY", STYLES[FAIL]) if count[FAIL] else Text("READY", STYLES[OK])
-    console.print(Text.assemble(word, f"  {count[FAIL]} failed, {warnings}, {count[OK]} ok"))
+    total = f"{count[FAIL]} failed, {warnings}, {count[OK]} ok"
+    print_verdict(console, not count[FAIL], "READY", "NOT READY", total)
     show_checks(checks, result["hosts"], console)
     print_facts(console, [("next", "zerofit calibrate measures more, for `zerofit plan`, `tune` and `--fit`")], 6)
 
@@ -164,7 +163,7 @@ def _show_speeds(result: dict[str, Any]) -> None:
         known = ((words, result[name]) for name, words in names.items() if result[name] is not None)
         rows += [(words, f"{_three_digits(value * scale)} {unit}") for words, value in known]
     ranks = "1 rank" if result["devices"] == 1 else f"{result['devices']} ranks"
-    console.print(Text.assemble(("MEASURED", "bold green"), f"  {result['device_name']}, {ranks}"))
+    print_verdict(console, True, "MEASURED", "", f"{result['device_name']}, {ranks}")
     table = [{"": words, "one rank reaches": figure} for words, figure in rows]
     console.print(fitting_table(console, table, ("one rank reaches",), tuple(table[0]), ""))
     print_facts(console, [("written", f"{result['file']} in {result['seconds']:.0f} s")], 9)

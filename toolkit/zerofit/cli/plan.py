@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from zerofit.cli.options import (
     hardware_options,
     run_options,
 )
-from zerofit.cli.plan_show import show, show_methods
+from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
 from zerofit.plan.layout import OFFLOADS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import PRECISIONS
@@ -59,11 +60,21 @@ WORK = {
 OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
+COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
 WRITE_HELP = "write ds_config.json and run.yaml of the simplest layout about as fast as the best to this folder"
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
+
+
+def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Return the named columns, in any case. Raises BadParameter with those that there are."""
+    names = {name.lower(): name for name in COLUMNS}
+    words = [word.strip().lower() for word in value.split(",")] if value is not None else []
+    if unknown := [word for word in words if word not in names]:
+        raise click.BadParameter(f"no column {unknown[0]!r}; there are: {', '.join(COLUMNS)}")
+    return tuple(dict.fromkeys(names[word] for word in words))
 
 
 @click.command()
@@ -83,6 +94,7 @@ PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a 
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
 @click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
+@click.option("--columns", metavar="NAMES", callback=_columns, help=COLUMNS_HELP)
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="number of layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
@@ -102,10 +114,12 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
     Exit code 0: a layout fits; 1: none fits; 2: bad input.
     """
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
+    columns = options.pop("columns")
     if methods:
         result = answer(lambda: _compare(model, options, methods), as_json, show_methods)
     else:
-        result = answer(lambda: _plan(model, options), as_json, partial(show, mesh=show_mesh, details=details))
+        on_plan = None if as_json else partial(show, mesh=show_mesh, details=details, columns=columns)
+        result = answer(lambda: _plan(model, options, on_plan), as_json, partial(show_end, details=details))
     sys.exit(0 if result.layouts else FINDING)
 
 
@@ -122,12 +136,12 @@ def _compare(model: str | None, options: dict[str, Any], methods: str) -> Method
         return compare_methods(request, read_methods(methods), found[0], on_event=console)
 
 
-def _plan(model: str | None, options: dict[str, Any]) -> Plan:
+def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:
     from zerofit.app.planning.planner import answer_request
 
     request, found = _asked(model, options)
     with EventConsole() as console:
-        plan = answer_request(request, found, on_event=console)
+        plan = answer_request(request, found, on_event=console, on_plan=on_plan)
     if options["write"] and plan.layouts:
         plan = replace(plan, written=plan.write(options["write"]))
     if options["trace"] and (plan.layouts or plan.misfits):

@@ -30,12 +30,15 @@ ANY = 1000  # columns, more than any table has
 RIGHT = ("", "memory", "margin", "host", "NVMe", "step", "tokens/s", "images/s", "MFU", "hours", "GPU hours", "cost")
 # columns by importance: a narrow terminal shows the first of them
 KEEP = ("", "layout", "memory", "step", "tokens/s", "images/s", "cost", "hours", "MFU", "margin", "host", "NVMe")
-
+COLUMNS = (*KEEP[2:], "GPU hours")  # what `--columns` may name
 MISFIT = ("", "layout", "memory", "margin", "step", "tokens/s", "images/s")
 
 
-def show(plan: Plan, mesh: bool, details: bool) -> None:
-    """Print how many layouts fit, the fastest, and why others do not; with `mesh` which rank of the best is where."""
+def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> None:
+    """Print how many layouts fit, the fastest, and why others do not; with `mesh` which rank of the best is where.
+
+    `columns`: those of the table beside the layout, () for as many as the console has room for.
+    """
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
     console.print(Text.assemble(word, "  ", _title(result)))
@@ -50,8 +53,17 @@ def show(plan: Plan, mesh: bool, details: bool) -> None:
         console.print()
         styles = ["red" if one.fit.exceeded else None for one in shown]
         keep = MISFIT if result.misfits else KEEP  # what these lack is among their first columns
-        console.print(fitting_table(console, rows, RIGHT, keep, "layout", styles))
+        if columns:
+            keep = ("", "layout", *columns)
+            rows = [{name: row.get(name, "-") for name in keep} for row in rows]
+        table = fitting_table(console, rows, RIGHT, keep, "layout", styles)
+        console.print(table)
+        drawn = {str(column.header) for column in table.columns}
+        hidden = [name for name in keep if name not in drawn and any(row.get(name, "-") != "-" for row in rows)]
         console.print()
+        if hidden:
+            how = "in a wider terminal" if columns else "in a wider terminal, or with --columns"
+            print_facts(console, [("more columns", f"{', '.join(hidden)} {how}")])
     print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
     if result.layouts and mesh:
         best = result.layouts[0].layout
@@ -59,8 +71,12 @@ def show(plan: Plan, mesh: bool, details: bool) -> None:
         if stages := planned_stages(plan.profile, best):
             console.print(stage_table(console, [asdict(stage) for stage in stages]))
     print_facts(console, _rejected(result, details))
-    for one in plan.confirmed:
-        console.print(str(one))
+
+
+def show_end(plan: Plan, details: bool) -> None:
+    """Print what simulations of layouts found, which files were written, and how to see more."""
+    console = out()
+    print_facts(console, (("simulated", str(one)) for one in plan.confirmed))
     print_facts(console, _files(plan))
     if not details:
         print_facts(console, [("details", "--details    configuration files: --write FOLDER    --json")])
@@ -185,7 +201,8 @@ def _outlook(one: Outlook) -> Iterator[tuple[str, str]]:
         span = f" ({_hours(one.hours_range[0])} to {_hours(one.hours_range[1])})" if one.hours_range else ""
         yield "training", f"{_hours(one.hours)}{span} for {one.steps:,} steps, saves and failures included"
     if one.price:
-        yield "price", f"${one.price.per_gpu_hour:.4g} a GPU hour: {one.price.source}"
+        total = f"${_rate(one.cost)} in all, " if one.cost is not None else ""
+        yield "price", f"{total}${one.price.per_gpu_hour:.4g} a GPU hour: {one.price.source}"
     elif one.gpu_hours is not None:
         yield "price", "no list price of this node is known: --price USD, or --gpu with an instance type of a cloud"
     yield (

@@ -9,7 +9,7 @@ import click
 
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, fitting_table, out, print_facts
+from zerofit.cli.console import EventConsole, fitting_table, out, print_facts, print_verdict
 from zerofit.cli.options import (
     ANYWAY,
     AS_JSON,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 # the flags of hosts where none is given
 DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
-REASON = 60  # characters
 
 
 @click.command()
@@ -79,14 +78,14 @@ def tune(
             chosen = {"space": space, "hosts": hosts, "output": output, "anyway": anyway}
             return tune(run, trials=trials, minutes=minutes, **chosen, on_event=events)
 
-    answer(work, as_json, show)
+    answer(work, as_json, show, "the same command keeps the trials that are done, and goes on")
 
 
 def show(result: TuneResult) -> None:
     """Print the trials, the best, and what may have been missed."""
     console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
-    console.print(f"BEST  {result.step_s:.4f} s a step, {rate}", style="bold")
+    print_verdict(console, True, "BEST", "", f"{_seconds(result.step_s)} a step, {rate}")
     rows = [
         {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
         for number, row in enumerate(result.trials, start=1)
@@ -102,22 +101,26 @@ def show(result: TuneResult) -> None:
 
 
 def _figures(trial: Trial) -> dict[str, str]:
-    measured = trial.status if trial.measured_step_s is None else f"{trial.measured_step_s:.4f} s"
+    measured = trial.status if trial.measured_step_s is None else _seconds(trial.measured_step_s)
     spread = "-" if trial.spread is None else f"{trial.spread:.1%}"
-    return {"forecast": f"{trial.forecast_step_s:.4f} s", "measured": measured, "+-": spread}
+    return {"forecast": _seconds(trial.forecast_step_s), "measured": measured, "+-": spread}
 
 
 def _note(trial: Trial) -> str:
     """Return why a trial has no figure, or that it was cut short; "" for all others."""
     if trial.measured_step_s is None:
-        return trial.reason[:REASON]
+        return trial.reason
     return "cut short" if trial.cut_short else ""
 
 
 def _regret(regret: Regret) -> str:
     if regret.untried_step_s is None:
         return "none: every configuration that fits was tried"
-    left = f"{regret.untried} configurations were not tried; the best of them is expected to take "
-    left += f"{regret.untried_step_s:.4f} s a step"
-    gain = f", {regret.gap:.1%} less than the best that was measured" if regret.gap else ", no less than the best"
-    return f"{left}{gain}; one chance in twenty that any saves more than {regret.at_most:.1%}"
+    untried = f"{regret.untried} configurations were not tried; the best of them should take"
+    gain = f"{regret.gap:.1%} less than the best measured" if regret.gap else "no less than the best measured"
+    chance = f"with a probability of 95% none saves more than {regret.at_most:.1%}"
+    return f"{untried} {_seconds(regret.untried_step_s)} a step, {gain}; {chance}"
+
+
+def _seconds(value: float) -> str:
+    return f"{f'{value:#.3g}'.rstrip('.')} s"

@@ -265,16 +265,20 @@ def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> Non
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 
 
-def table_lines(placement: Placement) -> list[str]:
-    """Return lines that show which device holds what, how much that is, and what else it needs."""
-    rows: list[tuple[str, ...]] = [("device", "weights", "layer", "working", "needed", "allowed", "modules")]
-    for row in placement.rows:
-        allowed = "any" if row.allowed is None else shown_bytes(row.allowed)
-        sizes = (row.weights, row.layer, row.working, row.needed)
-        modules = ", ".join(compact_names(row.modules)) or "-"
-        rows.append((str(row.device), *(shown_bytes(size) for size in sizes), allowed, modules))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return ["  ".join([*(f"{w:>{n}}" for w, n in zip(row, widths, strict=False)), row[6]]) for row in rows]
+def table_rows(placement: Placement) -> list[dict[str, str]]:
+    """Return rows that show which device holds what, how much that is, and what else it needs."""
+    return [
+        {
+            "device": str(row.device),
+            "needed": shown_bytes(row.needed),
+            "allowed": "any" if row.allowed is None else shown_bytes(row.allowed),
+            "modules": ", ".join(compact_names(row.modules)) or "-",
+            "weights": shown_bytes(row.weights),
+            "layer": shown_bytes(row.layer),
+            "working": shown_bytes(row.working),
+        }
+        for row in placement.rows
+    ]
 
 
 def compact_names(names: tuple[str, ...]) -> list[str]:

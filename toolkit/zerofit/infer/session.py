@@ -28,7 +28,7 @@ from zerofit.infer.placement import (
     main_device,
     place,
     refuse_misfit,
-    table_lines,
+    table_rows,
 )
 from zerofit.infer.saved_model import MODEL, SavedModel, is_checkpoint, open_saved
 from zerofit.models.dtypes import DTYPES, NAMES
@@ -83,7 +83,7 @@ class InferenceSession:
         Raises DoesNotFit before anything is loaded; `knobs` are the flags that would make the work smaller.
         """
         placement = place(self.empty, self.limits, working)
-        self.report.note("\n".join(["where the model's weights go", *table_lines(placement)]))
+        self.report.table("where the model's weights go", table_rows(placement))
         refuse_misfit(placement, self.limits, knobs)
         self._before = start_counting(placement.gpus)
         with failures("nothing else on that device"):

@@ -127,6 +127,11 @@ class Reporter:
         """Report something that a user should know."""
         self.on_event(Event(kind="note", text=text))
 
+    def table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """Tell a note of several rows, by the names of their columns; the text has a line for each."""
+        lines = [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in rows]
+        self.on_event(Event(kind="note", text="\n".join([title, *lines]), data={"rows": rows}))
+
     def warning(self, text: str, where: str = "") -> None:
         """Report something that a user should look at, and its place."""
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,8 +110,17 @@ def plan(
     return answer_request(request, clusters, on_event=on_event)
 
 
-def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_event: OnEvent | None = None) -> Plan:
-    """Return the plan for the best cluster; with several clusters, also the plans for all of them."""
+def answer_request(
+    request: PlanningRequest,
+    clusters: Sequence[Cluster],
+    *,
+    on_event: OnEvent | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+) -> Plan:
+    """Return the plan for the best cluster; with several clusters, also the plans for all of them.
+
+    `on_plan` gets the plan before layouts are simulated, which takes longer.
+    """
     start, problems, report = time.perf_counter(), Problems(), Reporter(on_event)
     for note in request.notes:
         report.note(note)
@@ -124,8 +133,10 @@ def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_
     plans = [plan_for(cluster, request, report) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
-    best = _confirmed(plans[0], report)
-    return replace(best, boxes=boxes, total_s=round(time.perf_counter() - start, 3))
+    best = replace(plans[0], boxes=boxes)
+    if on_plan:
+        on_plan(best)
+    return replace(_confirmed(best, report), total_s=round(time.perf_counter() - start, 3))
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:
