@@ -84,7 +84,7 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
     """Return the rate at these sizes: a measured one, or the mean of all points weighted by nearness.
 
-    If only one side has a shape, nearness is that of the amount of work.
+    Without a shape on one of both sides, only the amounts of work are compared.
     """
     total = weights = 0.0
     for point in points:

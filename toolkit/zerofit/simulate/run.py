@@ -51,7 +51,7 @@ class SimulatedRank:
 
     target: SimulationTarget
     record: RankRecord
-    layers: tuple[int, ...] = ()  # the simulated numbers of layers, the check's first; () for the full model
+    layers: tuple[int, ...] = ()  # numbers of layers that were simulated, the first for the check; () if all were
     check_error: float = 0.0  # largest relative error of the extrapolation at the first number of layers
 
 
