@@ -79,8 +79,9 @@ class RankForecasts:
 def least_bytes(job: Job) -> int:
     """Return the lower bound of what all ranks of a job keep in memory together, without a simulation.
 
-    Weights (once at stage 3, else on each data parallel rank), fp32 master weights and Adam's two moments (in fp32 at
-    stage 0 on each data parallel rank, else once: `plan.persistent`). Gradients and activations come on top.
+    It counts weights once at stage 3, else on each data parallel rank. fp32 master weights and Adam's two moments count
+    once, except in fp32 at stage 0, where each data parallel rank has them (`plan.persistent`). Gradients and
+    activations come on top.
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
@@ -120,8 +121,8 @@ def forecast(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> R
 def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
     """Return a rank with the copy of everything it saves, written while it trains (`--save-async`).
 
-    At stage 0 one data parallel rank saves all, at stages 1 and 2 it alone saves the parameters, and at stage 3 they
-    are saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
+    At stage 0 one data parallel rank saves all. At stages 1 and 2 it alone saves the parameters. At stage 3 they are
+    saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
     (`train.checkpoint_engine.HostCopies`); with a GPU it is pinned.
     """
     job, record = rank.target.job, rank.record

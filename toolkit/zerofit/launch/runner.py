@@ -1,8 +1,8 @@
 """Many hosts through DeepSpeed's multi-node runner: its arguments and a clean environment for it.
 
-The runner puts exported values between double quotes at most, and paths not even that (multinode_runner.py, add_export
-and PDSHRunner.get_cmd), so a value with `$(...)` would run on every host. Therefore it gets no user text: it starts in
-/ with an environment of plain words, and reads what the ranks need from a file.
+The runner puts at most double quotes around exported values, and none around paths (multinode_runner.py, add_export and
+PDSHRunner.get_cmd). A value with `$(...)` would run on every host, so the runner gets no user text. It starts in / with
+an environment of plain words, and reads what the ranks need from a file.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class RankMemory:
     def _look(self) -> list[float]:
         """Return bytes: on the device allocated, reserved and outside torch; on the host resident and shared.
 
-        The kernel's peak is reset each time, to separate pages of data files, which it reclaims when memory is short,
-        from the other resident memory.
+        The kernel's peak is reset each time, to separate pages of data files from other resident memory. The kernel
+        reclaims such pages when memory is short.
         """
         now = resident_memory()
         forget_resident_peak()

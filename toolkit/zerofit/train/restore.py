@@ -33,7 +33,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     """Load a checkpoint into freshly built engines; return the checkpoint's manifest.
 
     In the same layout random states are restored too, so training continues bit for bit. DeepSpeed cannot read the
-    files in another layout, and with some settings not even in the same one: the parameters' shards are then read one
+    files in another layout, and with some settings not even in the same one. The parameters' shards are then read one
     by one.
     """
     checkpoint = Path(start.checkpoint)

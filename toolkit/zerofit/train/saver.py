@@ -1,6 +1,6 @@
 """Saving a checkpoint: DeepSpeed writes files, all ranks sync them, rank 0 verifies and makes the checkpoint visible.
 
-Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives, so that writing can continue in the
+Ranks acknowledge to rank 0 through small files in `acks/`, not through collectives. So writing can continue in the
 background while the ranks train.
 """
 
