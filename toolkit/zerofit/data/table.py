@@ -75,7 +75,7 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     train, valid = (
         replace(whole, features=whole.features[part], labels=labels[part]) for part in (~held_out, held_out)
     )
-    notes = [f"{path}: {len(train)} rows to train on and {len(valid)} held out, classes in {table.label!r}"]
+    notes = [f"{path}: {len(train)} training rows and {len(valid)} validation rows, classes in {table.label!r}"]
     notes += [f"{len(table.broken)} broken rows skipped"] if table.broken else []
     inputs = TableInputs(features=whole.features.shape[1], classes=len(classes))
     return Data(name=name, train=train, valid=valid, inputs=inputs, bad_samples=table.broken, notes=tuple(notes))

@@ -155,7 +155,7 @@ def _check(job: KubernetesJob) -> None:
     check_environment([*job.env, *job.secret_env], problems)
     mount, output = PurePosixPath(job.mount), PurePosixPath(job.mount, job.output)
     if not mount.is_absolute() or ":" in job.mount or ".." in mount.parts:
-        problems.add("bad-value", f"{job.mount!r}: an absolute path without : and .. is needed", "", "--mount")
+        problems.add("bad-value", f"{job.mount!r} is not an absolute path without : and ..", "", "--mount")
     elif not output.is_relative_to(mount) or ".." in output.parts:
         message = f"{job.output} is not on the shared volume, which is mounted at {job.mount}"
         problems.add("bad-value", message, "use a folder on it, which every pod reads and writes", "--output")

@@ -96,7 +96,7 @@ def given_world(env: Mapping[str, str]) -> World | None:
     for outer in (PLAIN.rank, PLAIN.size) if names is not PLAIN else ():
         own = names.rank if outer == PLAIN.rank else names.size
         if env.get(outer) not in (None, env.get(own)):
-            message = f"{outer} is {env[outer]}, and {own} is {env.get(own)}"
+            message = f"{outer} is {env[outer]}, but {own} is {env.get(own)}"
             problems.add(KIND, message, f"unset {outer}, or make them equal", outer)
     job = ".".join(env[name] for name in names.job if env.get(name))
     port = _port(env, job, problems)

@@ -52,7 +52,7 @@ def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
         ranges.append((offset + sum(widths[:rank]), widths[rank]))
         offset += sum(widths)
     if offset != meta["logical_shape"][dim]:
-        raise ValueError(f"a weight of shape {meta['logical_shape']} was cut along {dim} into parts of {offset} in all")
+        raise ValueError(f"the parts of a weight of shape {meta['logical_shape']} add up to {offset} along {dim}")
     return TensorSlice(dim, tuple(ranges))
 
 

@@ -125,7 +125,7 @@ def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s
     if not mine[0].here:
         message = f"{_ranks(mine)} on {host} did not start within {seconds:.0f} s"
         return _verdict("not-started", message, "see logs/launcher.log", mine, now)
-    message = f"nothing has been heard of {host} ({_ranks(mine)}) for {seconds:.0f} s; last in {mine[0].where}"
+    message = f"no report from {host} ({_ranks(mine)}) for {seconds:.0f} s; last in {mine[0].where}"
     hint = f"{host} is down, frozen or cut off from the network"
     return _verdict("host-unreachable", message, hint, mine, now)
 

@@ -91,7 +91,7 @@ class FewestDevices:
 
     def __str__(self) -> str:
         if self.cluster is None:
-            return f"not even {self.looked_up_to} devices are enough"
+            return f"not even {self.looked_up_to} devices suffice"
         return f"fewest devices: {self.cluster.ranks} ({self.cluster.nodes} node(s) of {self.cluster.gpus})"
 
 
