@@ -77,8 +77,8 @@ def test_units_say_the_same():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--measured", "5samples/s"], "--zero-stage is not said"),
-        (["--measured", "5samples/s", "--zero-stage", 1], "--micro-batch is not said"),
+        (["--measured", "5samples/s"], "--zero-stage is missing"),
+        (["--measured", "5samples/s", "--zero-stage", 1], "--micro-batch is missing"),
         ([*MINE, "--measured", "much"], "got 'much'"),
         ([*MINE, "--measured", "5samples/s", "--gpu", "l4"], "cannot be combined"),
     ],

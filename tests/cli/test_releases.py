@@ -93,7 +93,7 @@ def test_what_is_no_release_is_refused_at_once(tmp_path, releases):
     done = simulate(tmp_path, releases, "llama-tiny", "--deepspeed-version", "x.y", "--transformers-version", "4.0")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "'x.y' is not a version" in done.stderr
-    assert "zerofit trains with transformers>=5.17, not with 4.0" in done.stderr and "-- COMMAND" in done.stderr
+    assert "zerofit trains with transformers>=5.17, not 4.0" in done.stderr and "-- COMMAND" in done.stderr
     for name in ("0.19.*", "=a/../../b", "0.19.5,<1"):
         done = simulate(tmp_path, releases, "--deepspeed-version", name, "--", "python", "train.py")
         assert done.returncode == 2 and f"{name!r} is not a version" in done.stderr

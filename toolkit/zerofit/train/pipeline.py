@@ -104,7 +104,7 @@ class PipelineTrainer(EngineTrainer):
     def _evaluate_in_rounds(self, pairs: Iterator[_Pair], count: int) -> None:
         """Evaluate in rounds of as many micro batches as training accumulates; pad the last round without targets.
 
-        DualPipeV's engine keeps its backward buffers at this distance, whatever number it is given
+        DualPipeV's engine places its backward buffers by that number, whatever number it is given
         (runtime/pipe/dualpipev.py, `_phase1_buffer`).
         """
         each = self.job.batch.accumulation

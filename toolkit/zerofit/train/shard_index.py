@@ -137,7 +137,7 @@ def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorSlice | None) 
         return False
     if cut is not None or coords.tp_rank == 0:
         return True
-    # transformers has partitioned parameters without a cut over all ranks, before groups existed
+    # before groups existed, transformers partitioned parameters without a cut over all ranks
     group = getattr(one.parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group) == dist.get_world_size()
 
