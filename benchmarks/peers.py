@@ -147,8 +147,13 @@ def row_of(case: dict[str, Any]) -> dict[str, Any] | None:
         raise result
     run = published_run(case)
     estimates = {"zerofit": field_cases.OURS[quantity](result)} | {name: ask(run) for name, ask in PEERS.items()}
-    return {"case": case["id"], "source": case["source"], "quantity": quantity, "bytes": exact[quantity]} | {
-        "estimates": estimates
+    return {
+        "case": case["id"],
+        "source": case["source"],
+        "trained": "adapters" if case.get("adapters") else "all weights",
+        "quantity": quantity,
+        "bytes": exact[quantity],
+        "estimates": estimates,
     }
 
 
@@ -159,15 +164,18 @@ def error(row: dict[str, Any], name: str) -> float | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of errors, and below it the median and the largest of each estimator."""
+    """Return a Markdown table of errors, with the median and the largest of each estimator below."""
     names = list(rows[0]["estimates"])
     lines = [f"| run | measured | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for row in rows:
         cells = ["-" if (e := error(row, name)) is None else f"{e:+.0%}" for name in names]
         lines.append(f"| {row['case']} | {row['quantity']} {row['bytes'] / GIB:.1f} GiB | {' | '.join(cells)} |")
-    for label, pick in (("median error", statistics.median), ("largest error", max)):
-        cells = [f"{pick([abs(e) for row in rows if (e := error(row, name)) is not None]):.0%}" for name in names]
-        lines.append(f"| **{label}** | | {' | '.join(cells)} |")
+    for trained in ("all weights", "adapters"):
+        those = [row for row in rows if row["trained"] == trained]
+        errors = {name: [abs(e) for row in those if (e := error(row, name)) is not None] for name in names}
+        for label, pick in (("median error", statistics.median), ("largest error", max)):
+            cells = [f"{pick(found):.0%}" if (found := errors[name]) else "-" for name in names]
+            lines.append(f"| **{label}**, {trained} ({len(those)} runs) | | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -110,6 +110,17 @@ def step_times_of_all() -> list[str]:
     return [count, median_error, p90]
 
 
+def peers() -> list[str]:
+    """Median and largest error of each estimator, on the runs that train all weights and on those with adapters."""
+    rows, found = result("peers.json"), []
+    for name in rows[0]["estimates"]:
+        for trained in ("all weights", "adapters"):
+            those = [row for row in rows if row["trained"] == trained and row["estimates"][name] is not None]
+            errors = [abs(row["estimates"][name] / row["bytes"] - 1) for row in those]
+            found += percent(median(errors), max(errors), digits=0)
+    return found
+
+
 def fit() -> list[str]:
     found = result("fit.json")
     least = min(job["least_share"] for job in found["jobs"])
@@ -154,6 +165,7 @@ CLAIMS: list[tuple[Callable[[], list[str]], dict[str, str]]] = [
     (scripts, {"docs/how-exact.md": "# Scripts"}),
     (script_table, {"benchmarks/README.md": "The peaks' errors are"}),
     (collectives, {"benchmarks/README.md": "How far collectives are"}),
+    (peers, {"README.md": "Compared with other", "docs/zh/README.md": "与其他估算工具比较"}),
     (step_times, {"docs/how-exact.md": "# Step times"}),
     (step_times_of_all, {"README.md": "Step times are off", "docs/zh/README.md": "单步时间误差"}),
     (
