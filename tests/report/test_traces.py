@@ -101,7 +101,7 @@ def test_kinds_of_names(name, kind):
         ('{"other": 1}', "no list `traceEvents`"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "1", "dur": 1}]}', "complete event 1 lacks a name, times"),
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": NaN}]}', "complete event 1 lacks a name, times"),
-        ('{"traceEvents": [], "otherData": {"made_by": "zerofit"}}', "no step_s"),
+        ('{"traceEvents": [], "otherData": {"made_by": "zerofit"}}', "lacks step_s"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, text, why):

@@ -110,7 +110,7 @@ def test_giving_back_cached_memory_may_save_a_run():
     assert judge_events(events, BESIDE, 45 * GIB + kept - MIB)[0].word == WITHIN
     verdict, found = judge_events(events, BESIDE, 42 * GIB)
     assert (verdict.word, found.peak_reserved_bytes) == (NOT, 81 * GIB)
-    assert "asks for 41.0 GiB" in verdict.sentence
+    assert "needs 41.0 GiB" in verdict.sentence
 
 
 ONE_STAGE = {"zero_optimization": {"stage": 1, "overlap_comm": False, "reduce_bucket_size": "auto"}}
