@@ -156,7 +156,7 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
     """Check pipeline stages with `each` parts of the layers."""
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
-        message = f"--pipeline {pp} needs a model that can be divided into stages; {profile.model} cannot"
+        message = f"--pipeline {pp} needs a model that can be cut into stages, but {profile.model} cannot"
         return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
     if each * pp <= layers:
         return None
