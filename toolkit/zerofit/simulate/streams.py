@@ -135,7 +135,7 @@ class SimulatedStream:
 
     def __init__(self, streams: Streams, number: int):
         self._streams, self.number = streams, number
-        self.waited: dict[int, int] = {}  # other stream's number -> waited for its work up to this moment
+        self.waited: dict[int, int] = {}  # other stream's number -> its work before this moment is awaited
         self.stream_id = self.cuda_stream = number
         self._end = SimulatedEvent(streams)  # used by `query`
 
