@@ -84,14 +84,14 @@ def test_other_frozen_weights_are_refused(adapters, tmp_path):
     with torch.no_grad():
         base.transformer.ln_f.bias[3] += 1e-6
     base.save_pretrained(tmp_path / "base")
-    with pytest.raises(UserError, match="not those that were frozen"):
+    with pytest.raises(UserError, match="differ from the frozen weights"):
         list(whole_weights(part))
 
 
 @one
 def test_a_folder_without_its_model_says_so(adapters, tmp_path):
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="stands beside a model that is not here"):
+    with pytest.raises(UserError, match="needs a base model that is not here"):
         export(adapters[0], tmp_path / "merged")
     assert find_folder(adapters[0], Reporter()) == adapters[0]
 

@@ -1,1 +1,1 @@
-"""Checkpoints as files: what they hold, whether they are whole, and what they can be turned into; no engine."""
+"""Checkpoints as files: contents, verification, export and conversion, without an engine."""

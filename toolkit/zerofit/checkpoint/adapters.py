@@ -1,4 +1,4 @@
-"""Adapters on the disk: a folder as peft writes and reads it."""
+"""Adapters on disk, as folders that peft reads and writes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TASKS = {"SEQ_CLS": "classify", "TOKEN_CLS": "tag"}  # by peft's names
-PREFIX = "base_model.model."  # what names in peft's files begin with
+PREFIX = "base_model.model."  # prefix of names in peft's files
 
 
 def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the adapters of a model as `PeftModel.from_pretrained` takes them, and where its frozen weights are.
+    """Write a model's adapters for `PeftModel.from_pretrained`, with the place of the frozen weights.
 
-    `weights` are the adapters' by their names in `model`, which may be on meta.
+    `weights` yields the adapters' tensors by their names in `model`, which may be on meta.
     """
     config = peft_config(model)
     config.base_model_name_or_path = os.path.abspath(source.path) if source.path else source.name
@@ -42,19 +42,19 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     config.modules_to_save = head_modules(model) or None
     names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
     held = {names[name]: tensor.contiguous() for name, tensor in weights}
-    assert held.keys() == set(names.values()), f"nothing came for {set(names.values()) - held.keys()}"
+    assert held.keys() == set(names.values()), f"no tensors for {set(names.values()) - held.keys()}"
     config.save_pretrained(str(folder))
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets nobody else read it
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors makes it readable only for the owner
 
 
 def is_adapters(folder: Path) -> bool:
-    """Return whether a folder holds adapters, and not a whole model."""
+    """Return whether a folder has adapters, not a full model."""
     return (folder / CONFIG).is_file()
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters that a path is, or that a run's folder without checkpoints has; None for others."""
+    """Return the folder of adapters: the path itself, or that of a run without checkpoints; else None."""
     saved = path / "model"
     if is_adapters(path):
         return path
@@ -62,9 +62,9 @@ def adapters_of(path: Path) -> Path | None:
 
 
 def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
-    """Return what a folder's adapters were trained on, as zerofit or peft wrote them; their numbers are not read yet.
+    """Open a folder of adapters written by zerofit or peft, without reading the tensors yet.
 
-    Raises UserError where they are no LoRA adapters, or the model beside which they were trained is not there.
+    Raises UserError if they are not LoRA adapters, or if the base model does not exist.
     """
     from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 
@@ -73,12 +73,12 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         config = PeftConfig.from_pretrained(str(folder))
         held = safe_open(folder / WEIGHTS, framework="pt")
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        hint = f"it needs {CONFIG} and {WEIGHTS} as peft writes them"
+        hint = f"it needs peft's {CONFIG} and {WEIGHTS}"
         raise _unreadable(folder, f"cannot be read: {' '.join(str(error).split())[:200]}", hint) from None
     if not isinstance(config, LoraConfig):
-        raise _unreadable(folder, f"holds {config.peft_type}, and not LoRA", "merge it with peft's merge_and_unload")
-    config.inference_mode = False  # in which peft freezes adapters, too
-    config.modules_to_save = None  # the head is there by itself
+        raise _unreadable(folder, f"has {config.peft_type} adapters, not LoRA", "merge it with peft's merge_and_unload")
+    config.inference_mode = False  # otherwise peft would freeze the adapters
+    config.modules_to_save = None  # the model already has the head
     info = read_model_info(folder)
     source, args = _base(folder, config, info)
     refuse_foreign_code(folder / CARD, trust_model_code, model=source.name, model_args=args)
@@ -87,15 +87,13 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         with torch.device("meta"):
             model = inject_adapter_in_model(config, build(source, inputs, args), ADAPTER)
     except (ModelError, ValueError) as error:
-        raise _unreadable(
-            folder, f"does not fit {source.name}: {error}", "is it the model they were made for?"
-        ) from None
+        raise _unreadable(folder, f"does not fit {source.name}: {error}", "are the adapters for this model?") from None
     for name in head_modules(model):
         model.get_submodule(name).requires_grad_(True)
     names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
     missing = set(names.values()) ^ set(held.keys())
     if missing:
-        raise _unreadable(folder, f"does not fit {source.name}: {min(missing)} is on one side alone", "copy it again")
+        raise _unreadable(folder, f"does not fit {source.name}: only one of them has {min(missing)}", "copy it again")
     return TrainedPart(
         source=source,
         inputs=inputs,
@@ -110,16 +108,16 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
 
 
 def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, Any]]:
-    """Return the model that adapters stand beside, and its arguments. Raises UserError."""
+    """Return the base model of adapters, and its arguments. Raises UserError."""
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
         source = find(name if Path(name).is_dir() or info is None else info.model)
-        kind = getattr(config.task_type, "value", config.task_type)  # an enumeration's, or a word
+        kind = getattr(config.task_type, "value", config.task_type)  # an enum member or a string
         task = info.task if info and has_head(info.task) else TASKS.get(kind or "")
         return replace(with_task(source, task), pretrained=info.pretrained if info else None), args
     except ModelError as error:
-        hint = f"put the model there, or name its folder as base_model_name_or_path in {folder / CONFIG}"
-        raise _unreadable(folder, f"stands beside a model that is not here: {error.message}", hint) from None
+        hint = f"put the model there, or set base_model_name_or_path in {folder / CONFIG} to its folder"
+        raise _unreadable(folder, f"needs a base model that is not here: {error.message}", hint) from None
 
 
 def _unreadable(folder: Path, what: str, hint: str) -> UserError:
@@ -127,7 +125,7 @@ def _unreadable(folder: Path, what: str, hint: str) -> UserError:
 
 
 def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the names that peft's files have for these parameters of a model with adapters."""
+    """Return the names in peft's files for these parameters of a model with adapters."""
     from peft import get_peft_model_state_dict
 
     marks = {name: nn.Parameter() for name in names}
@@ -140,5 +138,5 @@ def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def peft_config(model: Any) -> LoraConfig:
-    """Return peft's configuration of a model that has adapters."""
+    """Return peft's configuration of a model with adapters."""
     return model.peft_config[ADAPTER]

@@ -1,4 +1,4 @@
-"""Two checkpoints, or folders of safetensors, compared tensor by tensor."""
+"""Comparison of two checkpoints or folders of safetensors, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference of one tensor; `apart` counts elements not equal bit for bit in the wider type."""
+    """The difference of one tensor; `apart` counts elements that are not bit for bit equal in the wider type."""
 
     name: str
     kind: str  # "fp32" (the tensor itself), or an optimizer state
     elements: int
     apart: int
-    max_abs: float  # the largest |a - b|; infinite where one of them is not finite
+    max_abs: float  # the largest |a - b|; infinite if one of them is not finite
     max_rel: float  # the largest |a - b| / max(|a|, |b|)
 
 
@@ -41,20 +41,20 @@ class CheckpointDiff:
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    rows: list[TensorRow] = field(default_factory=list)  # of every tensor that could be compared
+    rows: list[TensorRow] = field(default_factory=list)  # all tensors that could be compared
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same names, shapes and numbers."""
+        """Whether both have the same names, shapes and values."""
         return not (self.only_in_a or self.only_in_b or self.shapes or self.apart)
 
     @property
     def apart(self) -> list[TensorRow]:
-        """Tensors that are not equal bit for bit, the largest difference first."""
+        """Tensors that are not bit for bit equal, the largest difference first."""
         return sorted((row for row in self.rows if row.apart), key=lambda row: -row.max_abs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit ckpt diff --json` prints; tensors that are equal are only counted."""
+        """Return the object for `zerofit ckpt diff --json`; equal tensors are only counted."""
         apart = self.apart
         return {
             "a": str(self.a),
@@ -66,7 +66,7 @@ class CheckpointDiff:
             "max_rel": _finite(max((row.max_rel for row in apart), default=0.0)),
             "only_in_a": self.only_in_a,
             "only_in_b": self.only_in_b,
-            "shapes": [{"name": name, "a": list(one), "b": list(other)} for name, one, other in self.shapes],
+            "shapes": [{"name": name, "a": list(a), "b": list(b)} for name, a, b in self.shapes],
             "tensors": [
                 {**vars(row), "max_abs": _finite(row.max_abs), "max_rel": _finite(row.max_rel)} for row in apart
             ],
@@ -74,21 +74,21 @@ class CheckpointDiff:
 
 
 def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None) -> CheckpointDiff:
-    """Compare two of: a run's folder, a checkpoint's, an exported model's, any folder of safetensors.
+    """Compare two folders: of a run, a checkpoint, an exported model, or any folder of safetensors.
 
-    With `states` the optimizer's too, which only checkpoints hold. One tensor of each side is in memory at a time.
-    Raises UserError where a side cannot be read.
+    With `states` also compare optimizer states, which only checkpoints have. Only one tensor of each side is in memory.
+    Raises UserError if a side cannot be read.
     """
     report = report or Reporter()
     left, right = open_side(a, "A"), open_side(b, "B")
     if states and not all(isinstance(side, FullState) for side in (left, right)):
         hint = "compare two checkpoints, or leave --states out"
-        raise UserError(Problem(kind="no-states", message="a model's folder holds no optimizer states", hint=hint))
+        raise UserError(Problem(kind="no-states", message="a model's folder has no optimizer states", hint=hint))
     found, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
     left_names, right_names = set(left.tensors), set(right.tensors)
     for done, name in enumerate(names, start=1):
         report.status(f"comparing {name} ({done} of {len(names)})")
-        mine, other = left.ties.get(name, name), right.ties.get(name, name)  # a tied tensor is there once
+        mine, other = left.ties.get(name, name), right.ties.get(name, name)  # tied tensors are stored once
         if mine not in left_names or other not in right_names:
             (found.only_in_b if mine not in left_names else found.only_in_a).append(name)
         elif left.shape(mine) != right.shape(other):
@@ -99,7 +99,7 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
 
 
 def open_side(path: Path, where: str) -> TensorSource:
-    """Open what lies at a path. Raises UserError."""
+    """Open a folder or file. Raises UserError."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
     if files:
         return SafetensorsFiles(files, where)
@@ -108,20 +108,20 @@ def open_side(path: Path, where: str) -> TensorSource:
 
 
 class SafetensorsFiles:
-    """Tensors of safetensors files, read as those of a `FullState` are."""
+    """Tensors of safetensors files, with the interface of `FullState`."""
 
     def __init__(self, files: list[Path], where: str):
         try:
             opened = [safe_open(file, framework="pt") for file in files]
         except (SafetensorError, OSError) as error:
-            message = f"{files[0].parent} holds a file that is not a safetensors file: {error}"
+            message = f"{files[0].parent} has a file that is not a safetensors file: {error}"
             raise UserError(Problem(kind="damaged-file", message=message, where=where)) from None
         self._file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
         self.tensors: list[str] = list(self._file)
         self.ties: dict[str, str] = {}
 
     def kinds(self, name: str) -> list[str]:
-        """List what there is of a tensor: itself alone."""
+        """List the kinds of a tensor: only itself."""
         return [MASTER]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _compare_kinds(
 
 
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
-    """Return how two tensors of one shape differ."""
+    """Return the difference of two tensors of the same shape."""
     apart, max_abs, max_rel = 0, 0.0, 0.0
     wider = torch.promote_types(a.dtype, b.dtype)
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
@@ -169,5 +169,5 @@ def _largest(values: Tensor) -> float:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for what JSON has no number for."""
+    """Return a value, or None if JSON cannot represent it."""
     return value if math.isfinite(value) else None

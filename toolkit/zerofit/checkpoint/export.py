@@ -1,7 +1,6 @@
-"""A checkpoint turned into a model that other tools load: a Hugging Face folder, or one safetensors file.
+"""Export of a checkpoint to a model for other tools: a Hugging Face folder, or one safetensors file.
 
-The tensors come one by one out of the checkpoint's files and go one by one into the new ones, so that memory is a
-matter of the largest tensor and not of the model. No engine and no device takes part.
+Tensors are read and written one by one, so that only the largest tensor must fit the memory. Needs no engine or device.
 """
 
 from __future__ import annotations
@@ -45,26 +44,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """The files that an export has written."""
+    """The files written by an export."""
 
     out: Path
     files: list[str]
-    parameters: int  # elements, tied ones once
+    parameters: int  # elements; tied ones count once
     dtype: str  # of the parameters: "fp32", "bf16" or "fp16"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit ckpt export --json` prints."""
+        """Return the object for `zerofit ckpt export --json`."""
         return {**vars(self), "out": str(self.out)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """A model that is to be written, and where its tensors come from."""
+    """A model to write, and the source of its tensors."""
 
     published: PublishedModel
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]  # by their names in the model
     dtype: Precision  # of the parameters
-    write_tokenizer: Callable[[Path], None] | None  # into a folder; its files were read before anything is written
+    write_tokenizer: Callable[[Path], None] | None  # writes into a folder; the files are already read
     info: ModelInfo | None
 
 
@@ -78,14 +77,13 @@ def export(
     trust_model_code: bool = False,
     report: Reporter | None = None,
 ) -> ExportResult:
-    """Write the model of a checkpoint's folder, or of a folder of adapters, into `out`: not there yet, or empty.
+    """Write the model of a checkpoint or of a folder of adapters into `out`, which must not exist or be empty.
 
-    A transformers model becomes a folder for `from_pretrained`, with the tokenizer's files where the run used one;
-    any other model one `model.safetensors` for `load_state_dict`. Adapters become a folder as peft has it; with `merge`
-    the whole model with them in it. `dtype` is that of the parameters (fp32, bf16, fp16), by default the run's
-    precision; buffers keep their own. A model of the form package.module:callable is refused unless
-    `trust_model_code`. Raises UserError where the checkpoint does not fit the model, and before anything is written
-    where there is no room.
+    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer; any other model one
+    `model.safetensors` for `load_state_dict`. Adapters become a folder for peft, or with `merge` the full model.
+    `dtype` is that of the parameters (default: the run's precision); buffers keep theirs. A model of the form
+    package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does not fit the
+    model, and before writing if the disk is too small.
     """
     report = report or Reporter()
     refuse_existing(out)
@@ -99,7 +97,7 @@ def export(
     _check_names(model, state, checkpoint, without_frozen=source.partial is not None)
     run = manifest.job.run
     if merge and not run.lora:
-        message = f"{checkpoint} is of a run without --lora: there are no adapters to merge"
+        message = f"{checkpoint} is from a run without --lora and has no adapters to merge"
         raise UserError(Problem(kind="usage", message=message, hint="leave --merge out", where="--merge"))
     reads_tokens = are_tokenized(manifest.inputs)
     exported = ExportedModel(
@@ -146,7 +144,7 @@ def _of_adapters(folder: Path, dtype: Precision | None, trusted: bool) -> Export
 def _merged(
     part: TrainedPart, dtype: Precision, write_tokenizer: Callable[[Path], None] | None, info: ModelInfo | None
 ) -> ExportedModel:
-    """Return the whole model of a trained part."""
+    """Return the full model of a trained part."""
     return ExportedModel(
         published=PublishedModel(part.plain, part.source.family == "transformers"),
         tensors=partial(whole_weights, part),
@@ -184,7 +182,7 @@ def _write(exported: ExportedModel, out: Path, max_shard_bytes: int, report: Rep
 
 
 def _write_beside(exported: ExportedModel, staging: Path) -> list[str]:
-    """Write what stands beside the weights; return the names of all files."""
+    """Write the files other than weights; return the names of all files."""
     if exported.write_tokenizer is not None:
         exported.write_tokenizer(staging)
     if exported.info is not None:
@@ -197,21 +195,21 @@ def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Modul
     run = manifest.job.run
     try:
         source = source_of(run)
-        if run.partial is None:  # the checkpoint has all of it
+        if run.partial is None:  # the checkpoint has all weights
             source = replace(source, pretrained=None)
         refuse_foreign_code(file, trusted, model=run.model, model_args=run.model_args)
         with torch.device("meta"):
             return build(without_bits(source), manifest.inputs, dict(run.model_args)), source
     except ModelError as error:
-        message = f"the run's model {run.model} cannot be built again: {error.message}"
-        hint = "paths and modules are looked for from the current folder: go where the run was started"
+        message = f"cannot build the run's model {run.model}: {error.message}"
+        hint = "paths and modules are relative to the current folder: change to the folder where the run was started"
         raise UserError(Problem(kind=error.kind, message=message, hint=hint, where="PATH")) from None
 
 
 def _check_names(model: nn.Module, state: FullState, checkpoint: Path, without_frozen: bool) -> None:
-    """Raise UserError with every name that is missing, too many, or of another shape than the model's.
+    """Raise UserError with all missing and unexpected names and wrong shapes.
 
-    `without_frozen`: those parameters are not in the checkpoint.
+    `without_frozen`: frozen parameters are not in the checkpoint.
     """
     held = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -220,13 +218,13 @@ def _check_names(model: nn.Module, state: FullState, checkpoint: Path, without_f
     saved = {name: state.shape(name) for name in state.tensors}
     saved |= {name: saved[source] for name, source in state.ties.items() if source in saved}
     problems = Problems()
-    hint = "is the model's code or config what it was when the run was started?"
+    hint = "has the model's code or config changed since the run was started?"
     for name in sorted(wanted.keys() | saved.keys()):
         if name not in saved:
-            problems.add("missing-tensor", f"the checkpoint holds no {name}", hint, str(checkpoint))
+            problems.add("missing-tensor", f"the checkpoint has no {name}", hint, str(checkpoint))
         elif name not in wanted:
-            problems.add("unexpected-tensor", f"the model has no {name}, which the checkpoint holds", hint, name)
+            problems.add("unexpected-tensor", f"the checkpoint has {name}, but the model does not", hint, name)
         elif saved[name] != wanted[name]:
-            message = f"{name} is {saved[name]} in the checkpoint, {wanted[name]} in the model"
+            message = f"{name} is {saved[name]} in the checkpoint, but {wanted[name]} in the model"
             problems.add("wrong-shape", message, hint, str(checkpoint))
     problems.raise_if_any()

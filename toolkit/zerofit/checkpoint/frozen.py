@@ -1,4 +1,4 @@
-"""Frozen weights, which checkpoints leave out: what remembers them, so that others are not taken for them."""
+"""Frozen weights, which are not in checkpoints: a checksum, so that other weights are not used by mistake."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from zerofit.models.checksums import WORD
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenWeights:
-    """The reference that a checkpoint or an adapter's folder has to weights that it does not hold."""
+    """A reference of a checkpoint or of adapters to weights that are stored elsewhere."""
 
     parameters: int  # elements
-    dtype: str  # in which they were used: "float32", "bfloat16" or "float16"
-    checksum: str  # of names, places and bits of all of them; the same however they are spread over ranks
+    dtype: str  # in training: "float32", "bfloat16" or "float16"
+    checksum: str  # of all names and values; independent of the layout
 
 
 def checksum_text(total: int) -> str:
-    """Return the sum of all parts as a checksum is written."""
+    """Return the text of a checksum from the sum of all parts."""
     return f"{total % WORD:016x}"

@@ -1,7 +1,7 @@
-"""A checkpoint seen as the whole model, whatever ranks and layout wrote it.
+"""A checkpoint as the full model, independent of the ranks and the layout that wrote it.
 
-Which file holds which shard of a parameter is said by the ranks that wrote them (`ranks/rank-*.json`, from
-`train.shard_index`). Nothing here knows a ZeRO stage.
+Each rank's index (`ranks/rank-*.json`, from `train.shard_index`) tells which file has which shard of a parameter. This
+module does not depend on ZeRO stages.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import stays_inside
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 
-MASTER = "fp32"  # the weights themselves, in the precision in which the optimizer holds them
-HINT = "zerofit ckpt verify says which files are damaged; take another checkpoint"
+MASTER = "fp32"  # the weights, in the optimizer's precision
+HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 ONE_ENGINE = {STATE: ""}
-# a GAN's networks have an engine each: the engine's name, and what its parameters' names begin with in the pair
+# each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair
 GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rank's share of a weight: these (start, length) ranges of the whole tensor's `dim`, joined in order.
+    """A rank's share of a weight: (start, length) ranges of the full tensor's `dim`, concatenated.
 
-    Tensor parallel ranks have one, and ranks that hold some of a mixture's experts.
+    Used for tensor and expert parallelism.
     """
 
     dim: Count
     ranges: tuple[tuple[Count, Count], ...]
-    joined: Count = 0  # so many dimensions after `dim` are taken as one with it: the rows of stacked matrices
+    joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the share of a tensor of shape `whole`."""
+        """Return the shape of the share of a tensor with shape `whole`."""
         rest = whole[self.dim + self.joined + 1 :]
         return (*whole[: self.dim], sum(length for _, length in self.ranges), *rest)
 
     def length(self, whole: tuple[int, ...]) -> int:
-        """Return the length of what the ranges of all shares make up."""
+        """Return the total length of the ranges of all shares."""
         return math.prod(whole[self.dim : self.dim + self.joined + 1])
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the share of a whole tensor."""
+        """Return the share of a full tensor."""
         rows = whole.flatten(self.dim, self.dim + self.joined)
         return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
 
     def put(self, whole: Tensor, share: Tensor) -> None:
-        """Write a share into its place in the whole tensor, which is contiguous."""
+        """Copy a share into its place in the full tensor, which must be contiguous."""
         rows = whole.view(*whole.shape[: self.dim], -1, *whole.shape[self.dim + self.joined + 1 :])
         parts = share.split([length for _, length in self.ranges], self.dim)
         for (start, length), part in zip(self.ranges, parts, strict=True):
@@ -65,18 +65,18 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class _Location:
-    """The place of a tensor: in a torch file under these keys, or in a `raw` file of nothing but numbers."""
+    """The place of a tensor: under these keys of a torch file, or in a `raw` file of numbers."""
 
     file: str
     keys: list[str | int]
-    offset: Count = 0  # elements into the flattened tensor
+    offset: Count = 0  # in elements of the flattened tensor
     raw: Literal["float32", "bfloat16", "float16"] | None = None
 
 
 @dataclass(frozen=True)
 class _Shard:
     name: str
-    shape: tuple[Count, ...]  # of the whole tensor
+    shape: tuple[Count, ...]  # of the full tensor
     cut: TensorSlice | None
     start: Count  # in the flattened share
     numel: Count
@@ -109,13 +109,12 @@ class _RankIndex:
 
 
 class FullState:
-    """Each parameter, optimizer state and buffer in its full shape, read from the files when asked for.
+    """All parameters, optimizer states and buffers in full shape, read from the files on demand.
 
-    `engines` maps the engines to read to what their names begin with in the whole model. `names` are the parameters
-    in the order of the model, without ties; `ties` maps the other names of a tensor to the one in `names`; `counters`
-    holds what is one number a run (`global_steps`, `step`, `loss_scaler`, ...). Raises UserError
-    "incomplete-checkpoint" where the files do not cover every element exactly once or an index is not what zerofit
-    writes, "no-whole-view" where the layout that wrote it keeps something elsewhere.
+    `engines` maps engines to the prefix of their names in the model. `names` are the parameters in the model's order,
+    without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
+    (`global_steps`, `step`, `loss_scaler`, ...). Raises UserError "incomplete-checkpoint" if the files do not cover
+    every element exactly once or an index is invalid, "no-whole-view" if the layout does not save all state.
     """
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE):
@@ -128,11 +127,11 @@ class FullState:
         for rank in self._read_ranks():
             for engine, prefix in engines.items():
                 if engine not in rank.engines:
-                    raise self._incomplete(f"there is no engine {engine!r}: there are {', '.join(rank.engines)}")
+                    raise self._incomplete(f"it has no engine {engine!r}, only {', '.join(rank.engines)}")
                 index = rank.engines[engine]
                 if index.unsupported:
-                    message = f"{self._folder} has no view of the whole model: {index.unsupported}"
-                    hint = "go on in the layout that wrote it, then save in another one"
+                    message = f"{self._folder} cannot be read as a full model: {index.unsupported}"
+                    hint = "resume in the layout that wrote it, then save in another one"
                     raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
@@ -147,33 +146,33 @@ class FullState:
 
     @property
     def buffers(self) -> list[str]:
-        """Names of the buffers that belong to the model's state."""
+        """Names of the persistent buffers."""
         return list(self._buffers)
 
     @property
     def tensors(self) -> list[str]:
-        """Names of all tensors of the model's state, without ties."""
+        """Names of all tensors of the state dict, without ties."""
         return [*self.names, *self._buffers]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
+        """Return the full tensor's shape."""
         return tuple(self.buffer(name).shape) if name in self._buffers else self._shards_of(name)[0].shape
 
     def kinds(self, name: str) -> list[str]:
-        """List what there is of a tensor: "fp32", and a parameter's optimizer states after the first step."""
+        """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     def read(self, name: str, kind: str = MASTER) -> Tensor:
-        """Return a parameter or state as float32 in its full shape, or a buffer; only this tensor is in memory."""
+        """Return a parameter or state in full shape as float32, or a buffer; only this tensor is in memory."""
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
         return self.read_flat(name, kind, 0, math.prod(shape)).view(shape)
 
     def read_flat(self, name: str, kind: str, start: int, numel: int) -> Tensor:
-        """Return a stretch of the flattened whole tensor, float32 (numel,), and read no more than is needed for it.
+        """Return a part of the flattened full tensor, float32 (numel,), and read no more than needed.
 
-        Where ranks wrote shares of it, the whole tensor is put together first.
+        If the tensor is saved in shares, it is assembled first.
         """
         shards = self._shards_of(name)
         if any(shard.cut for shard in shards):
@@ -189,7 +188,7 @@ class FullState:
         return out
 
     def buffer(self, name: str) -> Tensor:
-        """Return a buffer as the model holds it; batch norm's running statistics as their mean over the ranks."""
+        """Return a buffer; for batch norm's running statistics the mean over the ranks."""
         found = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
         if len(found) == 1 or not found[0].is_floating_point():
             return found[0].clone()
@@ -201,7 +200,7 @@ class FullState:
         return self._shards[self.ties.get(name, name)]
 
     def _join(self, shards: list[_Shard], kind: str) -> Tensor:
-        """Put shares together."""
+        """Assemble a full tensor from shares."""
         shape = shards[0].shape
         shares = [
             (cut, torch.cat([self._stored(s, kind, 0, s.numel).float() for s in share]))
@@ -209,14 +208,14 @@ class FullState:
         ]
         whole = torch.empty(shape)
         for cut, share in shares:
-            assert cut is not None  # no parameter is both whole and in shares: see _check_coverage
+            assert cut is not None  # see _check_coverage
             cut.put(whole, share.view(cut.shape(shape)))
         return whole
 
     def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
-        """Return (numel,) elements from `start` of a shard, in the type and memory of the file."""
+        """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
         where = shard.where[kind]
-        if where.raw:  # DeepSpeed's swap files on NVMe: nothing but numbers
+        if where.raw:  # DeepSpeed's swap files on NVMe
             path, dtype = self._path(where.file), getattr(torch, where.raw)
             if not path.is_file():
                 raise self._incomplete(f"{where.file} is missing")
@@ -225,7 +224,7 @@ class FullState:
             tensor = self._tensor(where.file, where.keys).detach().reshape(-1)
         first = where.offset + start
         if first + numel > tensor.numel():
-            raise self._incomplete(f"{where.file} holds {tensor.numel()} elements at {where.keys}, not {first + numel}")
+            raise self._incomplete(f"{where.file} has {tensor.numel()} elements at {where.keys}, not {first + numel}")
         return tensor[first : first + numel]
 
     def _tensor(self, file: str, keys: list[str | int]) -> Tensor:
@@ -244,14 +243,14 @@ class FullState:
     def _path(self, file: str) -> Path:
         path = self._folder / file
         if not stays_inside(file) or not path.resolve().is_relative_to(self._folder.resolve()):
-            raise self._incomplete(f"the index names {file!r}, which lies outside the checkpoint")
+            raise self._incomplete(f"the index names {file!r}, which is outside the checkpoint")
         return path.resolve()
 
     def _read_ranks(self) -> Iterator[_RankIndex]:
-        """Read what each rank says of its files, by rank."""
+        """Read the index of each rank, in order."""
         files = sorted((self._folder / "ranks").glob("rank-*.json"))
         if not files:
-            raise self._incomplete("there is no index (ranks/rank-*.json)")
+            raise self._incomplete("it has no index (ranks/rank-*.json)")
         schema = TypeAdapter(_RankIndex)
         for file in files:
             try:
@@ -260,26 +259,26 @@ class FullState:
                 first = " ".join(str(error).split())[:200]
                 raise self._incomplete(f"the index ranks/{file.name} cannot be read: {first}") from None
             if len(files) != index.world_size:
-                message = f"{index.world_size} ranks wrote it, and there are {len(files)} of their indexes"
+                message = f"it was written by {index.world_size} ranks, but has {len(files)} indexes"
                 raise self._incomplete(message)
             yield index
 
     def _check_names(self) -> None:
-        """Refuse names that would lead out of a folder: `convert` writes files under them."""
+        """Refuse names that lead out of a folder, since `convert` writes files with these names."""
         kinds = {kind for shards in self._shards.values() for shard in shards for kind in shard.where}
         for name in (*self.names, *self._buffers, *self.ties, *kinds):
             if not stays_inside(name):
-                raise self._incomplete(f"the index has a tensor of the name {name!r}")
+                raise self._incomplete(f"the index has a tensor named {name!r}")
 
     def _check_coverage(self) -> None:
-        """Refuse parameters of which an element of any kind is missing or there twice."""
+        """Refuse parameters with missing or duplicate elements."""
         for name in self.names:
             shards = self._shards.get(name)
             if not shards or any(s.where.keys() != shards[0].where.keys() for s in shards):
-                raise self._incomplete(f"{name} has shards missing")
+                raise self._incomplete(f"shards of {name} are missing")
             shape, shares = shards[0].shape, _by_cut(shards)
             if MASTER not in shards[0].where or any(s.shape != shape for s in shards):
-                raise self._incomplete(f"the shards of {name} are not of one tensor")
+                raise self._incomplete(f"the shards of {name} do not belong to one tensor")
             if not _are_one_tensor(shares, shape):
                 raise self._incomplete(f"the shares of {name} do not cover it exactly once")
             for cut, share in shares.items():
@@ -293,7 +292,7 @@ class FullState:
 
 
 def whole_model(checkpoint: Path, task: str) -> FullState:
-    """Open a checkpoint with its tensors under the names of the model's own state_dict."""
+    """Open a checkpoint with tensors named as in the model's state_dict."""
     return FullState(checkpoint, GAN_ENGINES if task == "gan" else ONE_ENGINE)
 
 
@@ -306,19 +305,19 @@ def _by_cut(shards: list[_Shard]) -> dict[TensorSlice | None, list[_Shard]]:
 
 
 def _are_one_tensor(shares: Mapping[TensorSlice | None, object], shape: tuple[int, ...]) -> bool:
-    """Return whether there is one share that is whole, or shares that tile one dimension."""
+    """Return whether there is only the full tensor, or shares that tile one dimension."""
     cuts = [cut for cut in shares if cut is not None]
     if not cuts:
         return True
     dims = {(cut.dim, cut.joined) for cut in cuts}
-    ranges = sorted(one for cut in cuts for one in cut.ranges)
+    ranges = sorted(span for cut in cuts for span in cut.ranges)
     if len(cuts) != len(shares) or len(dims) != 1 or sum(max(dims)) >= len(shape):
         return False
     return _tiles(ranges, cuts[0].length(shape))
 
 
 def _tiles(stretches: list[tuple[int, int]], total: int) -> bool:
-    """Return whether sorted (start, length) stretches follow each other from 0 to `total`."""
+    """Return whether sorted (start, length) ranges cover 0 to `total` without gaps and overlaps."""
     end = 0
     for start, length in stretches:
         if start != end or length <= 0:

@@ -1,7 +1,7 @@
-"""The trained part of a model put together with the frozen weights, which are built again from where they came from.
+"""Merging of a model's trained part with its frozen weights, which are rebuilt from their source.
 
-The frozen weights are built group by group, as the stages of a pipeline are, so that a model larger than memory can be
-put together. Each layer's adapters are merged by peft itself.
+Frozen weights are built in groups, like pipeline stages, so that the model may be larger than memory. peft merges each
+layer's adapters.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from zerofit.models.partial import lora_layers, name_without_adapters
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory
 
-SHARE = 4  # of the memory that is free, one part in so many for frozen weights at a time
+SHARE = 4  # a group of frozen weights uses at most 1/4 of the free memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPart:
-    """What was trained of a model, and how the rest of it is built again."""
+    """The trained part of a model, and how to rebuild the rest."""
 
-    source: ModelSource  # without what is trained of it
+    source: ModelSource  # of the base model
     inputs: Inputs | None
     model_args: dict[str, Any]
     seed: int
-    dtype: torch.dtype  # in which the frozen weights were used
-    model: nn.Module  # on meta, with its adapters
-    read: Callable[[str], Tensor]  # a trained parameter or buffer, by its name in `model`
-    names: frozenset[str]  # of what `read` has
-    frozen: FrozenWeights | None  # None: whoever trained it has left no checksum
+    dtype: torch.dtype  # of the frozen weights in training
+    model: nn.Module  # on meta, with adapters
+    read: Callable[[str], Tensor]  # returns a trained parameter or buffer by its name in `model`
+    names: frozenset[str]  # that `read` accepts
+    frozen: FrozenWeights | None  # None: no checksum was saved
 
     @cached_property
     def plain(self) -> nn.Module:
@@ -52,8 +52,8 @@ class TrainedPart:
 def whole_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights and buffers of the model without adapters, by name, merged in float32.
 
-    Frozen weights are in memory for `most_bytes` at a time (by default a quarter of what is free), a larger one by
-    itself. Raises UserError after the last one where the frozen weights are not those that the checksum is of.
+    At most `most_bytes` of frozen weights (default: a quarter of the free memory), or one larger weight, are in memory
+    at a time. Raises UserError after the last one if the frozen weights do not match the checksum.
     """
     layers, read, total = dict(lora_layers(part.model)), {name_without_adapters(n): n for n in part.names}, 0
     state = part.plain.state_dict(keep_vars=True)
@@ -76,8 +76,8 @@ def whole_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[
                 tensor = _merged(part, owner, layers[owner], attribute, tensor.float())
             yield name, tensor
     if part.frozen and part.frozen.checksum != checksum_text(total):
-        message = f"the weights of {part.source.name} are not those that were frozen in the training"
-        hint = "has the folder of the pretrained model changed, or is another version of torch drawing the weights?"
+        message = f"the weights of {part.source.name} differ from the frozen weights of the training"
+        hint = "has the pretrained model's folder changed, or does another version of torch initialise the weights?"
         raise UserError(Problem(kind="other-base", message=message, hint=hint, where="PATH"))
 
 
@@ -96,7 +96,7 @@ def _groups(names: list[str], state: dict[str, Tensor], most: int, dtype: torch.
 
 
 def _built(part: TrainedPart, keep: set[str]) -> nn.Module:
-    """Build the weights of these names as the training did; the others are on meta."""
+    """Build these weights as in the training; the others are on meta."""
     torch.manual_seed(part.seed)
     stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
     return build(part.source, part.inputs, dict(part.model_args), stored=stored, keep=keep)
@@ -106,12 +106,12 @@ def _merged(part: TrainedPart, path: str, layer: Any, attribute: str, weight: Te
     """Return a layer's frozen weight, float32, with its adapters merged into it."""
     if attribute != "weight":
         return weight
-    one = copy.deepcopy(layer)  # on meta
-    one.get_base_layer().weight = nn.Parameter(weight, requires_grad=False)
-    for name, _ in list(one.named_parameters()):
+    merged = copy.deepcopy(layer)  # on meta
+    merged.get_base_layer().weight = nn.Parameter(weight, requires_grad=False)
+    for name, _ in list(merged.named_parameters()):
         if ".".join((path, name)) in part.names:
             owner, _, last = name.rpartition(".")
             value = nn.Parameter(part.read(f"{path}.{name}").float(), requires_grad=False)
-            one.get_submodule(owner)._parameters[last] = value  # a ParameterDict's, too
-    one.merge()
-    return one.get_base_layer().weight.detach()
+            merged.get_submodule(owner)._parameters[last] = value  # also in a ParameterDict
+    merged.merge()
+    return merged.get_base_layer().weight.detach()

@@ -1,4 +1,4 @@
-"""A model's folder as it is written: whole or not at all, safetensors tensor by tensor, zerofit.json beside them."""
+"""Writing of a model's folder, completely or not at all: safetensors, tensor by tensor, and zerofit.json."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
 
-SPARE_BYTES = 1 << 24  # for what stands beside the weights
-PIECE = 1 << 24  # elements that are converted at a time
-CARD = "zerofit.json"  # which model it is, and what it was fed
+SPARE_BYTES = 1 << 24  # for files other than weights
+PIECE = 1 << 24  # elements converted at a time
+CARD = "zerofit.json"  # the model and its inputs
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -46,24 +46,24 @@ SAFETENSORS_NAMES = {
 
 
 def refuse_existing(out: Path, where: str = "OUT") -> None:
-    """Raise UserError "output-exists" unless nothing, or an empty folder, stands at `out`."""
+    """Raise UserError "output-exists" unless `out` does not exist or is an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        hint = "name a folder that does not exist yet"
-        raise UserError(Problem(kind="output-exists", message=f"{out} exists already", hint=hint, where=where))
+        hint = "use a folder that does not exist"
+        raise UserError(Problem(kind="output-exists", message=f"{out} already exists", hint=hint, where=where))
 
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
-    """Raise UserError "disk-full" where so many bytes would not fit on the disk of `out`."""
+    """Raise UserError "disk-full" if `needed_bytes` do not fit on the disk of `out`."""
     there = next(path for path in (out, *out.parents) if path.exists())
     free, needed = shutil.disk_usage(there).free, needed_bytes + SPARE_BYTES
     if free < needed:
-        message = f"{shown_bytes(needed)} are to be written, {shown_bytes(free)} are free at {there}"
-        raise UserError(Problem(kind="disk-full", message=message, hint="name a folder on another disk", where=where))
+        message = f"needs {shown_bytes(needed)} of disk space, but {there} has {shown_bytes(free)} free"
+        raise UserError(Problem(kind="disk-full", message=message, hint="use a folder on another disk", where=where))
 
 
 @contextmanager
 def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
-    """Give a folder to write into; on success it is synced and becomes `out`, otherwise nothing is left of it."""
+    """Yield a folder to write into; on success it is synced and renamed to `out`, else removed."""
     refuse_existing(out, where)
     out = out.absolute()
     staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
@@ -80,7 +80,7 @@ def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         message = f"{out} cannot be written: {error.strerror or error}"
-        hint = "is there room on the disk, and may you write there?"
+        hint = "check the free disk space and the permissions"
         raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where=where)) from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -89,7 +89,7 @@ def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a file that is to be written."""
+    """One tensor of a file to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,12 +97,12 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """Bytes that it takes in the file."""
+        """Size in the file in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
-    """Split the entries, in their order, into files of at most so many bytes; a larger tensor has a file of its own."""
+    """Split the entries in order into files of at most `most_bytes`; a larger tensor gets its own file."""
     files: list[list[TensorEntry]] = [[]]
     room = most_bytes
     for entry in entries:
@@ -115,7 +115,7 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
 
 
 class TensorFile:
-    """A safetensors file that is written tensor by tensor in any order: each has its place from the start.
+    """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
 
     Wide types come first, so that every tensor is aligned.
     """
@@ -131,13 +131,13 @@ class TensorFile:
             offset += entry.bytes
 
     def write(self, name: str, tensor: Tensor, wrote: Callable[[int], None] = lambda count: None) -> None:
-        """Write one tensor; `wrote` is called with bytes as they go out.
+        """Write one tensor; `wrote` is called with the number of bytes of each piece.
 
-        Raises UserError "overflow" where a number has none in the narrower type.
+        Raises UserError "overflow" if a number does not fit the narrower type.
         """
         offset, entry = self._places[name]
         if not entry.shape:
-            tensor = tensor.reshape(())  # an engine holds a number as a vector of one
+            tensor = tensor.reshape(())  # engines store scalars as vectors of length 1
         assert tuple(tensor.shape) == entry.shape, f"{name} is {tuple(tensor.shape)}, not {entry.shape}"
         with self.path.open("r+b") as file:
             file.seek(offset)
@@ -149,14 +149,14 @@ class TensorFile:
 def write_file(
     path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
 ) -> None:
-    """Write one safetensors file; `read` gives each tensor in its turn, `wrote` is called with bytes as they go out."""
+    """Write one safetensors file; `read` returns a tensor by name, `wrote` is called with bytes written."""
     file = TensorFile(path, entries)
     for entry in file.entries:
         file.write(entry.name, read(entry.name), wrote)
 
 
 def check_file(path: Path, entries: list[TensorEntry]) -> None:
-    """Open a file again and compare its header with what should be in it. Raises RunFailed "export-damaged"."""
+    """Read a file's header again and compare it with `entries`. Raises RunFailed "export-damaged"."""
     expected = {e.name: (list(e.shape), SAFETENSORS_NAMES[e.dtype]) for e in entries}
     try:
         with safe_open(path, framework="pt") as file:
@@ -165,13 +165,13 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
     except (SafetensorError, OSError) as error:
         found = str(error)
     if found != expected:
-        message = f"{path.name} does not read back as it was written"
-        hint = "is the disk full or failing? Nothing was kept: export again"
+        message = f"{path.name} differs from what was written"
+        hint = "check the disk, and export again; nothing was kept"
         raise RunFailed(Problem(kind="export-damaged", message=message, hint=hint, where=str(path)))
 
 
 def _header(entries: list[TensorEntry]) -> bytes:
-    """Return eight bytes of length, then JSON, padded so that the data begins at a multiple of eight."""
+    """Return 8 bytes of length, then JSON, padded so that the data begins at a multiple of 8."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -188,41 +188,41 @@ def _pieces(tensor: Tensor, entry: TensorEntry) -> Iterator[memoryview]:
     for piece in tensor.reshape(-1).split(PIECE):
         narrowed = piece.to(entry.dtype)
         if entry.dtype == torch.float16 and (narrowed.isinf() & piece.isfinite()).any():
-            message = f"{entry.name} holds {piece.abs().max():g}; float16 ends at 65504"
-            raise UserError(Problem(kind="overflow", message=message, hint="--dtype bf16 or fp32", where="--dtype"))
+            message = f"{entry.name} has the value {piece.abs().max():g}, but float16 ends at 65504"
+            raise UserError(Problem(kind="overflow", message=message, hint="use --dtype bf16 or fp32", where="--dtype"))
         yield narrowed.contiguous().view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """Facts that evaluating or using a saved model needs beside its weights."""
+    """Facts needed to evaluate or use a saved model, in addition to its weights."""
 
-    model: str  # as the run named it; the architecture of transformers models is in config.json
+    model: str  # as in the run; the architecture of transformers models is in config.json
     model_args: dict[str, Any]
     task: Task
     inputs: Inputs
-    loss: str | None  # of a user's own model that has none
+    loss: str | None  # for a user's model without its own loss
     data: str | None
     text_field: str
-    tokenizer: str  # "bytes", or one of transformers', whose files then lie beside the model
+    tokenizer: str  # "bytes", or one of transformers, whose files are then in the folder
     seq_len: int | None  # tokens
     image_size: int | None  # pixels
-    step: int  # optimizer steps that it was trained for
+    step: int  # optimizer steps done
     dtype: str  # of the saved parameters: "float32", "bfloat16" or "float16"
-    seed: int = 0  # of the run, which made-up data are drawn from
-    frozen: FrozenWeights | None = None  # beside which adapters were trained
-    packing: bool = True  # whether samples held several conversations
-    stream: bool = False  # whether its data was read as it comes
-    pretrained: str | None = None  # of adapters: where the weights beside them are from, if not of `model`'s folder
+    seed: int = 0  # of the run, also used for synthetic data
+    frozen: FrozenWeights | None = None  # of adapters
+    packing: bool = True  # whether samples had several conversations
+    stream: bool = False  # whether its data was streamed
+    pretrained: str | None = None  # of adapters: source of the base weights, if not `model`'s folder
     pair_field: str | None = None
     label_field: str | None = None
-    target_len: int | None = None  # tokens of a text that it writes
+    target_len: int | None = None  # tokens of a generated text
 
     @classmethod
     def of_run(
         cls, run: Run, task: Task, inputs: Inputs, step: int, dtype: str, frozen: FrozenWeights | None = None
     ) -> ModelInfo:
-        """Return what there is to say of a model that this run has trained for so many steps."""
+        """Return the facts about a model that this run trained for `step` steps."""
         same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
         same += ("packing", "stream", "pair_field", "label_field", "target_len")
         return cls(
@@ -241,7 +241,7 @@ class ModelInfo:
 
 
 def read_model_info(folder: Path) -> ModelInfo | None:
-    """Read zerofit.json in a model's folder; None where there is none. Raises UserError where it is not such a file."""
+    """Read zerofit.json in a model's folder, or return None without one. Raises UserError for a bad file."""
     file = folder / CARD
     if not file.is_file():
         return None
@@ -250,6 +250,6 @@ def read_model_info(folder: Path) -> ModelInfo | None:
         return TypeAdapter(ModelInfo).validate_python(content | {"inputs": inputs_from_dict(content["inputs"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
-        message = f"{file} is not what zerofit writes beside a model: {type(error).__name__}: {reason}"
+        message = f"{file} is not a valid zerofit.json: {type(error).__name__}: {reason}"
         hint = "export the checkpoint again with `zerofit ckpt export`"
         raise UserError(Problem(kind="bad-about", message=message, hint=hint, where=str(file))) from None

@@ -1,4 +1,4 @@
-"""The files of a published model: transformers' own folder, or one safetensors file, written tensor by tensor."""
+"""The files of a published model (a transformers folder, or one safetensors file), written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zerofit.checkpoint.model_folder import TensorEntry, TensorFile, check_file,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHARD_BYTES = 1 << 30  # who loads a shard into host memory whole, as accelerate does, needs no more than this
+SHARD_BYTES = 1 << 30  # some tools, such as accelerate, load a full shard into host memory
 INDEX = "model.safetensors.index.json"
 
 
 class PublishedFiles:
-    """The files of a published model: weights in safetensors of at most so many bytes, and what stands beside them.
+    """The files of a published model: safetensors of at most `max_shard_bytes`, and configs.
 
-    Parameters are in `dtype`; buffers keep their own.
+    Parameters are in `dtype`; buffers keep theirs.
     """
 
     def __init__(self, published: PublishedModel, dtype: torch.dtype, max_shard_bytes: int = SHARD_BYTES):
@@ -43,7 +43,7 @@ class PublishedFiles:
         self.bytes = sum(entry.bytes for entry in entries)
         shards = cut(entries, max_shard_bytes) if published.transformers else [entries]
         self._files = {"model.safetensors": shards[0]}
-        if len(shards) > 1:  # as transformers names them
+        if len(shards) > 1:  # named as in transformers
             number = len(shards)
             self._files = {f"model-{i:05}-of-{number:05}.safetensors": s for i, s in enumerate(shards, start=1)}
 
@@ -53,9 +53,9 @@ class PublishedFiles:
         tensors: Iterable[tuple[str, Tensor]],
         wrote: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Write tensors under their names in the model, in any order, one at a time; those left out are passed over.
+        """Write (name in the model, tensor) pairs in any order; names that are not published are skipped.
 
-        `wrote` is called with bytes as they go out. Raises RunFailed where the files do not read back.
+        `wrote` is called with bytes written. Raises RunFailed if the files cannot be read back.
         """
         parts = {part.source: part for part in self.published.parts}
         files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}
@@ -64,14 +64,14 @@ class PublishedFiles:
             if name in parts:
                 for output, piece in self.published.tensors(parts.pop(name), tensor).items():
                     where[output].write(output, piece, wrote)
-        assert not parts, f"nothing came for {', '.join(parts)}"
+        assert not parts, f"no tensors for {', '.join(parts)}"
         for name, entries in self._files.items():
             check_file(folder / name, entries)
         if self.published.transformers:
             self._write_configs(folder)
 
     def _write_configs(self, folder: Path) -> None:
-        """Write config.json, generation_config.json where the model generates, and the index of several files."""
+        """Write config.json, generation_config.json (if the model generates) and the index (if there are shards)."""
         model = cast("PreTrainedModel", self.published.model)
         config = model.config
         config.dtype = self._dtype
@@ -88,20 +88,20 @@ class PublishedFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTensor:
-    """One tensor of the model and what it becomes in the files."""
+    """One tensor of the model, and its tensors in the files."""
 
     source: str  # its name in the model's state_dict
     outputs: dict[str, tuple[int, ...]]  # names in the files, and shapes
 
 
 class PublishedModel:
-    """The published form of a model on the meta device: transformers' own, or just its state_dict."""
+    """The published form of a model on the meta device: transformers' format, or its state_dict."""
 
     def __init__(self, model: nn.Module, transformers: bool):
         self.model, self.transformers = model, transformers
         self._converts = False
         left_out: set[str] = set()
-        if transformers:  # names that it does not write: tied to others, or made anew when the model is loaded
+        if transformers:  # it does not save tied tensors, and some that it recreates on loading
             published = cast("PreTrainedModel", model)
             left_out = {*published.all_tied_weights_keys, *(published._keys_to_ignore_on_save or ())}
         state = {name: t for name, t in model.state_dict().items() if name not in left_out}
@@ -110,14 +110,14 @@ class PublishedModel:
             self._convert(state)
 
     def tensors(self, part: PublishedTensor, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensor of a part as the files have it, by name."""
+        """Return a part's tensors in the files, by name."""
         return self._converted({part.source: tensor}) if self._converts else {part.source: tensor}
 
     def _convert(self, state: dict[str, Tensor]) -> None:
-        """Go over to the names that transformers publishes models of this kind under, which may differ from its own.
+        """Switch to the names that transformers uses in files, which may differ from those in the model.
 
-        A mixture of experts has one tensor an expert there. A model of which one published tensor takes several of
-        ours keeps its own names, which transformers loads as well.
+        For example, files have one tensor per expert of a mixture. If a published tensor would need several of the
+        model's tensors, the model's names are kept, which transformers can also load.
         """
         whole = self._converted(dict(state))
         try:

@@ -1,4 +1,4 @@
-"""Safe loading of torch files: nothing that lies in them runs."""
+"""Safe loading of torch files: no code in them is run."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from zerofit.spec.process import deepspeed_quiet
 
 
 class InertFragment:
-    """A stretch of a flat partition: attributes `start` and `numel`, in elements."""
+    """A part of a flat partition: attributes `start` and `numel`, in elements."""
 
 
 class InertLossScaler:
     """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
 
 
-# Everything in DeepSpeed's files that is neither a tensor nor a plain value, and the class that replaces it here, so
-# that reading a checkpoint needs no DeepSpeed (whose import takes seconds). None of them runs code when it is made.
+# Classes in DeepSpeed's files, and their replacements, so that reading a checkpoint does not import DeepSpeed (which
+# takes seconds). Creating a replacement runs no code.
 REPLACEMENTS: dict[str, type] = {
     # runtime/zero/stage_1_and_2.py and bf16_optimizer.py, `param_slice_mappings`
     "deepspeed.utils.tensor_fragment.fragment_address": InertFragment,
-    # the ZeRO optimizers' `loss_scaler`, which is there in fp32 and bf16 too
+    # the ZeRO optimizers' `loss_scaler`, also in fp32 and bf16
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": InertLossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": InertLossScaler,
     # the ZeRO optimizers' `zero_stage`: an enum of integers
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
 }
-ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # its members
+ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # members of ZeroStageEnum
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return an enum's member: Python before 3.11.4 pickles it as `getattr(class, name)`. Nothing else is given."""
+    """Return only enum members: Python before 3.11.4 pickles them as `getattr(class, name)`."""
     if kind is int and name in ZERO_STAGES:
         return ZERO_STAGES[name]
     if isinstance(kind, EnumType) and name in kind.__members__:
@@ -52,11 +52,11 @@ def _member(kind: Any, name: str) -> Any:
 def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
     """Load a torch file with its tensors on the CPU; with `mmap` they stay on disk until they are read.
 
-    Nothing but tensors, plain values and the table above is made. `for_engine` gives DeepSpeed's own objects in place
-    of the replacements, which its engine needs to resume.
+    Only tensors, plain values and the classes above are loaded. With `for_engine` DeepSpeed's own classes are used,
+    which its engine needs to resume.
 
-    Raises UserError: "unsafe-file" where the file asks for anything else, "damaged-file" where it cannot be parsed,
-    "missing-file" where there is none to be read.
+    Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
+    "missing-file" if it cannot be read.
     """
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
     with deepspeed_quiet() if for_engine else nullcontext():
@@ -65,14 +65,14 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
             allowed.append((getattr(importlib.import_module(module), attribute) if for_engine else replacement, name))
     allowed.append((_member, "builtins.getattr"))
     try:
-        in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+        in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be memory-mapped
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
     except OSError as error:
         raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
     except pickle.UnpicklingError as error:
         raise _refused(path, str(error)) from None
-    except Exception as error:  # a damaged file can make the parser stumble anywhere
+    except Exception as error:  # a damaged file can raise anything
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
@@ -80,13 +80,13 @@ def _refused(path: Path | str, reason: str) -> UserError:
     asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)
     if asked is None:
         return _damaged(path, reason)
-    message = f"{path} asks for {asked[1]}, which no checkpoint needs: loading it could run somebody's code"
-    return _error("unsafe-file", message, "take a checkpoint whose origin you know; nothing in this one was run", path)
+    message = f"{path} contains {asked[1]}, which could run code and does not belong in a checkpoint"
+    return _error("unsafe-file", message, "use a checkpoint that you trust; nothing in this one was run", path)
 
 
 def _damaged(path: Path | str, reason: str) -> UserError:
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
-    return _error("damaged-file", f"{path} is not a whole torch file: {first}", "take an older checkpoint", path)
+    return _error("damaged-file", f"{path} is damaged or not a torch file: {first}", "use an older checkpoint", path)
 
 
 def _error(kind: str, message: str, hint: str, path: Path | str) -> UserError:

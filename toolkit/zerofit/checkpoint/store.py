@@ -1,7 +1,7 @@
-"""Checkpoints on disk: their manifests, whether they are whole, how new ones appear and old ones go.
+"""Checkpoints on disk: manifests, verification, creation and removal.
 
-A checkpoint is written to a staging folder, synced, and made visible by one rename. What `Store.entries` lists is
-therefore whole at any moment, whatever is killed when, unless something damages it later.
+A checkpoint is written to a staging folder, synced, and made visible by one rename. So all checkpoints in
+`Store.entries` are complete, whatever process is killed, unless something damages them later.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from zerofit.spec.run_folder import Job
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"  # their folder in a run's folder
-STATE = "state"  # the DeepSpeed tag of the engine's files; a GAN's second engine has its own
+CHECKPOINTS = "checkpoints"  # folder in a run's folder
+STATE = "state"  # DeepSpeed's tag of the engine's files; a GAN's second engine has another
 PREFIX = "step-"
-STAGING = ".saving-"  # being written; what is left of one after a kill belongs to nobody
+STAGING = ".saving-"  # being written, or left over after a kill
 DELETING = ".leaving-"
-HINT = "`zerofit ckpt ls` shows which are whole"
+HINT = "`zerofit ckpt ls` shows which are complete"
 CHUNK_BYTES = 1 << 22
-THREADS = 4  # hashing releases the interpreter's lock; more threads than this wait for the disk
-QUIET_S = 2.0  # of verifying, before its progress is worth a word
+THREADS = 4  # hashing releases the GIL; more threads would wait for the disk
+QUIET_S = 2.0  # of verification before progress is shown
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class ManifestError(ValueError):
-    """A manifest that is missing, does not parse, or is not what was written."""
+    """A manifest that is missing, invalid, or changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +57,27 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's content, written last: every file with its size and checksum, and the job it belongs to."""
+    """A checkpoint's content, written last: all files with sizes and checksums, and the job."""
 
     step: Count  # optimizer steps done
-    samples: Count  # samples consumed: the position in the endless order of samples from which training goes on
+    samples: Count  # samples consumed: the position in the sequence of samples to resume from
     world_size: Count
     created: str  # ISO 8601, UTC
-    versions: dict[str, str]  # of zerofit and the packages it stands on
+    versions: dict[str, str]  # of zerofit and its main dependencies
     job: Job  # without `start`
     inputs: Inputs  # of the model
     figures: dict[str, Any]  # of the last step's record: loss, lr, ...
     files: dict[str, FileMark]  # by path within the checkpoint, "/" between folders
-    frozen: FrozenWeights | None = None  # what is not in the files; None where all weights are
+    frozen: FrozenWeights | None = None  # weights that are not in the files
     format: Count = FORMAT
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(mark.bytes for mark in self.files.values())
 
     def write(self, checkpoint: Path) -> None:
-        """Write it into the checkpoint's folder, with a checksum of itself, and flush it to the disk."""
+        """Write it into the checkpoint's folder with its own checksum, and flush it to the disk."""
         job = self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)}
         content = field_data(self, "job", "inputs") | {"job": job}
         write_text(checkpoint / MANIFEST, json.dumps({**content, "checksum": checksum_of(content)}, indent=1))
@@ -88,9 +88,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         content = read_json(checkpoint / MANIFEST)
         if content.pop("checksum", None) != checksum_of(content):
-            raise ManifestError("manifest.json is not what was written: its checksum differs")
+            raise ManifestError("manifest.json was changed: its checksum differs")
     except FileNotFoundError:
-        raise ManifestError("there is no manifest.json") from None
+        raise ManifestError("manifest.json is missing") from None
     except ManifestError:
         raise
     except (OSError, Unreadable) as error:
@@ -111,7 +111,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def mark_of(path: Path) -> FileMark:
-    """Return size and hash of a file as it can be read now."""
+    """Return size and hash of a file."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         buffer = bytearray(CHUNK_BYTES)
@@ -122,19 +122,19 @@ def mark_of(path: Path) -> FileMark:
 
 
 def marks_of(folder: Path, names: list[str]) -> dict[str, FileMark]:
-    """Return marks of several files of a folder, by name."""
+    """Return size and hash of several files of a folder, by name."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(mark_of, [folder / name for name in names]), strict=True))
 
 
 def files_of(checkpoint: Path) -> list[str]:
-    """List all files of a checkpoint but its manifest, by path within it."""
+    """List the paths of all files in a checkpoint except its manifest."""
     found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
 
 def checksum_of(content: dict[str, Any]) -> str:
-    """Return the checksum that a manifest with this content carries."""
+    """Return the checksum for a manifest with this content."""
     plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(plain.encode())
 
@@ -149,7 +149,7 @@ class Damage:
 
 
 def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
-    """Return the manifest, and damage that shows without reading the files: their presence and sizes."""
+    """Return the manifest, and damage that is visible without reading the files: missing files, wrong sizes."""
     try:
         manifest = read_manifest(checkpoint)
     except ManifestError as error:
@@ -157,15 +157,15 @@ def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
     damage = [d for name, mark in manifest.files.items() if (d := _look(checkpoint, name, mark))]
     step = step_of(checkpoint)
     if step is not None and step != manifest.step:
-        message = f"the folder is named for step {step}, its manifest is of step {manifest.step}"
+        message = f"the folder is named for step {step}, but its manifest is of step {manifest.step}"
         damage.append(Damage(file=MANIFEST, kind="misplaced", message=message))
     return manifest, damage
 
 
 def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> list[Damage]:
-    """Read a checkpoint and return everything that is wrong with it; nothing if each byte is what was written.
+    """Read a checkpoint and return all damage; [] if every byte is as written.
 
-    `progress` is called with a text after each file, once it has taken two seconds.
+    After two seconds, `progress` is called with a text after each file.
     """
     manifest, damage = quick_look(checkpoint)
     if manifest is None:
@@ -191,7 +191,7 @@ def _look(checkpoint: Path, name: str, mark: FileMark) -> Damage | None:
     if size == mark.bytes:
         return None
     kind = "truncated" if size < mark.bytes else "size"
-    return Damage(file=name, kind=kind, message=f"{size} bytes, written were {mark.bytes}")
+    return Damage(file=name, kind=kind, message=f"{size} bytes instead of {mark.bytes}")
 
 
 def _read(checkpoint: Path, name: str, mark: FileMark) -> list[Damage]:
@@ -199,12 +199,12 @@ def _read(checkpoint: Path, name: str, mark: FileMark) -> list[Damage]:
         same = mark_of(checkpoint / name) == mark
     except OSError as error:
         return [Damage(file=name, kind="unreadable", message=str(error))]
-    return [] if same else [Damage(file=name, kind="changed", message="its bytes are not those that were written")]
+    return [] if same else [Damage(file=name, kind="changed", message="its content differs from what was written")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """One visible checkpoint; `damage` is what a quick look finds, without checksums."""
+    """One visible checkpoint; `damage` is from `quick_look`, without checksums."""
 
     step: int
     path: Path
@@ -219,7 +219,7 @@ class Store:
     folder: Path
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return all visible checkpoints by step, damaged ones too."""
+        """Return all visible checkpoints by step, including damaged ones."""
         if not self.folder.is_dir():
             return []
         found = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
@@ -231,7 +231,7 @@ class Store:
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
-        """Return the newest checkpoint of which every byte is as written; newer ones go to `on_damaged`."""
+        """Return the newest checkpoint without damage; `on_damaged` is called for newer ones."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:
@@ -240,11 +240,11 @@ class Store:
         return None
 
     def staging_path(self, step: int) -> Path:
-        """Return where the checkpoint of this step is written before it is visible."""
+        """Return the folder where the checkpoint of this step is written first."""
         return self.folder / f"{STAGING}{folder_name(step)}"
 
     def make_visible(self, step: int) -> Path:
-        """Turn the staging folder into the checkpoint of its step; what had that name is archived."""
+        """Rename the staging folder to the checkpoint of its step; archive an existing one of that name."""
         target, staging = self.folder / folder_name(step), self.staging_path(step)
         self.archive([target] if target.exists() else [])
         sync_folders(staging)
@@ -253,7 +253,7 @@ class Store:
         return target
 
     def archive(self, paths: Iterable[Path]) -> list[Path]:
-        """Rename checkpoints so that no run resumes from them, and nothing is lost; return their new paths."""
+        """Rename checkpoints so that no run resumes from them; return the new paths."""
         moved = []
         for path in paths:
             number = 1
@@ -264,16 +264,16 @@ class Store:
         return moved
 
     def remove_incomplete(self) -> None:
-        """Remove what killed runs left half written or half deleted. Only while no run is at work here."""
+        """Remove what killed runs left half written or half deleted. Only call this while no run uses the folder."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path.name.startswith((STAGING, DELETING)):
                     shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep_last: int, keep_every: int) -> list[Path]:
-        """Delete whole checkpoints but the newest `keep_last` and every step that `keep_every` divides (0: none).
+        """Delete checkpoints except the newest `keep_last` and multiples of `keep_every` (0: none).
 
-        Damaged ones are left alone: a person may want to look at them. Returns the deleted paths.
+        Damaged ones are kept, for inspection. Returns the deleted paths.
         """
         whole = [entry for entry in self.entries() if not entry.damage]
         kept = {entry.step for entry in whole[-keep_last:]}
@@ -281,32 +281,32 @@ class Store:
         gone = [entry.path for entry in whole if entry.step not in kept]
         for path in gone:
             deleting = path.with_name(DELETING + path.name)
-            os.rename(path, deleting)  # so that a kill in the midst of it leaves no part of a checkpoint visible
+            os.rename(path, deleting)  # so that a kill during deletion does not leave a partial checkpoint
             shutil.rmtree(deleting, ignore_errors=True)
         return gone
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a checkpoint's folder, `step-00000100`: sorts by step."""
+    """Return the name of a checkpoint's folder, such as `step-00000100`, which sorts by step."""
     return f"{PREFIX}{step:08}"
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a folder's name, None for other folders."""
+    """Return the step in a folder's name, or None for other folders."""
     match = re.fullmatch(PREFIX + r"([0-9]{8,18})", path.name)
     return int(match[1]) if match else None
 
 
 def sync_folders(folder: Path) -> None:
-    """Flush the entries of a folder and of all below it to the disk."""
+    """Flush the entries of a folder and its subfolders to the disk."""
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
         sync_folder(path)
 
 
 def store_of(path: Path, where: str = "PATH") -> Store | None:
-    """Return the checkpoints of a run's folder, or of the folder that holds them; None for a checkpoint itself.
+    """Return the store for a run's folder or its checkpoints folder, or None for a single checkpoint.
 
-    Raises UserError "no-checkpoint" for anything else.
+    Raises UserError "no-checkpoint" for other paths.
     """
     if path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.absolute()) is not None):
         return None
@@ -314,15 +314,15 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
         if Store(folder).entries():
             return Store(folder)
     if not path.exists():
-        raise _no_checkpoint(f"there is no folder {path}", where)
-    raise _no_checkpoint(f"{path} is not a checkpoint, and not a run's folder that holds one", where)
+        raise _no_checkpoint(f"folder {path} does not exist", where)
+    raise _no_checkpoint(f"{path} is neither a checkpoint nor a run's folder with one", where)
 
 
 def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Reporter | None = None) -> Path:
-    """Return the checkpoint's folder itself, or a run's newest one that is whole, with a warning for each newer one.
+    """Return a checkpoint's folder, or a run's newest complete one, with a warning for each newer damaged one.
 
-    With `deep` every byte is checked, without it only that the files are there in their sizes. Raises UserError
-    "no-checkpoint", or "damaged-checkpoint" where a checkpoint is named that is not whole.
+    With `deep` every byte is checked, else only that the files exist and have the right sizes. Raises UserError
+    "no-checkpoint", or "damaged-checkpoint" for a named checkpoint that is damaged.
     """
     report = report or Reporter()
     store = store_of(path, where)
@@ -336,8 +336,8 @@ def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Repor
         if not damage:
             return entry.path
         kinds = ", ".join(f"{d.file}: {d.kind}" for d in damage[:3])
-        report.warning(f"{entry.path} is damaged and passed over ({kinds})")
-    raise _no_checkpoint(f"every checkpoint in {store.folder} is damaged", where)
+        report.warning(f"{entry.path} is damaged and skipped ({kinds})")
+    raise _no_checkpoint(f"all checkpoints in {store.folder} are damaged", where)
 
 
 def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
@@ -352,9 +352,9 @@ def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
 def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:
     message = f"{checkpoint / damage.file} is damaged: {damage.kind}"
     message += f" ({damage.message})" if damage.message else ""
-    return Problem(kind="damaged-checkpoint", message=message, hint=f"take another one; {HINT}", where=where)
+    return Problem(kind="damaged-checkpoint", message=message, hint=f"use another one; {HINT}", where=where)
 
 
 def _no_checkpoint(message: str, where: str) -> UserError:
-    hint = "name a run's folder, or one of its checkpoints/step-... folders"
+    hint = "give a run's folder, or one of its checkpoints/step-... folders"
     return UserError(Problem(kind="no-checkpoint", message=message, hint=hint, where=where))

@@ -1,14 +1,14 @@
-"""A checkpoint turned into DeepSpeed's universal format, which its own engines load under another number of ranks.
+"""Conversion of a checkpoint to DeepSpeed's universal format, which its engines load with another number of ranks.
 
     OUT/latest_universal                              the tag below
-    OUT/step-00000100/zero/NAME/fp32.pt, exp_avg.pt   each parameter and optimizer state whole: {"param": tensor}
+    OUT/step-00000100/zero/NAME/fp32.pt, exp_avg.pt   each full parameter and optimizer state: {"param": tensor}
     OUT/step-00000100/zero/NAME/step.pt               the optimizer's step count
     OUT/step-00000100/zero/optimizer_state.pt         parameter groups, loss scaler, versions
     OUT/step-00000100/*mp_rank_00_model_states.pt     counters and learning rate schedule, without weights
 
-DeepSpeed's own converter writes what the stage of its source needs. This has what stages 1 and 2 look for
-(runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir) and what stage 3 does (runtime/zero/stage3.py,
-load_hp_checkpoint_state_from_checkpoint_dir_stage3), so that each of them loads it.
+DeepSpeed's own converter writes only the files for its source's stage. This one writes those that stages 1 and 2 read
+(runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir) and those that stage 3 reads
+(runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), so that each of them can load it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
 
-# files that an engine of stage 0, 1 or 2, and one of stage 3, takes its counters from
+# the files with an engine's counters: for stages 0 to 2, and for stage 3
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage")
@@ -38,7 +38,7 @@ GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_s
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult:
-    """The folder that a conversion has written."""
+    """The folder written by a conversion."""
 
     out: Path
     tag: str
@@ -46,24 +46,22 @@ class ConvertResult:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit ckpt convert --json` prints."""
+        """Return the object for `zerofit ckpt convert --json`."""
         return {**vars(self), "out": str(self.out)}
 
 
 def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> ConvertResult:
-    """Write a checkpoint's folder as a universal checkpoint into `out`, which must not exist or be empty.
+    """Convert a checkpoint to a universal checkpoint in `out`, which must not exist or be empty.
 
-    An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine
-    gets a tag of its own, which ends in -generator. Memory: one tensor at a time. Raises UserError.
+    An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine has
+    its own tag, which ends in -generator. Only one tensor is in memory at a time. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
     manifest = manifest_of(checkpoint)
     if manifest.frozen:
-        message = f"{checkpoint} holds what was trained beside frozen weights, and a universal checkpoint a whole model"
-        hint = (
-            "zerofit train --resume takes it up in another layout; zerofit ckpt export --merge writes the whole model"
-        )
+        message = f"{checkpoint} has no frozen weights, but a universal checkpoint needs the full model"
+        hint = "`zerofit train --resume` reads it in any layout; `zerofit ckpt export --merge` writes the full model"
         raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where="PATH"))
     tag = folder_name(manifest.step)
     engines = GAN_ENGINES if manifest.job.facts.task == "gan" else ONE_ENGINE
@@ -83,14 +81,14 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
 
 
 def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Path) -> Iterator[int]:
-    """Write one engine's files; yields bytes of tensors as they are written.
+    """Write one engine's files into `folder`; yield the bytes of each tensor.
 
-    No path leads out of `folder`: FullState refuses such names.
+    FullState has refused names that lead out of the folder.
     """
     try:
         counters, optimizer = _counters(source), _optimizer_globals(source)
     except (LookupError, TypeError, AttributeError) as error:
-        message = f"the files in {source} are not what DeepSpeed writes: {type(error).__name__}: {error}"
+        message = f"the files in {source} are not DeepSpeed's: {type(error).__name__}: {error}"
         raise UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where="PATH")) from None
     for name in state.names:
         place = folder / "zero" / name
@@ -100,7 +98,7 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
             yield 4 * _numel(state, name)
         if optimizer["step"] is not None:
             _save(optimizer["step"], place / "step.pt")
-    # parameter groups and step where stages 1 and 2, and where stage 3 look for them
+    # parameter groups and step, in the places for stages 1 and 2, and for stage 3
     known = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
     inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
     _save(known | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
@@ -110,12 +108,12 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
 
 
 def _save(value: Any, path: Path) -> None:
-    with path.open("wb") as file:  # whose errors are OSErrors, unlike those of torch.save itself
+    with path.open("wb") as file:  # so that errors are OSErrors, unlike those of torch.save
         torch.save(value, file)
 
 
 def _counters(source: Path) -> dict[str, Any]:
-    """Return what every rank's model states file says alike."""
+    """Return the counters, which are the same in all ranks' model states files."""
     files = sorted(source.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too
     said = safe_load.load(files[0], for_engine=True)
@@ -123,25 +121,25 @@ def _counters(source: Path) -> dict[str, Any]:
 
 
 def _optimizer_globals(source: Path) -> dict[str, Any]:
-    """Return what belongs to no single parameter: globals of ZeRO's optimizer, parameter groups, step count."""
+    """Return the optimizer's state that is not per parameter: ZeRO's globals, parameter groups, step count."""
     files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
     said = safe_load.load(files[0], for_engine=True)
     own = _own_state(said)
     if own is None:
-        message = f"{files[0]} holds no state of an optimizer"
-        hint = "only checkpoints of a run can be converted, after one step or more"
+        message = f"{files[0]} has no optimizer state"
+        hint = "only checkpoints after at least one step can be converted"
         raise UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
     zero = said.get("optimizer_state_dict") or {}
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
-    step = next((one["step"] for one in (*states, *own["param_groups"]) if "step" in one), None)
+    step = next((entry["step"] for entry in (*states, *own["param_groups"]) if "step" in entry), None)
     if isinstance(step, Tensor):
-        step = step.clone()  # it would be saved with the whole file that it lies in
+        step = step.clone()  # else torch.save would also write the rest of its storage
     groups = [{key: value for key, value in g.items() if key != "params"} for g in own["param_groups"]]
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
 
 
 def _own_state(said: Any) -> dict[str, Any] | None:
-    """Find the state dict of torch's own optimizer, as deep as the stage's optimizers keep it."""
+    """Find the state dict of torch's optimizer at any depth."""
     if not isinstance(said, dict):
         return None
     if "state" in said and "param_groups" in said:
