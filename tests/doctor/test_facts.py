@@ -150,7 +150,7 @@ def test_ports(tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         taken, reached = ask({"ask": "listen", "port": port}, {"ask": "reach", "targets": [["127.0.0.1", port]]})
-    assert f"port {port} is taken by" in taken["error"] and str(os.getpid()) in taken["error"]
+    assert f"port {port} is in use by" in taken["error"] and str(os.getpid()) in taken["error"]
     (row,) = reached["reached"]
     assert row["error"] is None and row["address"] == "127.0.0.1" and row["interface"] == "lo"
     free, refused = ask({"ask": "listen", "port": port}, {"ask": "reach", "targets": [["127.0.0.1", 1]]})

@@ -41,13 +41,13 @@ FAULTS = [
     ("versions/cuda", "12.8", "versions", FAIL, "cuda 12.8", "same environment"),
     ("versions/numpy", "1.0", "versions", WARN, "numpy 1.0", "safer"),
     ("code/zerofit", "f" * 64, "code", FAIL, "zerofit's source differs (ffffffffffff)", "all hosts share"),
-    ("code/model", None, "code", FAIL, "the model's source is missing there", "copy this folder"),
+    ("code/model", None, "code", FAIL, "the model's source is missing", "copy this folder"),
     ("run_file", "e" * 64, "run-file", WARN, "another run file", "out of date"),
-    ("gpus", [], "slots", FAIL, "no GPU is seen", "--exclude"),
+    ("gpus", [], "slots", FAIL, "no GPU found", "--exclude"),
     ("gpu_error", "NVML mismatch", "slots", FAIL, "nvidia-smi fails: NVML mismatch", "reboot"),
-    ("gpus/1/used_bytes", 70 * GIB, "gpu-memory", FAIL, "GPU 1: 70.0 GiB in use", "end what is on it"),
-    ("gpus/0/used_bytes", 2 * GIB, "gpu-memory", WARN, "GPU 0: 2.00 GiB in use", "end what is on it"),
-    ("gpus/0/processes", [USER], "gpu-memory", WARN, "by /usr/bin/python (process 815)", "end what is on it"),
+    ("gpus/1/used_bytes", 70 * GIB, "gpu-memory", FAIL, "GPU 1: 70.0 GiB in use", "end the processes on it"),
+    ("gpus/0/used_bytes", 2 * GIB, "gpu-memory", WARN, "GPU 0: 2.00 GiB in use", "end the processes on it"),
+    ("gpus/0/processes", [USER], "gpu-memory", WARN, "by /usr/bin/python (process 815)", "end the processes on it"),
     ("gpus/0/name", "NVIDIA A100-SXM4-80GB", "gpu-kind", WARN, "A100", "slowest sets the pace"),
     ("strays", [STRAY], "processes", WARN, "1 of ann (run that-run)", "kill 4711"),
 ]
@@ -83,7 +83,7 @@ def test_more_slots_than_gpus(side):
     assert [check.host for check in bad] == ["a", "b"] and "slots=2" in bad[0].hint
     host = (Host("a", 1, devices=(5,)),)
     (bad,) = [c for c in compare.checks(host, {"a": side}, side, None) if c.status == FAIL]
-    assert bad.value == "device 5 is asked for, 2 GPUs are there"
+    assert bad.value == "there is no device 5: the host has 2 GPUs"
 
 
 def test_more_slots_than_cores_is_only_slow(side):
@@ -91,7 +91,7 @@ def test_more_slots_than_cores_is_only_slow(side):
     checks = compare.checks((Host("a", 3),), {"a": told}, told, None)
     assert [(c.name, c.status) for c in checks if c.status != OK] == [("slots", WARN)]
     checks = compare.checks((Host("a", 1),), {"a": told}, told, "cuda")
-    assert [c.value for c in checks if c.status == FAIL] == ["no GPU is seen there"]
+    assert [c.value for c in checks if c.status == FAIL] == ["no GPU found"]
 
 
 def test_a_gpu_that_is_left_out_may_be_busy(side):
@@ -103,9 +103,9 @@ def test_a_gpu_that_is_left_out_may_be_busy(side):
 FOLDER = {"exists": True, "same": True, "writable": True, "free_bytes": 100 * GIB, "error": None, "mark": ".m"}
 FOLDERS = [
     ({}, True, OK, "shared and writable"),
-    ({"same": False, "exists": False}, True, FAIL, "not shared: /runs/x there is missing"),
-    ({"same": False}, True, FAIL, "not shared: /runs/x there is another folder"),
-    ({"writable": False, "error": "Permission denied"}, True, FAIL, "cannot be written there: Permission denied"),
+    ({"same": False, "exists": False}, True, FAIL, "not shared: /runs/x is missing on b"),
+    ({"same": False}, True, FAIL, "not shared: /runs/x is another folder on b"),
+    ({"writable": False, "error": "Permission denied"}, True, FAIL, "cannot write to /runs/x: Permission denied"),
     ({}, False, FAIL, "does not appear here"),
 ]
 
@@ -115,7 +115,7 @@ def test_run_folders(change, seen, status, value):
     told = {"b": {"run_folder": FOLDER | change}}
     (check,) = compare.folders(told, Path("/runs/x"), {"b"} if seen else set())
     assert check.status == status and value in check.value
-    assert ("--output" in check.hint or "right to write" in check.hint) == (status == FAIL)
+    assert ("--output" in check.hint or "write permission" in check.hint) == (status == FAIL)
 
 
 def test_room_for_checkpoints():
@@ -189,7 +189,7 @@ def test_a_master_that_is_not_reached(side):
 
 
 def test_a_master_port_that_is_taken(side):
-    found = routed(side, [{"error": "port 29500 is taken by python (process 5)"}])
+    found = routed(side, [{"error": "port 29500 is in use by python (process 5)"}])
     (bad,) = found.checks
     assert (bad.host, bad.name, bad.status) == ("a", "master-port", FAIL) and "--master-port" in bad.hint
 

@@ -175,7 +175,7 @@ def test_a_processor_without_bf16(well):
     told = put(put(well, "gpus", []), "cores/usable", 2)
     figures = {k: v for k, v in GOOD.items() if k != "link"} | {"matmul_flops": {"fp32": 1e12, "bf16": 1e10}}
     low = [check for check in host_checks.speeds("a", told, figures, 1) if check.status != OK]
-    assert [check.hint for check in low] == ["train in fp32 here: --precision fp32"]
+    assert [check.hint for check in low] == ["train in fp32: --precision fp32"]
 
 
 def test_figures_between_hosts(well):

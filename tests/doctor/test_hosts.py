@@ -66,7 +66,7 @@ def test_a_taken_port_a_wrong_key_and_a_wrong_name(three, tmp_path):
         known.write_text(right)
     bad = {(check.host, check.name): check for check in found.checks if check.status == FAIL}
     assert set(bad) == {(first.name, "master-port"), (second.name, "reachable"), ("nohost.invalid", "reachable")}
-    assert "port 22 is taken by sshd" in bad[first.name, "master-port"].value
+    assert "port 22 is in use by sshd" in bad[first.name, "master-port"].value
     assert "Host key verification failed" in bad[second.name, "reachable"].value
     assert "esolve" in bad["nohost.invalid", "reachable"].value
 

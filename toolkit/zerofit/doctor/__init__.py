@@ -1,1 +1,1 @@
-"""The state of hosts before ranks start on them: facts of each, asked in parallel and compared; measurements."""
+"""The state of hosts before ranks start on them: facts of all hosts, compared with each other, and measurements."""

@@ -10,16 +10,16 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check of one host: what was looked at, what was found, and how to mend it."""
+    """A check of one host: what was found, what was expected, and how to fix it."""
 
     name: str  # stable slug: "ssh", "versions", "run-folder", ...
     host: str
     status: str  # OK, WARN or FAIL
     value: str  # what was found
     expected: str = ""
-    hint: str = ""  # how to mend it
-    figure: float | None = None  # a measured value in bytes, FLOP or elements a second, or seconds
-    source: str = ""  # of what is expected
+    hint: str = ""  # how to fix it
+    figure: float | None = None  # a measured value in bytes, bytes/s, FLOP/s or seconds
+    source: str = ""  # of the expected value
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -38,7 +38,7 @@ def check(
     figure: float | None = None,
     source: str = "",
 ) -> Check:
-    """Return a check that is well where there is no problem; with one it has this status and hint."""
+    """Return a check: OK with the value `good` if `problem` is empty, else with this status and hint."""
     return Check(
         name=name,
         host=host,

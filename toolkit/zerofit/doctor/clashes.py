@@ -1,4 +1,4 @@
-"""Versions that are known not to go together, each with where it is known from."""
+"""Versions that are known not to work together, each with its source."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from zerofit.doctor.check import FAIL, OK, WARN, Check, check
 
-# CUDA's major version: the oldest driver that runs it
+# CUDA's major version: the oldest driver for it
 DRIVERS = {13: 580, 12: 525, 11: 450}
 DRIVERS_SOURCE = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
 ANY_MINOR = (11, 12)  # CUDA versions within which DeepSpeed builds with another minor version than torch's
-STABLE_VISION = 29  # torchvision 0.29 and later take newer releases of torch, too
+STABLE_VISION = 29  # torchvision 0.29 and later also work with newer releases of torch
 BUILDER = "deepspeed/ops/op_builder/builder.py: assert_no_cuda_mismatch"
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Clash:
-    """One combination to stay away from."""
+    """One combination of versions to avoid."""
 
     name: str
     applies: Callable[[Facts], bool]
@@ -31,7 +31,7 @@ class Clash:
 
 
 def version(text: str | None) -> tuple[int, ...]:
-    """Return the numbers of "2.30.7" or "13.0+cu130"; nothing of None."""
+    """Return the numbers of "2.30.7" or "13.0+cu130" as a tuple; () for None."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[+a-z]", text or "")[0])))
 
 
@@ -44,9 +44,9 @@ def _named(facts: Facts, *words: str) -> bool:
 
 
 def _torchvision(facts: Facts) -> bool:
-    """Detect a torchvision 0.N with another torch than the 2.(N-15) it is built for; from 0.29 on, with an older one.
+    """Return whether torchvision 0.N does not fit this torch: it is built for torch 2.(N-15).
 
-    0.29.1 and 0.29.2 ask for torch 2.14 or newer, where those before name one release (their METADATA).
+    From 0.29 on it also works with newer ones: 0.29.1 and 0.29.2 require torch 2.14 or newer (their METADATA).
     """
     torch, vision = version(facts["versions"]["torch"]), version(facts["versions"]["torchvision"])
     if not vision or torch[:1] != (2,):
@@ -72,23 +72,23 @@ CLASHES = (
         "nccl 2.29.2",
         lambda f: _nccl(f) == (2, 29, 2),
         "NCCL 2.29.2 can hang",
-        "take NCCL 2.29.3 or newer",
+        "use NCCL 2.29.3 or newer",
         "https://github.com/pytorch/pytorch/pull/174338",
         FAIL,
     ),
     Clash(
         "nccl 2.28.3",
         lambda f: _nccl(f) == (2, 28, 3) and _named(f, "H100", "H200"),
-        "torch took NCCL 2.28.3 back because it broke H100",
-        "take NCCL 2.27.5, or 2.28.7 or newer",
+        "NCCL 2.28.3 fails on H100: torch went back to 2.27.5 because of it",
+        "use NCCL 2.27.5, or 2.28.7 or newer",
         "https://github.com/pytorch/pytorch/pull/164352",
         FAIL,
     ),
     Clash(
         "nccl on ARM",
         lambda f: () < _nccl(f) < (2, 29, 3) and f["cores"]["machine"] == "aarch64",
-        "NCCL before 2.29.3 loses slots of its queue on ARM and ends up hanging",
-        "take NCCL 2.29.3 or newer",
+        "NCCL before 2.29.3 loses slots of its queue on ARM and then hangs",
+        "use NCCL 2.29.3 or newer",
         "https://github.com/marin-community/marin/pull/8038",
         FAIL,
     ),
@@ -96,7 +96,7 @@ CLASHES = (
         "nccl on RTX PRO Blackwell",
         lambda f: () < _nccl(f) <= (2, 26, 2) and _named(f, "RTX PRO 6000"),
         "NCCL 2.26.2 fails with illegal memory accesses in collectives of 512 KiB and more",
-        "take a newer NCCL (2.31.2 was seen to work)",
+        "use a newer NCCL (2.31.2 works)",
         "https://github.com/NVIDIA/nccl/issues/2418",
         FAIL,
     ),
@@ -104,36 +104,36 @@ CLASHES = (
         "deepspeed 0.17.6 to 0.18.2",
         lambda f: (0, 17, 6) <= version(f["versions"]["deepspeed"]) <= (0, 18, 2),
         "ZeRO stage 2 computes wrong gradients",
-        "take DeepSpeed 0.19.8 or newer",
+        "use DeepSpeed 0.19.8 or newer",
         "https://github.com/deepspeedai/DeepSpeed/issues/7718",
         FAIL,
     ),
     Clash(
         "torchvision",
         _torchvision,
-        "torchvision is built for another torch: its operators (torchvision::nms) are missing",
-        "install the pair that https://pytorch.org/get-started names, from one index",
+        "torchvision is built for another version of torch: its operators (torchvision::nms) are missing",
+        "install torch and torchvision together from one index: https://pytorch.org/get-started",
         "https://github.com/pytorch/vision/issues/9174",
     ),
     Clash(
         "nvcc",
         _other_cuda,
-        "DeepSpeed refuses to compile CUDA ops with an nvcc of another version than torch's",
-        "install the CUDA toolkit of torch's version and point CUDA_HOME at it",
+        "nvcc and torch have different CUDA versions: DeepSpeed refuses to compile its CUDA ops",
+        "install the CUDA toolkit of torch's version and set CUDA_HOME to it",
         BUILDER,
     ),
     Clash(
         "g++",
         _new_gcc,
         "nvcc refuses a g++ this new",
-        "install an older g++ and name it in CXX and NVCC_PREPEND_FLAGS=-ccbin",
-        "crt/host_config.h of the CUDA toolkit there",
+        "install an older g++; set CXX=/path/to/g++ and NVCC_PREPEND_FLAGS='-ccbin /path/to/g++'",
+        "crt/host_config.h of that host's CUDA toolkit",
     ),
 )
 
 
 def clashes(host: str, facts: Facts) -> Iterator[Check]:
-    """Yield the combinations that this host has; one line that all is well where it has none."""
+    """Yield a check for each known bad combination on this host; one OK check if there is none."""
     found = [clash for clash in CLASHES if clash.applies(facts)]
     for clash in found:
         yield Check(
@@ -150,7 +150,7 @@ def clashes(host: str, facts: Facts) -> Iterator[Check]:
 
 
 def driver(host: str, facts: Facts) -> Iterator[Check]:
-    """Check whether the driver runs the CUDA that torch was built with."""
+    """Check whether the driver is new enough for the CUDA that torch was built with."""
     if not facts["driver"]:
         return
     cuda = version(facts["versions"]["cuda"])

@@ -1,4 +1,4 @@
-"""Checks of hosts, from their facts: each by itself, with each other, and with the asking side."""
+"""Checks of hosts from their facts: each host alone, compared with each other, and with this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ALIKE = ("python", "transformers", "torchvision", "numpy")
 HASH = 12  # digits shown
 PIDS = 8
 Facts = dict[str, dict[str, Any]]
-FREE_SHARE = 0.2  # of a GPU's memory, below which nothing trains
-USED_BYTES = 2**30  # more is more than a display and a driver hold
-WARN_S, FAIL_S = 2.0, 60.0  # logs are ordered by time; builds on a shared file system go by it too
+FREE_SHARE = 0.2  # of a GPU's memory; with less free, no run can start
+USED_BYTES = 2**30  # a display and a driver use less than this
+WARN_S, FAIL_S = 2.0, 60.0  # logs, and builds on a shared file system, are ordered by time
 
 
 def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
-    """Check everything but the folder, the clock and the network."""
+    """Check versions, code, run file, slots, processes and GPUs (not the folder, the clock and the network)."""
     cuda = any(one["gpus"] for one in facts.values()) if accelerator is None else accelerator == "cuda"
     names = [one["gpus"][0]["name"] for one in facts.values() if one["gpus"]]
     found: list[Check] = []
@@ -44,10 +44,11 @@ def _versions(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
         for names in (SAME, ALIKE)
     )
     good = ", ".join(f"{name} {there.get(name)}" for name in ("torch", "deepspeed", "nccl", "cuda") if there.get(name))
-    hint = "nothing is known to fail with it; the same environment everywhere is safer"
+    hint = "no failure is known with this combination, but the same environment on all hosts is safer"
     if hard:
         wanted = [f"{name}=={here[name]}" for name in ("torch", "deepspeed") if there.get(name) != here[name]]
-        hint = f"install the same environment there: {one['python']} -m pip install {' '.join(wanted)}"
+        hint = f"install the same environment on {host}"
+        hint += f": {one['python']} -m pip install {' '.join(wanted)}" if wanted else ""
     status, expected = FAIL if hard else WARN, "the same versions on all hosts as here"
     return check("versions", host, ", ".join(hard + soft), good, status, expected, hint)
 
@@ -56,22 +57,22 @@ def _code(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
     words = {"zerofit": "zerofit's source", "model": "the model's source"}
     there, here = one["code"], own["code"]
     wrong = [
-        f"{word} is missing there" if there[name] is None else f"{word} differs ({there[name][:HASH]})"
+        f"{word} is missing" if there[name] is None else f"{word} differs ({there[name][:HASH]})"
         for name, word in words.items()
         if there[name] != here[name]
     ]
     good = here["zerofit"][:HASH]
-    hint = "copy this folder there, or keep it on a file system that all hosts share"
+    hint = f"copy this folder to {host}, or keep it on a file system that all hosts share"
     return check("code", host, ", ".join(wrong), good, FAIL, f"as here ({good})", hint)
 
 
 def _run_file(host: str, one: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
-    """Check the run file: none there is no problem, since ranks read the run folder; another one is."""
+    """Check the run file. A host without one is fine, since ranks read the run folder; a different one is not."""
     if own["run_file"] is None:
         return
     other = one["run_file"] not in (None, own["run_file"])
-    problem, good = "another run file lies there under the same name", "the same" if one["run_file"] else "only here"
-    expected, hint = f"as here ({own['run_file'][:HASH]})", "this side's is used; the other one is out of date"
+    problem, good = "its file of the same name differs", "the same" if one["run_file"] else "only on this machine"
+    expected, hint = f"as here ({own['run_file'][:HASH]})", "this machine's file is used; update the other one"
     yield check("run-file", host, problem if other else "", good, WARN, expected, hint)
 
 
@@ -80,7 +81,7 @@ def _strays(host: str, one: dict[str, Any]) -> Check:
     count = Counter((stray["user"], stray["run"]) for stray in one["strays"])
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
     pids = " ".join(str(stray["pid"]) for stray in one["strays"][:PIDS])
-    hint = f"wait for that run, or end it there: kill {pids}" + (" ..." if len(one["strays"]) > PIDS else "")
+    hint = f"wait for that run, or end it on {host}: kill {pids}" + (" ..." if len(one["strays"]) > PIDS else "")
     expected = "no rank of another run"
     return check("processes", host, ", ".join(shown), "no other run", WARN, expected=expected, hint=hint)
 
@@ -91,11 +92,11 @@ def slots(host: Host, one: dict[str, Any], *, cuda: bool) -> Check:
     problem, hint = "", f"write slots={count} in the hostfile"
     if cuda and one["gpu_error"]:
         problem = f"nvidia-smi fails: {one['gpu_error']}"
-        hint = "mend the driver there (after an update: reboot), or leave the host out with --exclude"
+        hint = f"repair the driver on {host} (after an update: reboot), or leave the host out with --exclude"
     elif cuda and not count:
-        problem, hint = "no GPU is seen there", "look at nvidia-smi there, or leave the host out with --exclude"
+        problem, hint = "no GPU found", f"run nvidia-smi on {host}, or leave the host out with --exclude"
     elif cuda and max(host.ids) >= count:
-        problem = f"device {max(host.ids)} is asked for, {count} {what} are there"
+        problem = f"there is no device {max(host.ids)}: the host has {count} {what}"
     elif host.slots > count:
         problem = f"{host.slots} slots, {count} {what}"
     good, expected = f"{host.slots} of {count} {what}", f"at most as many slots as {what}"
@@ -103,14 +104,14 @@ def slots(host: Host, one: dict[str, Any], *, cuda: bool) -> Check:
 
 
 def gpus(host: Host, one: dict[str, Any], names: list[str]) -> Iterator[Check]:
-    """Check memory and processes on each GPU that ranks will have, and whether all hosts have the same kind."""
+    """Check memory and processes on each GPU that ranks will use, and whether all hosts have the same kind."""
     for gpu in one["gpus"]:
         if gpu["index"] in host.ids:
             yield _memory(host.name, gpu)
     if one["gpus"]:
         kind = one["gpus"][0]["name"]
         problem = f"{kind}, where others have {names[0]}" if kind != names[0] else ""
-        hint = "the slowest sets the pace, and the smallest memory counts"
+        hint = "all ranks run at the speed of the slowest GPU and must fit the smallest memory"
         yield check("gpu-kind", host.name, problem, kind, WARN, expected="one kind of GPU", hint=hint)
 
 
@@ -122,48 +123,48 @@ def _memory(host: str, gpu: dict[str, Any]) -> Check:
         problem = f"GPU {gpu['index']}: {shown_bytes(used)} in use" + (f" by {by}" if by else "")
     status = FAIL if total and total - used < FREE_SHARE * total else WARN
     good = f"GPU {gpu['index']}: {gpu['name']}, free"
-    hint = "end what is on it, or leave the device out with --exclude"
+    hint = "end the processes on it, or leave the device out with --exclude"
     return check("gpu-memory", host, problem, good, status, expected="nothing else on it", hint=hint)
 
 
 def clock(host: str, difference_s: float, error_s: float) -> Check:
-    """Compare its clock with this side's; what the way there leaves open does not count against it."""
+    """Check a clock that differs from this machine's by `difference_s`, measured to within `error_s` seconds."""
     sure = max(0.0, abs(difference_s) - error_s)
     words = f"{abs(difference_s):.3g} s {'ahead' if difference_s > 0 else 'behind'} (±{error_s:.1g} s)"
     problem = words if sure > WARN_S else ""
-    status, hint = FAIL if sure > FAIL_S else WARN, "let chrony or systemd-timesyncd run there"
+    status, hint = FAIL if sure > FAIL_S else WARN, f"run chrony or systemd-timesyncd on {host}"
     return check("clock", host, problem, words, status, expected=f"within {WARN_S:g} s", hint=hint)
 
 
 def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
-    """Check the room for checkpoints where the run folder is."""
+    """Check the free space for checkpoints on the run folder's file system; None checks nothing."""
     if checkpoint_bytes is None:
         return []
     return [_room(host, one["run_folder"]["free_bytes"], checkpoint_bytes) for host, one in facts.items()]
 
 
 def _room(host: str, free: int, checkpoint_bytes: int) -> Check:
-    short = f"{shown_bytes(free)} free, a checkpoint takes {shown_bytes(checkpoint_bytes)}"
+    short = f"{shown_bytes(free)} free, a checkpoint needs {shown_bytes(checkpoint_bytes)}"
     tight = free < 2 * checkpoint_bytes  # the new one is written before the old one is removed
     status, good = FAIL if free < checkpoint_bytes else WARN, f"{shown_bytes(free)} free"
-    expected, hint = "room for two checkpoints", "free some, or name another --output"
+    expected, hint = "space for two checkpoints", "delete files, or choose another folder with --output"
     return check("disk", host, short if tight else "", good, status, expected=expected, hint=hint)
 
 
 def folders(facts: Facts, folder: Path, seen: set[str]) -> list[Check]:
-    """Check that the run folder is one that all hosts can write to; `seen`: whose files have come up here."""
+    """Check that all hosts can write to one run folder; `seen`: the hosts whose files have appeared here."""
     found = []
     for host, one in facts.items():
         there = one["run_folder"]
-        problem, hint = "", "name a folder on a file system that all hosts share with --output"
+        problem, hint = "", "with --output, choose a folder on a file system that all hosts share"
         if not there["same"]:
-            problem = f"not shared: {folder} there is {'another folder' if there['exists'] else 'missing'}"
+            problem = f"not shared: {folder} is {'another folder' if there['exists'] else 'missing'} on {host}"
         elif not there["writable"]:
-            problem = f"{folder} cannot be written there: {there['error']}"
-            hint = "give your user there the right to write"
+            problem = f"{host} cannot write to {folder}: {there['error']}"
+            hint = f"give your user on {host} write permission"
         elif host not in seen:
-            problem = f"not shared: what is written to {folder} there does not appear here"
+            problem = f"not shared: a file written to {folder} on {host} does not appear here"
         good = "shared and writable"
-        expected = "one folder for all hosts: checkpoints and logs of all ranks come together in it"
+        expected = "one folder for all hosts: all ranks write their checkpoints and logs to it"
         found.append(check("run-folder", host, problem, good, expected=expected, hint=hint))
     return found

@@ -1,4 +1,4 @@
-"""`zerofit doctor`: all checks of this machine, or of all hosts, one after the other."""
+"""`zerofit doctor`: all checks of this machine or of all hosts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zerofit.launch.ops import TRAINING
 
 MEASURE_S = 400.0
 SECONDS = 0.4  # of each measurement
-ALONE = ("versions", "slots", "processes")  # of the checks before a start, what one machine is looked at for
+ALONE = ("versions", "slots", "processes")  # checks of the preflight that are shown for one machine, too
 Say = Callable[[str], None]
 IMPORT_S, BUILD_S = 180.0, 3000.0
-NONE = "NotImplementedBuilder"  # DeepSpeed's place holder for what an accelerator has not
+NONE = "NotImplementedBuilder"  # DeepSpeed's placeholder for an op that the accelerator lacks
 Answer = dict[str, Any] | Unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExamineOptions:
-    """The extent of an examination."""
+    """What `examine` does: it compiles ops (`build_ops`), and it measures."""
 
     ssh_port: int | None = None
     build_ops: bool = False
@@ -34,7 +34,7 @@ class ExamineOptions:
 
 
 def examine(hosts: Sequence[Host], wanted: ExamineOptions, say: Say) -> list[Check]:
-    """Examine everything; hosts that cannot be reached are among the checks."""
+    """Return all checks of these hosts; a host that cannot be reached is a failed check."""
     say(f"asking {len(hosts)} host(s)")
     first = preflight(hosts, PreflightRequest(ssh_port=wanted.ssh_port, compilers=True))
     checks = [check for check in first.checks if len(hosts) > 1 or check.status != OK or check.name in ALONE]
@@ -55,7 +55,7 @@ async def _inside(hosts: list[Host], first: Preflight, wanted: ExamineOptions, s
 
 
 async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
-    """Measure each host by itself, all at once; then all together."""
+    """Measure all hosts at the same time, each with its own ranks; then the all-reduce over all of them."""
     questions = {}
     for host in hosts:
         ranks = _ranks(host, first.facts[host.name])
@@ -83,14 +83,14 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
 
 
 def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, Any]:
-    """Return the question that has `local` ranks of a host measure; `job`: of its first rank."""
+    """Return the question that makes `local` ranks of a host measure; `job`: fields of the first rank's job."""
     threads = max(1, facts["cores"]["usable"] // local)
-    whole = MeasurementJob(threads=threads, seconds=SECONDS, **job)
-    return {"ask": "measure", "job": asdict(whole), "local": local, "interface": interface}
+    first = MeasurementJob(threads=threads, seconds=SECONDS, **job)
+    return {"ask": "measure", "job": asdict(first), "local": local, "interface": interface}
 
 
 async def _across(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
-    """All-reduce over all ranks of all hosts."""
+    """Measure an all-reduce over all ranks of all hosts and return its checks."""
     local = [_ranks(host, first.facts[host.name]) for host in hosts]
     questions = {}
     common = {"store": (first.master_address or "", first.master_port or 0), "collectives_only": True}
@@ -113,7 +113,7 @@ async def _across(hosts: list[Host], there: dict[str, Conversation], first: Pref
 
 
 async def examine_ops(there: dict[str, Conversation], say: Callable[[str], None], *, build: bool) -> list[Check]:
-    """Check each op of each host; `build`: those that training can need are compiled first, on all hosts at once."""
+    """Check each op of each host; with `build`, first compile those that training can need, on all hosts at once."""
     answers = await ask_all(there, {"ask": "ops"}, IMPORT_S, say)
     checks = []
     if build:
@@ -138,13 +138,13 @@ def _failed(host: str, answer: Answer) -> list[Check]:
 
 
 def _ops(host: str, answer: Answer) -> list[Check]:
-    """Report imports that fail, and each op."""
+    """Return a failed check for each import that fails, and a check of each op."""
     if isinstance(answer, Unreachable):
         return [lost(host, "ops", answer)]
-    anew = "install it anew: the pair of torch and torchvision from one index"
+    reinstall = "reinstall it; install torch and torchvision together from one index"
     checks = []
     for name, error in answer["imports"].items():
-        hint = "pip install 'zerofit[train]'" if error.endswith(f"No module named '{name}'") else anew
+        hint = "pip install 'zerofit[train]'" if error.endswith(f"No module named '{name}'") else reinstall
         checks.append(Check(name=f"import {name}", host=host, status=FAIL, value=error, hint=hint))
     return checks + [_op(host, op) for op in answer["ops"] if op["builder"] != NONE]
 

@@ -1,10 +1,10 @@
-"""Facts of one host: no torch is imported, so that it answers in 0.3 s.
+"""Facts of one host. It imports no torch and so answers in 0.3 s.
 
 `python -P -m zerofit.doctor.facts` answers questions (see `serve`):
 
     {"ask": "facts", "run_folder", "token", "run_file", "code": paths, "compilers": false}     `collect`
-    {"ask": "listen", "port": 29500}             listen there until the end (0: any free port)
-    {"ask": "sweep", "mark": ...}     end every process of that start of a run
+    {"ask": "listen", "port": 29500}             listen on this port until the end (0: any free port)
+    {"ask": "sweep", "mark": ...}     end every process of the run's start with this mark
     {"ask": "reach", "targets": [["10.0.0.1", 29500], ...]}     connect to each
 """
 
@@ -30,9 +30,9 @@ LIFE_S = 120
 
 
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Collect everything about this host. What the stack holds is taken away when it closes."""
+    """Return all facts of this host. The file written to the run folder is removed when the stack closes."""
     with ThreadPoolExecutor(2) as pool:
-        graphics = pool.submit(system.gpus)  # nvidia-smi takes its time, and so does the compiler
+        graphics = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow: they run in parallel
         aio = pool.submit(libaio)
         found = {
             "hostname": socket.gethostname(),
@@ -60,7 +60,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int]:
-    """Return bytes of host memory: in all, free now, and what runs of zerofit have reserved and not taken yet."""
+    """Return bytes of host memory: total, free now, and reserved by other zerofit runs but not allocated yet."""
     total, free = host_memory()
     return {"total_bytes": total, "free_bytes": free, "reserved_bytes": host_claims()}
 
@@ -70,9 +70,9 @@ def _of(path: str | None, work: Any) -> Any:
 
 
 def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
-    """Look at the run folder: `same`, `writable` (or an `error`), `free_bytes` of its file system, `mark`.
+    """Return facts of the run folder: `same` (it has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
 
-    The mark is a file that is left there for the asking command to look for; the stack takes it away.
+    The mark is a file that the asking command looks for; it is removed when the stack closes.
     """
     there = folder.is_dir()
     same = there and (folder / token).is_file()
@@ -93,7 +93,7 @@ def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
 
 
 def _listen(port: int, stack: ExitStack) -> dict[str, Any]:
-    """Listen on all addresses of this host, as torch's rendezvous store does."""
+    """Listen on all addresses of this host, as torch's rendezvous store does; return the port or an error."""
     try:
         server = stack.enter_context(socket.create_server(("", port), family=socket.AF_INET, backlog=256))
     except OSError:

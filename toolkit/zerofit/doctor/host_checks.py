@@ -1,8 +1,8 @@
-"""Checks of what a host has for training (devices, tools, limits), and of what it reaches when it is measured.
+"""Checks of a host's devices, tools and limits, and of its measured speeds.
 
-Measured figures are compared with a share of a GPU's data sheet (`spec.devices`, with sources), or with a share of what
-`zerofit plan` assumes of a core (`spec.hardware`). The shares are what a machine in order reaches with ease; who gets
-less has something to find.
+A measured speed is compared with a share of the GPU's data sheet (`spec.devices`, with sources), or of what
+`zerofit plan` assumes of a core (`spec.hardware`). A sound machine easily reaches these shares; below them, something
+is wrong.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ Facts = dict[str, Any]
 GIB = 2**30
 NOFILE = 4096  # 8 ranks, each with a socket to every other rank, loader workers and checkpoint files
 NPROC = 4096
-MEMLOCK = 64 * 2**20  # NCCL over InfiniBand registers its buffers; its manual asks for no limit at all
+MEMLOCK = 64 * 2**20  # NCCL over InfiniBand locks its buffers in memory; its manual recommends no limit at all
 NCCL_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
-SHARED = GIB  # a container has 64 MiB by default; NCCL and loader workers hand tensors on through it
-TOTAL_SHARE = 0.95  # of the catalogue's memory: ECC and the driver take a part
+SHARED = GIB  # a container has 64 MiB by default; NCCL and loader workers pass tensors through it
+TOTAL_SHARE = 0.95  # of the catalogue's memory: ECC and the driver use a part
 MATMUL, MEMORY, COPY, LINK = 0.6, 0.7, 0.6, 0.5  # shares of the peak
 CPU_SHARE = 0.5
-NETWORK = 0.5  # of an interface's speed, that gloo or NCCL over sockets reaches
+NETWORK = 0.5  # of an interface's speed: what gloo, or NCCL over sockets, reaches
 BUS = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: bus bandwidth is compared with the link's"
 LATENCY_S = {"cuda": 100e-6, "cpu": 2e-3}  # of a small all-reduce: a step has about 100 collectives
 DISK = 200e6  # a checkpoint of 10 GB in 50 s
-NVME_READ = 1.5e9  # PCIe 3 x4 gives 3.9 GB/s (PCI-SIG); parameters come from there in every layer
-BF16_SHARE = 0.5  # of fp32: a processor without instructions for bf16 computes it many times slower
+NVME_READ = 1.5e9  # PCIe 3 x4 has 3.9 GB/s (PCI-SIG); with offload, each layer's parameters are read from the disk
+BF16_SHARE = 0.5  # of fp32's speed: a processor without bf16 instructions is many times slower
 HINTS = {
-    "matmul": "is something else at work there? clocks and power limit: nvidia-smi -q -d PERFORMANCE, or the governor",
-    "memory": "is something else at work there? ECC errors: nvidia-smi -q -d ECC",
-    "copy": "nvidia-smi -q shows the PCIe link's generation and width; bind ranks to the GPU's NUMA node",
-    "link": "nvidia-smi topo -m shows how GPUs are joined; NCCL_DEBUG=INFO what NCCL takes",
-    "network": "NCCL_DEBUG=INFO shows which network is taken; name another with --master-addr or NCCL_SOCKET_IFNAME",
-    "latency": "is something else at work there? power saving of the processor costs latency",
+    "matmul": "look for other processes; check clocks and power: nvidia-smi -q -d PERFORMANCE, or the CPU's governor",
+    "memory": "look for other processes; check ECC errors: nvidia-smi -q -d ECC",
+    "copy": "check the PCIe link's generation and width (nvidia-smi -q); bind ranks to the GPU's NUMA node",
+    "link": "nvidia-smi topo -m shows how the GPUs are connected; NCCL_DEBUG=INFO shows what NCCL uses",
+    "network": "NCCL_DEBUG=INFO shows the network in use; choose another with --master-addr or NCCL_SOCKET_IFNAME",
+    "latency": "look for other processes; the processor's power saving increases latency",
     "disk": "keep run folders on a faster disk, or save less often (--save-every, --save-async)",
 }
 
 
 def checks(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
-    """Check all of it; `many`: the host is one of several."""
+    """Yield all checks of a host's facts; `many`: the host is one of several."""
     yield from _gpus(host, facts)
     yield from driver(host, facts)
     yield from _nccl(host, facts)
@@ -63,7 +63,7 @@ def _gpus(host: str, facts: Facts) -> Iterator[Check]:
     """Compare each kind of GPU with the hardware table."""
     if not facts["gpus"]:
         problem = f"nvidia-smi fails: {facts['gpu_error']}" if facts["gpu_error"] else ""
-        hint = "mend the driver; after an update: reboot"
+        hint = "repair the driver; after an update: reboot"
         yield check("gpus", host, problem, f"none: {facts['cores']['usable']} cores", hint=hint)
         return
     for name in dict.fromkeys(gpu["name"] for gpu in facts["gpus"]):
@@ -71,18 +71,25 @@ def _gpus(host: str, facts: Facts) -> Iterator[Check]:
         device, total = by_name(name), min(gpu["total_bytes"] or 0 for gpu in same)
         good, problem = f"{len(same)} x {name}, {shown_bytes(total)}", ""
         if device is None:
-            problem = f"{good}: not in the catalogue, so that nothing is known of its speed"
+            problem = f"{good}: not in the catalogue, so its speed is not known"
         elif total and total < TOTAL_SHARE * device.memory_bytes:
             problem = f"{good}: less memory than the catalogue's {shown_bytes(device.memory_bytes)}"
-        hint = "plan with the nearest kind and its memory: --gpu KIND --device-memory SIZE"
+        hint = "plan with a similar GPU and this one's memory: --gpu KIND --device-memory SIZE"
         yield check("gpus", host, problem, good, WARN, hint=hint)
 
 
 def _nccl(host: str, facts: Facts) -> Iterator[Check]:
     if facts["gpus"] and not facts["versions"]["hip"]:
         found = facts["versions"]["nccl"]
-        problem = "" if found else "no nvidia-nccl package beside torch"
-        yield check("nccl", host, problem, str(found), WARN, hint="torch may bring its own; its wheels name it")
+        problem = "" if found else "no nvidia-nccl package, so its version is not known"
+        yield check(
+            "nccl",
+            host,
+            problem,
+            str(found),
+            WARN,
+            hint="torch may contain its own NCCL; torch from pytorch.org installs it as a package",
+        )
 
 
 def _compilers(host: str, facts: Facts) -> Iterator[Check]:
@@ -92,22 +99,22 @@ def _compilers(host: str, facts: Facts) -> Iterator[Check]:
     for name, hint in needed.items():
         there, found = facts["tools"][name], facts["compilers"].get(name)
         good = f"{found} ({there})" if found else str(there)
-        expected = "there: DeepSpeed's C++ ops (offload, fused optimizers) are compiled with it"
+        expected = "installed: DeepSpeed's C++ ops (offload, fused optimizers) are compiled with it"
         yield check(f"compiler {name}", host, "" if there else "missing", good, WARN, expected=expected, hint=hint)
 
 
 def _libaio(host: str, facts: Facts) -> Check:
     lacks = [part for part, there in facts["libaio"].items() if not there]
     problem = f"no {' and no '.join(lacks)}" if lacks else ""
-    hint = f"{LIBAIO_HINT}; offload to host memory works without"
-    return check("libaio", host, problem, "there", WARN, expected="there, for offload to NVMe", hint=hint)
+    hint = f"{LIBAIO_HINT}; offload to host memory works without it"
+    return check("libaio", host, problem, "installed", WARN, expected="installed, for offload to NVMe", hint=hint)
 
 
 def _remote(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
     for name in ("ssh", "pdsh"):
         there = facts["tools"][name]
         if there or many:
-            expected = "there, to start ranks on other hosts"
+            expected = "installed, to start ranks on other hosts"
             yield check(name, host, "" if there else "missing", str(there), WARN, expected, f"apt-get install {name}")
 
 
@@ -141,7 +148,7 @@ def _device(facts: Facts, ranks: int) -> Device | None:
 def _rate(
     name: str, host: str, figure: float, least: float | None, unit: str, hint: str, why: str = "", source: str = ""
 ) -> Check:
-    """Compare a rate (a second, in SI units) with the least that it should be."""
+    """Compare a rate (FLOP or bytes a second) with the least that is expected; None expects nothing."""
     scale, word = (1e12, "TFLOP/s") if unit == "FLOP" else (1e9, "GB/s")
     low = least is not None and figure < least
     expected = "" if least is None else f"{least / scale:.3g} {word} or more{why}"
@@ -151,13 +158,13 @@ def _rate(
 
 def _latency(name: str, host: str, figure: float, kind: str) -> Check:
     most = LATENCY_S[kind]
-    expected = f"{most * 1e6:.0f} us or less: a step has about 100 collectives"
-    value = f"{figure * 1e6:.3g} us"
+    expected = f"{most * 1e6:,.0f} us or less: a step has about 100 collectives"
+    value = f"{figure * 1e6:,.0f} us"
     return check(name, host, value if figure > most else "", value, WARN, expected, HINTS["latency"], figure=figure)
 
 
 def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iterator[Check]:
-    """Check what the ranks of one host reach, the slowest of them."""
+    """Check the speeds of one host; `figures`: those of its slowest rank."""
     gpu, device = bool(facts["gpus"]), _device(facts, ranks)
     source = device.source if device else ""
 
@@ -168,7 +175,7 @@ def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iter
         wanted = least(device.peak(dtype) if device else None, MATMUL)
         hint = HINTS["matmul"]
         if not gpu and dtype == "bf16":
-            wanted, hint = BF16_SHARE * figures["matmul_flops"]["fp32"], "train in fp32 here: --precision fp32"
+            wanted, hint = BF16_SHARE * figures["matmul_flops"]["fp32"], "train in fp32: --precision fp32"
         yield _rate(f"matrix products {dtype}", host, flops, wanted, "FLOP", hint, source=source)
     peaks = (device.bandwidth, device.pcie, device.link) if device else (None, None, None)
     wanted = least(peaks[0], MEMORY)
@@ -183,7 +190,7 @@ def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iter
 
 
 def _disk(host: str, name: str, figures: dict[str, Any], read: float) -> Iterator[Check]:
-    """Check one disk; `read`: bytes a second that reading should reach."""
+    """Check one disk; `read`: the expected bytes a second of reading, 0 for the default."""
     why = ": a checkpoint of 10 GB in 50 s"
     for way, least, words in (("write", DISK, why), ("read", read or DISK, "" if read else why)):
         if f"disk_{way}" in figures:
@@ -191,13 +198,13 @@ def _disk(host: str, name: str, figures: dict[str, Any], read: float) -> Iterato
 
 
 def nvme_speeds(host: str, found: dict[str, dict[str, float]]) -> Iterator[Check]:
-    """Check each NVMe file system, as offload uses them."""
+    """Check each NVMe file system; `found`: figures by mount point."""
     for mount, figures in found.items():
         yield from _disk(host, f"nvme {mount}", figures, NVME_READ)
 
 
 def speeds_across(host: str, facts: Facts, figures: dict[str, Any], interface: str | None) -> Iterator[Check]:
-    """All-reduce over all hosts: the slowest link counts for all, so that one line is enough."""
+    """Check the all-reduce over all hosts, under the first host's name: the slowest link decides."""
     rows = [one for one in facts["addresses"] if one["interface"] == interface]
     speed = rows[0]["speed_mbit"] if rows else None
     device = _device(facts, 1) if facts["gpus"] else None

@@ -1,6 +1,7 @@
-"""Measurements of what this machine's ranks reach, by as many processes at once as a run would start.
+"""Measurements of this machine's speed, with as many processes at once as a run would start.
 
-Run as `python -m zerofit.doctor.measure JOB`, a `MeasurementJob` as JSON; each writes its figures to the job's folder.
+Run as `python -m zerofit.doctor.measure JOB`, where JOB is a `MeasurementJob` as JSON. Each process writes its figures
+to the job's folder.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from zerofit.doctor.measure_engine import measure_engine
 from zerofit.doctor.measure_kernels import Stopwatch, measure_kernels
 from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 
-STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
+STATES = 7  # floats per element in an Adam step: it reads 4 (gradient, parameter, 2 moments) and writes 3
 MEET = timedelta(seconds=60)
-TOGETHER, CALLS = 32, 40  # small collectives that are issued together, and how often
-CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, and how often
+TOGETHER, CALLS = 32, 40  # small collectives that are issued together, and repetitions
+CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, repetitions
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
 
 def measure(job: MeasurementJob) -> dict[str, object]:
-    """Measure all figures of one rank; ranks measure the same thing at the same time."""
+    """Return all figures of one rank; all ranks measure the same thing at the same time."""
     rank, ranks, budget_s, folder = job.rank, job.ranks, job.seconds, Path(job.folder)
     device = torch.device("cuda", job.device) if torch.cuda.is_available() else torch.device("cpu")
     if job.collectives_only:
@@ -82,7 +83,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
-    """Return FLOP/s of square products by precision."""
+    """Return FLOP/s of a product of square matrices, by precision."""
     size = 8192 if device.type == "cuda" else 1024
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
@@ -97,7 +98,7 @@ def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
 
 
 def _memory(device: torch.device, budget_s: float) -> float:
-    """Return bytes a second that an addition in place reads and writes; far larger than any cache."""
+    """Return the bytes a second that an in-place addition reads and writes, on a tensor far larger than any cache."""
     x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
     return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device, budget_s)
 
@@ -114,9 +115,9 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Return bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does.
+    """Return the bytes a second of host memory that torch's fused AdamW reads and writes, in one pass as DeepSpeed's.
 
-    A GiB in all: servers have caches of hundreds of MiB.
+    The tensors have 1 GiB together, since servers have caches of hundreds of MiB.
     """
     parameter = torch.nn.Parameter(torch.zeros(2**26))
     parameter.grad = torch.ones_like(parameter)
@@ -125,19 +126,19 @@ def _adam(budget_s: float) -> float:
 
 
 def _host_copy(device: torch.device, budget_s: float) -> float:
-    """Return bytes a second from pinned host memory to the device; on a CPU from memory to memory."""
+    """Return the bytes a second of copies from pinned host memory to the device; on a CPU within host memory."""
     host = torch.zeros(2**26, dtype=torch.float32)
     if device.type == "cuda":
         host = host.pin_memory()
-    there = torch.empty_like(host, device=device)
-    return host.nbytes / _seconds(lambda: there.copy_(host), device, budget_s)
+    copied = torch.empty_like(host, device=device)
+    return host.nbytes / _seconds(lambda: copied.copy_(host), device, budget_s)
 
 
 def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
-    """Measure the bus bandwidth of a large all-reduce, and the seconds of a small one."""
+    """Return the bus bandwidth (bytes/s) of a large all-reduce, and the seconds of a small one."""
     large = torch.zeros(2**28 if device.type == "cuda" else 2**23, dtype=torch.float32, device=device)
     small = torch.zeros(16, device=device)
-    large_s, small_s = (  # over a number of calls that all ranks share
+    large_s, small_s = (  # all ranks make the same number of calls
         statistics.median(_timed(lambda x=x: dist.all_reduce(x), device) for _ in range(count))
         for x, count in ((large, 10), (small, 100))
     )
@@ -145,10 +146,10 @@ def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
 
 
 def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
-    """Measure what ZeRO sends, in messages of a few KiB to those of a large bucket; and small ones issued together.
+    """Return the seconds of ZeRO's collectives by message size, and of small ones that are issued together.
 
-    On CPUs after kernels, as in a step: ranks do not come at the same moment, and gloo's threads, asleep, need a core.
-    One message after the other takes a tenth of that.
+    On a CPU, kernels run before each message, as in a step: ranks then arrive at different times, and gloo's sleeping
+    threads need a core first. Without the kernels a message needs a tenth of the time.
     """
     found, rows, matrix = [], torch.randn(1024, 256), torch.randn(256, 256)
 
@@ -156,7 +157,7 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
         work()
         taken = []
         for _ in range(calls):
-            if device.type == "cpu":  # a layer's worth, some milliseconds of a core
+            if device.type == "cpu":  # about one layer, some milliseconds of a core
                 for _ in range(3):
                     F.silu(rows @ matrix)
             taken.append(_timed(work, device))
@@ -182,7 +183,7 @@ def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
 
 
 def main(job: MeasurementJob) -> None:
-    """Measure as one rank and leave the figures in the folder."""
+    """Measure as one rank and write the figures to the job's folder."""
     torch.set_num_threads(job.threads)
     cuda, folder = torch.cuda.is_available(), Path(job.folder)
     if job.ranks > 1:
@@ -193,7 +194,7 @@ def main(job: MeasurementJob) -> None:
         else:
             store = FileStore(str(folder / "store"), job.ranks)
         backend = "nccl" if cuda else "gloo"
-        # on a busy machine one rank may be done long before another
+        # on a busy machine, one rank may finish long before another
         waits = timedelta(seconds=LIMIT_S) if job.by_shape else MEET
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=waits)
     found = measure(job)

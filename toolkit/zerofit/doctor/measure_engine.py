@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine takes of the host for each parameter, beside the kernels and collectives of a step."""
+"""The host's time for each parameter in DeepSpeed's engine, without the kernels and collectives of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from zerofit.doctor.measure_kernels import Stopwatch
 
 UNITS, WIDTH, ROWS = 32, 256, 64
-STEPS = 20  # of each engine, as many on each rank: they wait for each other
+STEPS = 20  # of each engine; the same on each rank, since ranks wait for each other
 
 
 class _Unit(nn.Module):
-    """One small parameter, behind a product that takes a host's caches as a model's do."""
+    """One small parameter behind a matrix product, which fills the host's caches as a model's products do."""
 
     matrix: Tensor
 
@@ -36,13 +36,13 @@ class _Unit(nn.Module):
 
 
 def measure_engine(watch: Stopwatch) -> dict[str, float]:
-    """Return seconds of the host: ZeRO-3's fetch and release of a parameter; on a CPU what becomes of a gradient, too.
+    """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
-    The former is what a forward takes longer under stage 3 than without an engine. Every parameter is kept gathered: a
-    CPU's host sends, too, which is measured apart, and a GPU's waits for so small a one, where a model's gathering goes
-    on beside its kernels (benchmarks/gpu/README.md). The latter is what forward, backward and step take longer under
-    stage 1: a hook, the bucket, the norm and the parameter's way back. On a GPU that is launches,
-    whose seconds are known.
+    `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and one
+    without an engine. Every parameter stays gathered, so that no collective is measured: on a CPU the host itself sends
+    them, and on a GPU it would wait for one this small, while a model gathers during its kernels
+    (benchmarks/gpu/README.md). `gradient_s` is the difference of a full step under stage 1: a hook, the bucket, the
+    norm and the gathering of the new parameter. On a GPU this consists of launches, which are measured elsewhere.
     """
     alone = not dist.is_initialized()
     if alone:
@@ -54,7 +54,7 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     if watch.device.type == "cpu":
         engines["gradient_s"] = _engine(watch.device, 1)
     without, taken = [], {name: [] for name in engines}
-    for _ in range(STEPS):  # in turns, so that what else the machine does hits all alike
+    for _ in range(STEPS):  # alternating, so that other load on the machine affects all of them alike
         without.append(_timed(watch, lambda: plain(x).sum(), lambda loss: loss.backward()))
         for name, engine in engines.items():
             taken[name].append(_timed(watch, partial(_forward, engine, x), partial(_step, engine)))
@@ -74,7 +74,7 @@ def _model(device: torch.device) -> nn.Module:
 
 
 def _engine(device: torch.device, stage: int) -> Any:
-    import deepspeed  # takes seconds, which other measurements need not
+    import deepspeed  # it needs seconds, and other measurements do without it
 
     model = _model(device)
     config = {
@@ -97,7 +97,7 @@ def _step(engine: Any, loss: Tensor) -> None:
 
 
 def _timed(watch: Stopwatch, forward: Callable[[], Tensor], ending: Callable[[Tensor], object]) -> tuple[float, float]:
-    """Return the seconds of one forward and of what ends the step."""
+    """Return the seconds of one forward, and of the rest of the step (`ending`)."""
     loss: list[Tensor] = []
     first_s = watch.timed(lambda: loss.append(forward()), 1)
     return first_s, watch.timed(lambda: ending(loss[0]), 1)

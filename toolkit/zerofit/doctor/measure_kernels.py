@@ -1,4 +1,4 @@
-"""Kernels of training on this device, by kind, dtype and shape: the table that `zerofit plan` counts with."""
+"""Measurement of this device's kernels by kind, dtype and shape: the table that `zerofit plan` estimates times from."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES, MeasuredKernel
 
 Work = Callable[[], Any]
 Operands = Iterator[list[Tensor]]
-POOL, MOST_OPERANDS = 2**25, 64  # bytes of operands that take turns, larger than a core's caches
-KEPT = 2**27  # bytes of results that are freed together, more than malloc keeps for itself
-LEAST_S, MOST_CALLS = 2e-3, 200  # of a timing, which takes so many calls at most
-SHORT = 16  # elements of an op that does nothing but begin
+POOL, MOST_OPERANDS = 2**25, 64  # bytes (more than a core's caches) and number of the operands used in turn
+KEPT = 2**27  # bytes of results that are freed together: more than malloc keeps for reuse
+LEAST_S, MOST_CALLS = 2e-3, 200  # of one timing
+SHORT = 16  # elements of an op whose time is only its start
 UNITS = 8  # of the small model that launches are measured with
 
 
 class Sizes(NamedTuple):
-    """What is measured on a kind of device: sizes at which its kernels go from launches to full speed."""
+    """The sizes measured on a kind of device: from those where the launch dominates to those at full speed."""
 
-    rows: tuple[int, ...]  # tokens, or pixels, that a product takes
+    rows: tuple[int, ...]  # of a product: tokens or pixels
     matrices: tuple[tuple[int, int], ...]  # its outputs and inputs
     most_flops: float
-    batches: tuple[tuple[int, int, int, int], ...]  # products of many: how many, M, N, K
+    batches: tuple[tuple[int, int, int, int], ...]  # batched products: number, M, N, K
     attention: tuple[tuple[int, int, int], ...]  # heads of all samples, tokens, width of a head
     convolution: tuple[tuple[int, int, int, int, int], ...]  # images, channels in and out, pixels of a side, kernel
     batch_norm: tuple[tuple[int, int, int], ...]  # images, channels, pixels of a side
-    bytes: tuple[int, ...]  # of one operand of kernels that only move
+    bytes: tuple[int, ...]  # of one operand of the kernels in `_moves`
     stepped: int  # elements of an optimizer's step
 
 
@@ -71,20 +71,20 @@ GPU = Sizes(
 
 
 class Stopwatch:
-    """Seconds of kernels on one device, from about `budget_s` of calls each."""
+    """A clock for kernels on one device, which repeats each of them for about `budget_s` seconds."""
 
     def __init__(self, device: torch.device, budget_s: float):
         self.device, self._budget_s = device, budget_s
-        # of one thread its own seconds, to which other processes add nothing
+        # a single thread has its own clock, which other processes do not disturb
         self._alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if self._alone else time.perf_counter
-        self.call_s = 0.0  # of an op before its kernel begins, on a CPU, which runs nothing ahead
+        self.call_s = 0.0  # of an op before its kernel begins; on a GPU this overlaps with other kernels
         if device.type == "cpu":
             x = torch.zeros(SHORT)
             self.call_s = self.seconds(lambda: x.add_(1.0))
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one call: of a CPU's threads the least, to which whatever else runs only adds."""
+        """Return the seconds of one call: the median; the least with several CPU threads, which other load slows."""
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
         taken: list[float] = []
@@ -94,12 +94,12 @@ class Stopwatch:
         return statistics.median(taken) if self._alone or self.device.type != "cpu" else min(taken)
 
     def kernel_s(self, work: Work) -> float:
-        """Return the seconds of a call's kernel alone, as far as that can be told."""
+        """Return the seconds of a call without `call_s`, at least a fifth of them."""
         seconds = self.seconds(work)
         return max(seconds - self.call_s, 0.2 * seconds)
 
     def timed(self, work: Work, calls: int) -> float:
-        """Return the seconds of one of so many calls in a row."""
+        """Return the mean seconds of `calls` calls in a row."""
         self._wait()
         start = self._clock()
         for _ in range(calls):
@@ -113,7 +113,7 @@ class Stopwatch:
 
 
 def measure_kernels(device: torch.device, budget_s: float) -> dict[str, object]:
-    """Return the table of kernels, and what an op of a model costs its host and a step an element."""
+    """Return the table of kernels, the host's seconds per op, and the bytes a second of optimizer steps."""
     watch = Stopwatch(device, budget_s / 10)
     found = [one for dtype in _dtypes(device) for one in _kernels(watch, dtype)]
     return {
@@ -142,7 +142,7 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
-    """Return operands of a call, those of the next one, and so on: as in a model, none is where the last one was."""
+    """Return operands for one call after another, each at another address, so that caches do not have them."""
     size = dtype.itemsize * sum(map(math.prod, shapes))
     count = max(1, min(MOST_OPERANDS, POOL // size))
     first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]
@@ -150,9 +150,9 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 
 
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
-    """Return work that keeps its results on a CPU, as a forward keeps activations, until all are freed together.
+    """Return work that, on a CPU, keeps its results as a forward keeps activations, and frees them together.
 
-    What is freed goes back to the system, and new results are of new pages: that takes longer than most kernels.
+    Freed memory goes back to the system, and new results need new pages, which is slower than most kernels.
     """
     if watch.device.type != "cpu":
         return work
@@ -168,7 +168,7 @@ def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
 
 
 def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield products of activations and weights, and those of many small matrices."""
+    """Yield products of activations and weights, and batched products of small matrices."""
     shapes = [(1, m, n, k) for m in sizes.rows for n, k in sizes.matrices if 2.0 * m * n * k <= sizes.most_flops]
     for many, m, n, k in (*shapes, *sizes.batches):
         shape = () if many == 1 else (many,)
@@ -185,7 +185,7 @@ def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> 
 
 
 def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield fused attention under a causal mask and without one, forward and backward."""
+    """Yield fused attention with and without a causal mask, forward and backward."""
     for heads, tokens, width in sizes.attention:
         one = MeasuredKernel(kind="attention", dtype=name, shape=(heads, tokens, tokens, width), seconds=0.0)
         q, k, v = (
@@ -208,7 +208,7 @@ def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) ->
 
 
 def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield convolutions forward and backward, each grouped by channel as well where its channels allow it."""
+    """Yield convolutions, forward and backward; also depthwise ones where the channels in and out are equal."""
     for images, inner, outer, side, width in sizes.convolution:
         for groups in (1, inner) if inner == outer else (1,):
             shape = (images * side * side, outer // groups, inner // groups * width * width)
@@ -231,7 +231,7 @@ def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str)
 
 
 def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield batch norms, forward (three passes over activations) and backward (five) together: each runs as often."""
+    """Yield batch norms: forward (three passes over the activations) and backward (five) as one kernel."""
     for images, channels, side in sizes.batch_norm:
         norm = nn.BatchNorm2d(channels).to(watch.device, dtype)
         x = torch.randn(images, channels, side, side, device=watch.device).to(dtype).requires_grad_()
@@ -253,7 +253,7 @@ def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) 
 
 
 def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield kernels that move more than they compute: of each kind the mean of what models run."""
+    """Yield kernels that move bytes more than they compute: for each kind, the mean of some that models use."""
     for size in sizes.bytes:
         shape = (size // dtype.itemsize // 256, 256)
         operands = _operands(watch, dtype, shape, shape)
@@ -276,7 +276,7 @@ def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Ite
 
 
 class _KernelCount(TorchDispatchMode):
-    """How many ops that launch something have run: no views, no bare allocations."""
+    """A counter of the ops that launch a kernel: no views, no bare allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class _KernelCount(TorchDispatchMode):
 
 
 def _launch_s(watch: Stopwatch) -> float:
-    """Return what an op costs beside its kernel: of modules so small that they do nothing else."""
+    """Return the host's seconds per op, from modules so small that their kernels need no time."""
     units = [nn.Sequential(nn.Linear(SHORT, SHORT), nn.SiLU(), nn.LayerNorm(SHORT)) for _ in range(UNITS)]
     model = nn.Sequential(*units).to(watch.device)
     x = torch.ones(2, SHORT, device=watch.device)
@@ -305,7 +305,7 @@ def _launch_s(watch: Stopwatch) -> float:
 
 
 def _step_bandwidths(watch: Stopwatch) -> dict[str, float]:
-    """Return bytes a second of optimizers' steps on the device, with gradients' norm and scale."""
+    """Return bytes a second of optimizer steps on the device, with the gradients' norm and scaling."""
     elements = CPU.stepped if watch.device.type == "cpu" else GPU.stepped
     parameter = nn.Parameter(torch.zeros(elements, device=watch.device))
     parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""Figures of this host: ranks that measure are started, watched and summed up; disks are measured here."""
+"""Figures of this host: starts the ranks that measure, joins their figures, and measures disks."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ AT_MOST = 4  # file systems
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementJob:
-    """The measurements asked of one rank; see `measure`."""
+    """The measurements of one rank; see `measure`."""
 
     rank: int = 0
     ranks: int  # of all hosts
-    device: int = 0  # number of its GPU
+    device: int = 0  # index of its GPU
     threads: int
     seconds: float  # of each measurement
     folder: str = ""  # on this host
-    store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: in the folder
+    store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: a file in `folder`
     collectives_only: bool = False
-    by_shape: bool = False  # kernels and collectives as well, for `zerofit plan`
+    by_shape: bool = False  # also kernels and collectives by size, for `zerofit plan`
 
 
 def measured(
     first: MeasurementJob, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None
 ) -> list[Figures]:
-    """Return what each of `local` ranks of this host has measured; `first` is the first one's job. Raises RunFailed.
+    """Return the figures of each of `local` ranks of this host; `first` is the first rank's job. Raises RunFailed.
 
-    The disk that is measured is the cache's.
+    It measures the disk of the cache.
     """
     cache_root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_root()) as name:
         jobs = [replace(first, rank=first.rank + n, device=n, folder=name) for n in range(local)]
-        say(f"starting the ranks here ({local})")
+        say(f"starting {local} rank(s)")
         processes = [_started(job, {**os.environ, **(env or {})}) for job in jobs]
         try:
             _watch(jobs, processes, Path(name), say)
@@ -63,7 +63,7 @@ def measured(
 
 
 def _started(job: MeasurementJob, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one rank, which the kernel ends with this process."""
+    """Start one rank, which the kernel ends when this process ends."""
     module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
     command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), module, argument]
     with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:
@@ -76,7 +76,7 @@ def _watch(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Wait for all; the first that fails ends the measurement. Raises RunFailed."""
+    """Wait for all ranks. Raises RunFailed when one fails, or after `LIMIT_S`."""
     end = time.monotonic() + LIMIT_S
     while any(process.poll() is None for process in processes):
         phase = folder / "phase"
@@ -93,7 +93,7 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """Join the ranks' figures: the slowest counts, as the others wait for it; host memory is shared by all."""
+    """Join the ranks' figures: the slowest rank's, as others wait for it; for host memory, shared by all, the sum."""
     names = ("memory_bandwidth", "host_copy", "link")
     found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}
     found["matmul_flops"] = {
@@ -113,7 +113,7 @@ def together(ranks: Sequence[Figures]) -> Figures:
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Return bytes a second of one large file, written through to the disk and read back without the page cache."""
+    """Return bytes a second of writing one large file to the disk and of reading it without the page cache."""
     path, block = folder / "disk", os.urandom(BLOCK)
     start = time.perf_counter()
     with path.open("wb") as file:
@@ -133,7 +133,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
 
 
 def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Measure each NVMe file system, by where it is mounted; those that this user cannot write to are left out."""
+    """Measure each NVMe file system that this user can write to; return the figures by mount point."""
     mounts: dict[str, str] = {}
     for part in psutil.disk_partitions():
         if "nvme" in os.path.basename(part.device) and os.access(part.mountpoint, os.W_OK):

@@ -1,4 +1,4 @@
-"""The check of all hosts before a run starts on them: everything that can be known in a few seconds."""
+"""The check of all hosts before a run starts on them, in a few seconds."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from zerofit.doctor.facts import collect
 from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
 from zerofit.launch.hostfile import Host
 
-MARK_S = 3.0  # for a file of another host's to be seen here; network file systems hold names back for a while
+MARK_S = 3.0  # until another host's file appears here: network file systems cache names
 LOOPBACK = "127.0.0.1"
-SLOW_MBIT = 10_000  # below it a step of a model that is cut over hosts waits for the network: docs/doctor.md
+SLOW_MBIT = 10_000  # with less, the steps of a model that is sharded over hosts wait for the network: docs/doctor.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightRequest:
-    """The questions to the hosts; None leaves that check out."""
+    """What the preflight checks; None skips a check."""
 
-    run_folder: Path | None = None  # exists on the asking side; has to be the same folder everywhere
+    run_folder: Path | None = None  # exists on this machine; must be the same folder on all hosts
     run_file: Path | None = None
-    code: Path | None = None  # file or package folder of the user's own model: see `software.model_code`
-    checkpoint_bytes: int | None = None  # that one checkpoint will take
-    accelerator: str | None = None  # "cuda" or "cpu"; None: what the hosts have
-    master: str | None = None  # host name or address that ranks meet at; None: the best one of the first host's
+    code: Path | None = None  # file or package folder of the user's own model: `software.model_code`
+    checkpoint_bytes: int | None = None  # of one checkpoint
+    accelerator: str | None = None  # "cuda" or "cpu"; None: cuda if any host has a GPU
+    master: str | None = None  # host name or address where ranks meet; None: the first host's best address
     master_port: int | None = None
-    callback: tuple[str, int] | None = None  # address and port where the asking command listens already
+    callback: tuple[str, int] | None = None  # address and port where the asking command already listens
     ssh_port: int | None = None
-    compilers: bool = False  # ask for their versions too
+    compilers: bool = False  # also the compilers' versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """The outcome of a preflight on all hosts."""
+    """The result of a preflight on all hosts."""
 
-    checks: tuple[Check, ...] = ()  # in the order of the hosts, those that are well too
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by host; without those that were not reached
-    master_address: str | None = None  # of the first host, that all others have reached
-    master_port: int | None = None  # the one that was asked about, else one that was free
-    interfaces: dict[str, str] = field(default_factory=dict)  # by host: the one that leads to the master
+    checks: tuple[Check, ...] = ()  # in the order of the hosts, including those that are OK
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by host, of the hosts that were reached
+    master_address: str | None = None  # the first host's address that most hosts have reached
+    master_port: int | None = None  # the requested one, else a free one
+    interfaces: dict[str, str] = field(default_factory=dict)  # by host: the interface on the way to the master
 
     @property
     def findings(self) -> tuple[Check, ...]:
-        """What is wrong or worth knowing."""
+        """The checks that are not OK."""
         return tuple(check for check in self.checks if check.status != OK)
 
     @property
     def failed(self) -> bool:
-        """Whether a run would fail."""
+        """Whether a check failed, so that a run would fail."""
         return any(check.status == FAIL for check in self.checks)
 
 
 def preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
-    """Ask all hosts at the same time and compare them with each other and with this side.
+    """Ask all hosts at the same time, and compare them with each other and with this machine.
 
-    Raises OSError where the run folder cannot be written on this side.
+    Raises OSError if this machine cannot write to the run folder.
     """
     return asyncio.run(_preflight(hosts, asked))
 
@@ -79,7 +79,7 @@ async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Prefligh
         }
         own = asyncio.create_task(asyncio.to_thread(collect, question, stack))
         if asked.run_folder is not None:
-            token = asked.run_folder / f".zerofit-asks-{uuid.uuid4().hex}"  # by which others know the folder
+            token = asked.run_folder / f".zerofit-asks-{uuid.uuid4().hex}"  # other hosts look for this file
             token.touch(exist_ok=False)
             stack.callback(token.unlink, missing_ok=True)
             question = question | {"run_folder": str(asked.run_folder.absolute()), "token": token.name}
@@ -91,7 +91,7 @@ async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Prefligh
             there = {name: one for name, one in there.items() if name in facts}
             seen = await _marks_seen(asked.run_folder, facts)
             found = await find_routes(names, there, facts, asked.master, asked.master_port, asked.callback)
-        expected = "ssh without a prompt, and the same zerofit there"
+        expected = "ssh without a prompt, and the same zerofit on the host"
         checks = [lost(name, "reachable", missing[name], expected) for name in names if name in missing]
         checks += compare.checks(hosts, facts, await own, asked.accelerator)
         if asked.run_folder is not None:
@@ -105,12 +105,12 @@ async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Prefligh
 
 
 def lost(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
-    """Return a check that could not be made."""
+    """Return a failed check of a host that did not answer."""
     return check(name, host, error.message, "", expected=expected, hint=error.hint)
 
 
 async def _marks_seen(folder: Path | None, facts: dict[str, dict[str, Any]]) -> set[str]:
-    """Hosts whose files in the run folder are seen on this side; the hosts take them away themselves."""
+    """Return the hosts whose files in the run folder appear on this machine within `MARK_S` seconds."""
     if folder is None:
         return set()
     marks = {name: one["run_folder"]["mark"] for name, one in facts.items() if one["run_folder"]["mark"]}
@@ -130,7 +130,7 @@ async def find_routes(
     port: int | None,
     callback: tuple[str, int] | None,
 ) -> Preflight:
-    """Listen on the first host and connect from all; empty where the first host cannot be asked."""
+    """Listen on the first host and connect from all; return an empty result if the first host does not answer."""
     first = names[0]
     if first not in there:
         return Preflight()
@@ -155,12 +155,12 @@ async def find_routes(
 
 
 def _most_reached(reached: dict[str, list[dict[str, Any]]], count: int) -> int:
-    """Return which of the first `count` targets most hosts have reached."""
+    """Return the index of the one of the first `count` targets that most hosts have reached."""
     return max(range(count), key=lambda n: sum(rows[n]["error"] is None for rows in reached.values()))
 
 
 async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return how each host reached each target: `error` (None where it did), seconds, interface."""
+    """Return, by host and target, `error` (None if reached), seconds and interface."""
     answers = await ask_all(there, {"ask": "reach", "targets": targets})
     return {
         name: [{"error": one.message}] * len(targets) if isinstance(one, Unreachable) else one["reached"]
@@ -169,7 +169,7 @@ async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> 
 
 
 def candidates_of(facts: dict[str, Any], *, alone: bool) -> list[str]:
-    """Return the addresses of a host that others may reach it at: the one that ssh has used first, then the fastest."""
+    """Return the addresses where others may reach a host: first the one that ssh has used, then the fastest."""
     if alone:
         return [LOOPBACK]
     usable = [one for one in facts["addresses"] if not one["loopback"] and not one["link_local"]]
@@ -185,43 +185,43 @@ def _version(address: str) -> int:
 def _interfaces(
     names: list[str], facts: dict[str, dict[str, Any]], to_master: dict[str, dict[str, Any]], *, named: bool
 ) -> dict[str, str]:
-    """Return each host's interface on its way to the master, which the user has `named` or not."""
+    """Return each host's interface on the way to the master; `named`: the user has given the master's name."""
     found = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
     first = names[0]
-    if named and len(names) > 1 and first in found:  # its own name may mean its loopback there
+    if named and len(names) > 1 and first in found:  # on the host itself its name may be the loopback's
         rows, here = facts[first]["addresses"], facts[first]["asked_from"]["here"]
         found[first] = next((one["interface"] for one in rows if one["address"] == here), found[first])
     return found
 
 
 def _master_port(host: str, port: int, error: str | None) -> Check:
-    expected, hint = "a free port on the first host", "name another one with --master-port, or end what has it"
+    expected, hint = "a free port on the first host", "choose another one with --master-port, or end the process"
     return check("master-port", host, error or "", f"port {port} is free", expected=expected, hint=hint)
 
 
 def _to_master(host: str, address: str, port: int, row: dict[str, Any]) -> Check:
     problem = f"{address} port {port}: {row['error']}" if row["error"] else ""
     good = "" if problem else f"{address} in {row['seconds'] * 1e3:.1f} ms"
-    hint = "open all TCP ports between the hosts (NCCL and gloo choose theirs), or name the address that is reached "
-    hint += "from all with --master-addr"
+    hint = "open all TCP ports between the hosts (NCCL and gloo choose theirs), or use --master-addr with an address "
+    hint += "that all hosts can reach"
     expected = "every host can connect to the first one"
     return check("master-reachable", host, problem, good, expected=expected, hint=hint)
 
 
 def _callback(host: str, callback: tuple[str, int], error: str | None) -> Check:
     way = f"{callback[0]} port {callback[1]}"
-    hint = "open that port here for the hosts, or start the run on one of them"
+    hint = "open that port of this machine to the hosts, or start the run on one of them"
     expected = "every host can connect to this command"
     problem = f"{way}: {error}" if error else ""
     return check("command-reachable", host, problem, f"{way}: connected", expected=expected, hint=hint)
 
 
 def interface_check(host: str, interface: str, facts: dict[str, Any], hosts: int) -> Check:
-    """Return the interface on a host's way to the others, a warning where it is slow."""
+    """Check the interface on a host's way to the others; a slow one is a warning."""
     rows = [one for one in facts["addresses"] if one["interface"] == interface]
     speed, mtu = (rows[0]["speed_mbit"], rows[0]["mtu"]) if rows else (None, None)
     slow = hosts > 1 and speed is not None and speed < SLOW_MBIT
     shown = f"{interface} ({f'{speed / 1000:g} Gbit/s' if speed else 'speed unknown'}, MTU {mtu})"
     expected = f"{SLOW_MBIT / 1000:g} Gbit/s or more between hosts"
-    hint = "name a faster network's address with --master-addr; gradients cross it every step"
+    hint = "use an address in a faster network with --master-addr; every step sends the gradients over it"
     return check("interface", host, shown if slow else "", shown, WARN, expected, hint)

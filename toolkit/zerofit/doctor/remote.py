@@ -1,7 +1,7 @@
-"""Conversations with many hosts at once, over ssh without a prompt.
+"""Questions to many hosts at once, over ssh without a prompt.
 
-Only the interpreter's path stands in the remote command, quoted; questions go over standard input. What ssh is told
-about host keys and users is the user's own configuration (~/.ssh/config), as for pdsh; whatever would ask is an error.
+The remote command has only the quoted path of the interpreter; questions go over standard input. Host keys and users
+come from the user's ~/.ssh/config, as for pdsh. A prompt of ssh is an error.
 """
 
 from __future__ import annotations
@@ -23,40 +23,44 @@ from zerofit.doctor.system import addresses
 from zerofit.launch.hostfile import NAME
 
 SSH_FAILED = 255  # man ssh, EXIT STATUS
-# what is said, which kind it is, how to mend it
+# a pattern in the standard error, the kind of failure, a hint
 SAID = (
-    (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "host-key", "ssh-keygen -R {host}, if you know why its key is new"),
+    (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "host-key", "if you know why its key is new: ssh-keygen -R {host}"),
     (
         r"Host key verification failed",
         "host-key",
-        "its key is not known here: run `ssh {host} true` once and accept it",
+        "its key is not known: run `ssh {host} true` once and accept it",
     ),
-    (r"Permission denied|Too many authentication failures", "password", "give it your key: ssh-copy-id {host}"),
+    (r"Permission denied|Too many authentication failures", "password", "copy your key to it: ssh-copy-id {host}"),
     (r"Could not resolve hostname|Name or service not known", "name", "correct the name, or add it to /etc/hosts"),
-    (r"Connection refused", "refused", "start sshd there, or name its port with --ssh-port"),
+    (r"Connection refused", "refused", "start sshd on {host}, or give its port with --ssh-port"),
     (
         r"timed out|No route to host|Network is unreachable",
         "unreachable",
-        "is it up, and may this host reach its port 22?",
+        "check that {host} is running and that its ssh port is open to this machine",
     ),
     (
         r"Connection closed by|Connection reset|kex_exchange_identification",
         "refused",
-        "sshd ends it: see its log there",
+        "sshd closed the connection: see its log on {host}",
     ),
-    (r"No module named", "zerofit", "install the same zerofit there, in the same place ({python})"),
-    (r"No such file or directory|not found|Permission denied.*python", "python", "{python} has to be there too"),
+    (r"No module named", "zerofit", "install the same zerofit on {host}, in the same place ({python})"),
+    (
+        r"No such file or directory|not found|Permission denied.*python",
+        "python",
+        "{host} needs the same interpreter: {python}",
+    ),
 )
-PATIENCE_S = 20.0  # of one answer; a cold network file system takes seconds to start Python
+PATIENCE_S = 20.0  # for one answer; on a cold network file system Python starts in seconds
 END_S = 2.0
-CONNECT_S = 5  # of one attempt of ssh's
+CONNECT_S = 5  # for one attempt of ssh
 LINE_BYTES = 2**22
-FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.torch_probe"  # without torch, and with it
+FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.torch_probe"  # without and with torch
 HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class Unreachable(Exception):
-    """A host that cannot be asked: `kind` is a stable slug, `hint` says how to mend it."""
+    """A host that does not answer: `kind` is a stable slug, `hint` how to fix it."""
 
     def __init__(self, kind: str, message: str, hint: str):
         self.kind, self.message, self.hint = kind, message, hint
@@ -71,7 +75,7 @@ def why(host: str, code: int | None, said: str) -> Unreachable:
         if line is not None:
             return Unreachable(kind, line[:300], hint.format(host=host, python=sys.executable))
     last = [line.strip() for line in said.splitlines() if line.strip()][-1:]
-    words = f"it ended with exit code {code}" + (f": {last[0][:300]}" if last else "")
+    words = f"the process ended with exit code {code}" + (f": {last[0][:300]}" if last else "")
     return Unreachable("ssh", words, f"try: ssh -o BatchMode=yes {host} true")
 
 
@@ -82,13 +86,13 @@ class Conversation:
     host: str
     process: asyncio.subprocess.Process
     noise: asyncio.Task[bytes]  # its standard error
-    clock_s: float = 0.0  # its clock minus ours at the last answer
+    clock_s: float = 0.0  # the host's clock minus this machine's, at the last answer
     clock_error_s: float = 0.0  # at most
 
     async def ask(
         self, question: dict[str, Any], patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """Return the answer; what is said on the way there goes to `say`. Raises Unreachable."""
+        """Return the answer; lines of progress go to `say`. Raises Unreachable."""
         sent = time.time()
         try:
             assert self.process.stdin is not None
@@ -106,14 +110,14 @@ class Conversation:
         return answer
 
     async def greeting(self) -> None:
-        """Wait until it is there. Raises Unreachable."""
+        """Wait for the process's greeting. Raises Unreachable."""
         try:
             await asyncio.wait_for(self._line(), PATIENCE_S)
         except (TimeoutError, OSError) as error:
             raise await self._failure(error, PATIENCE_S) from None
 
     async def _line(self) -> dict[str, Any]:
-        """Return the next line of ours: a shell there may print others. Raises ConnectionResetError at the end."""
+        """Return the next line with our mark: the host's shell may print others. Raises ConnectionResetError."""
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             _, mark, answer = line.partition(MARK.encode())
@@ -123,14 +127,14 @@ class Conversation:
 
     async def _failure(self, error: Exception, patience_s: float) -> Unreachable:
         if isinstance(error, TimeoutError):
-            return Unreachable("timeout", f"no answer in {patience_s:.0f} s", "look whether it is overloaded or hangs")
+            return Unreachable("timeout", f"no answer in {patience_s:.0f} s", "check whether it is overloaded or hangs")
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), END_S)
         said = (await self.noise).decode(errors="replace") if self.process.returncode is not None else ""
         return why(self.host, self.process.returncode, said)
 
     async def close(self) -> None:
-        """Let it end, or end it, and its pipes: children of it may hold them, and nobody closes them without a loop."""
+        """End the process and close its pipes, which a child of it may keep open; asyncio needs its loop for that."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -141,13 +145,13 @@ class Conversation:
 
 
 def is_here(host: str) -> bool:
-    """Return whether this is a name or address of this machine, as far as is known without asking a name server."""
+    """Return whether `host` is a name or address of this machine, without asking a name server."""
     names = {*HERE, socket.gethostname(), socket.gethostname().split(".")[0]}
     return host in names or any(one["address"] == host for one in addresses())
 
 
 def command(host: str, module: str, ssh_port: int | None) -> list[str]:
-    """Return the argument vector that starts a module of ours on a host, with this environment's interpreter."""
+    """Return the ssh command that starts a module of zerofit on a host, with this environment's interpreter."""
     assert NAME.fullmatch(host), host
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ClearAllForwardings=yes"]
     options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
@@ -160,9 +164,9 @@ def command(host: str, module: str, ssh_port: int | None) -> list[str]:
 async def conversations(
     hosts: Sequence[str], ssh_port: int | None = None, module: str = FACTS
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
-    """Start a conversation with each host that can be reached, all at once; ended with the block.
+    """Start a conversation with each host and yield them by host, or why one failed. They end with the block.
 
-    One host alone that is this machine is not asked over ssh, since nothing else will go there over ssh either.
+    If the only host is this machine, ssh is not used, since a run does not use it either.
     """
     local = len(hosts) == 1 and is_here(hosts[0])
     started = await asyncio.gather(*(_started(host, module, ssh_port, local) for host in hosts))
@@ -174,7 +178,7 @@ async def conversations(
 
 
 async def _started(host: str, module: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
-    """Start a module that answers questions and hear its greeting; `local`: on this machine, without ssh."""
+    """Start a module that answers questions and wait for its greeting; `local`: on this machine, without ssh."""
     if not NAME.fullmatch(host):
         return Unreachable("name", f"{host!r} is not a valid host name", "give users and ports in ~/.ssh/config")
     argv = [sys.executable, "-P", "-m", module] if local else command(host, module, ssh_port)
@@ -184,7 +188,9 @@ async def _started(host: str, module: str, ssh_port: int | None, local: bool) ->
             *argv, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_BYTES, start_new_session=True
         )
     except OSError as error:
-        return Unreachable("ssh", f"{argv[0]} does not start here: {error.strerror}", "install openssh-client")
+        return Unreachable(
+            "ssh", f"{argv[0]} does not start on this machine: {error.strerror}", "install openssh-client"
+        )
     assert process.stderr is not None
     found = Conversation(host, process, asyncio.create_task(process.stderr.read()))
     try:
@@ -204,7 +210,7 @@ async def ask_all(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """Put one question to all at the same time, or one to each by host."""
+    """Ask all hosts at the same time, the same question or one for each by host; return the answers by host."""
 
     async def ask(one: Conversation) -> dict[str, Any] | Unreachable:
         try:

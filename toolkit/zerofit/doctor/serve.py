@@ -1,4 +1,4 @@
-"""Answering questions over standard input, one line of JSON each."""
+"""A loop that answers questions from standard input, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-MARK = "zerofit-answers "  # before each line of ours: a remote shell may print greetings of its own
-GRACE_S = 5.0  # to take away what it has made
+MARK = "zerofit-answers "  # before each answer, since a remote shell may print lines of its own
+GRACE_S = 5.0  # to remove its files
 Say = Callable[[str], None]
 
 
 def serve(answer: Callable[[dict[str, Any], ExitStack, Say], dict[str, Any]], life_s: int) -> None:
-    """Greet, and answer until the asking command closes its end; after `life_s` it is over whatever happens.
+    """Print a greeting, then answer until the asking command closes standard input, for `life_s` seconds at most.
 
-    What the stack holds is taken away at the end. Each answer has this host's clock when the question was heard and
-    when it was answered (Unix time, s).
+    The stack closes at the end. Each answer has this host's clock when the question was read and when it was answered
+    (Unix time, s).
     """
     signal.alarm(life_s)
     _say(greeting=True)
@@ -39,10 +39,10 @@ def _say(**what: Any) -> None:
 
 
 def end_with_asker() -> None:
-    """End this process when the asking command is gone, in the middle of its work too, as with Ctrl-C."""
+    """End this process as with Ctrl-C when the asking command is gone, even in the middle of its work."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
-    hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # and POLLHUP, which is always told
+    hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # poll always reports POLLHUP, too
 
     def wait() -> None:
         hung_up.poll()

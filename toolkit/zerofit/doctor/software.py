@@ -1,4 +1,4 @@
-"""Versions and hashes of the software on this host, found without importing any of it."""
+"""Versions and hashes of the software on this host, without importing it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerofit.spec.extras import installed_version
 
 PACKAGES = ("zerofit", "deepspeed", "transformers", "accelerate", "torchvision", "numpy", "triton", "psutil")
 CODE = {".py", ".json", ".yaml", ".yml"}
-AT_MOST = 10_000  # files that are hashed; a folder with more is no package
+AT_MOST = 10_000  # files to hash; a folder with more is not a package
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each package, None where missing; torch's with its CUDA (or ROCm), commit and NCCL."""
+    """Return the version of each package (None: missing), of Python, and of torch's CUDA or ROCm, commit and NCCL."""
     installed = {name: installed_version(name) for name in PACKAGES}
     found = {"python": platform.python_version(), **installed, **_torch()}
     cuda = found.get("cuda")
@@ -29,7 +29,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _torch() -> dict[str, str | None]:
-    """Return what torch/version.py says, read as text: importing torch takes seconds."""
+    """Return the values in torch/version.py, read as text, since importing torch needs seconds."""
     names = {"torch": "__version__", "cuda": "cuda", "hip": "hip", "torch_git": "git_version"}
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -44,13 +44,13 @@ def _torch() -> dict[str, str | None]:
 
 
 def own_code() -> str:
-    """Return the hash of the source of zerofit that this host would run."""
+    """Return the hash of this host's zerofit source."""
     top = Path(__file__).parents[1]
     return _hashed((str(p.relative_to(top)), p) for p in _files(top, CODE))
 
 
 def model_code(model: str) -> Path | None:
-    """Find the code (file or top folder) of a `package.module:callable` without importing it; None for others."""
+    """Return the file or top folder of a model `package.module:callable` without importing it; None for others."""
     module, colon, _ = model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         return None
@@ -60,14 +60,14 @@ def model_code(model: str) -> Path | None:
 
 
 def code_hash(path: Path) -> str | None:
-    """Return the hash of a module's file, or of a package's Python files; None where it does not exist."""
+    """Return the hash of a module's file, or of a package's Python files; None if it does not exist."""
     if path.is_file():
         return _hashed([(path.name, path)])
     return _hashed((str(p.relative_to(path)), p) for p in _files(path, {".py"})) if path.is_dir() else None
 
 
 def file_hash(path: Path) -> str | None:
-    """Return the hash of one file's bytes; None where it cannot be read."""
+    """Return the hash of one file's bytes; None if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -75,7 +75,7 @@ def file_hash(path: Path) -> str | None:
 
 
 def _files(top: Path, kinds: set[str]) -> list[Path]:
-    """Return files of these kinds in a fixed order, without hidden folders, caches and virtual environments."""
+    """Return files with these suffixes in a fixed order, without hidden folders, caches and virtual environments."""
     found: list[Path] = []
     for folder, inner, names in os.walk(top, followlinks=True):
         venvs = {name for name in inner if Path(folder, name, "pyvenv.cfg").exists()}

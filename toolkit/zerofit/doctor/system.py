@@ -27,21 +27,21 @@ TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun",
 BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
 RANKS = ("zerofit.worker", "deepspeed.launcher.launch")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
-USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # a name may have commas: it comes last
-SMI_S = 8.0  # for nvidia-smi: without persistence mode the driver is loaded first, which takes seconds
+USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # the name is last, since it may have commas
+SMI_S = 8.0  # for nvidia-smi, which without persistence mode loads the driver first (seconds)
 MIB = 2**20
-COMPILER_S = 10.0  # for a compiler to say its version
+COMPILER_S = 10.0  # for a compiler to print its version
 CONNECT_S = 4.0
 
 
 def limits() -> dict[str, int | None]:
-    """Return the soft limits of this process, as its children inherit them; None is no limit."""
+    """Return the soft limits of this process, which its children inherit; None is no limit."""
     found = {name: resource.getrlimit(which)[0] for name, which in LIMITS.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Return bytes of /dev/shm, through which NCCL, gloo and loader processes hand on tensors."""
+    """Return the bytes of /dev/shm, through which NCCL, gloo and loader processes pass tensors; None: missing."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -50,13 +50,13 @@ def shared_memory() -> dict[str, int] | None:
 
 
 def tools() -> dict[str, str | None]:
-    """Return where each program lies, on PATH or in its usual place."""
+    """Return the path of each program, from PATH or its usual place; None if it is missing."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, BESIDE)])
     return {name: shutil.which(name, path=path) for name in TOOLS}
 
 
 def strays() -> list[dict[str, Any]]:
-    """Return processes of zerofit runs and of DeepSpeed's launcher on this host, as far as this user may see them."""
+    """Return the processes of zerofit runs and of DeepSpeed's launcher on this host that this user may see."""
     found = []
     for process in others():
         try:
@@ -74,13 +74,13 @@ def strays() -> list[dict[str, Any]]:
 
 
 def cores() -> dict[str, Any]:
-    """Return the processor cores that this process may use."""
+    """Return the number of processor cores that this process may use, and the machine's architecture."""
     usable = len(os.sched_getaffinity(0))
     return {"usable": min(psutil.cpu_count(logical=False) or usable, usable), "machine": platform.machine()}
 
 
 def gpus() -> dict[str, Any]:
-    """Return `gpus` (each with its processes), `driver`, and `gpu_error` where nvidia-smi is there and fails."""
+    """Return `gpus` (each with its processes), `driver`, and `gpu_error` if nvidia-smi is installed but fails."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": None, "gpu_error": None}
     try:
@@ -95,7 +95,7 @@ def gpus() -> dict[str, Any]:
 
 
 def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return the rows of one query. Raises OSError and SubprocessError."""
+    """Return the rows of one query of nvidia-smi. Raises OSError and SubprocessError."""
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SMI_S, check=True)
     rows = [line.split(", ", len(fields) - 1) for line in done.stdout.splitlines()]
@@ -120,12 +120,12 @@ def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _bytes(mib: str) -> int | None:
-    """Return the bytes of so many MiB; None for "[N/A]", shown for parts of a divided GPU and inside containers."""
+    """Convert MiB to bytes; None for "[N/A]", which nvidia-smi prints for a part of a GPU and in containers."""
     return int(mib) * MIB if mib.isdigit() else None
 
 
 def compilers(tools: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts (its own crt/host_config.h)."""
+    """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts (from its crt/host_config.h)."""
     nvcc = tools["nvcc"]
     return {
         "g++": _said(tools["g++"] or tools["c++"], ["-dumpfullversion", "-dumpversion"], r"^(\d+(?:\.\d+)*)"),
@@ -154,7 +154,7 @@ def _limit(home: Path) -> int | None:
 
 
 def addresses() -> list[dict[str, Any]]:
-    """List each address of an interface that is up: interface, address, prefix, mtu, speed (Mbit/s)."""
+    """Return each address of an interface that is up: interface, address, prefix, MTU, speed (Mbit/s)."""
     states = psutil.net_if_stats()
     found = []
     for name, rows in psutil.net_if_addrs().items():
@@ -186,13 +186,13 @@ def _prefix(netmask: str | None) -> int | None:
 
 
 def asked_from() -> dict[str, str | None]:
-    """Return this host's end of the ssh connection that this process was started over, as SSH_CONNECTION has it."""
+    """Return this host's address of the ssh connection that started this process (from SSH_CONNECTION)."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return {"here": words[2] if len(words) == 4 else None}
 
 
 def port_taken(port: int) -> str:
-    """Return in words that a port is taken, and by which processes as far as this user may see them."""
+    """Return the message that a port is in use, with the processes that this user may see."""
     names, connections = [], []
     with suppress(psutil.Error):
         connections = psutil.net_connections("tcp")
@@ -200,11 +200,11 @@ def port_taken(port: int) -> str:
     for pid in filter(None, holders):
         with suppress(psutil.Error):
             names.append(f"{psutil.Process(pid).name()} (process {pid})")
-    return f"port {port} is taken" + (" by " + ", ".join(names) if names else "")
+    return f"port {port} is in use" + (" by " + ", ".join(names) if names else "")
 
 
 def reach(host: str, port: int) -> dict[str, Any]:
-    """Connect and close: seconds, own address and interface on the way, or the error in words."""
+    """Connect and close; return the seconds, this host's address and interface on the way, or the error in words."""
     start = time.monotonic()
     try:
         with socket.create_connection((host, port), timeout=CONNECT_S) as connection:

@@ -1,10 +1,10 @@
-"""Facts that only torch and DeepSpeed themselves can tell of a host: their ops, and what its devices reach.
+"""Facts of a host that need torch and DeepSpeed: their ops, and the speed of its devices.
 
-`python -P -m zerofit.doctor.torch_probe` answers questions (see `serve`), and says on the way what it is doing:
+`python -P -m zerofit.doctor.torch_probe` answers questions (see `serve`) and reports its progress:
 
-    {"ask": "ops"}                               each C++ op: whether it can be built here, and whether it is
+    {"ask": "ops"}                               for each C++ op, whether it can be built and is built
     {"ask": "build", "ops": ["CPUAdamBuilder"]}  compile them
-    {"ask": "measure", "job": `measured.Job`, "local": 2, "interface": "eth0"}    figures of the host's ranks
+    {"ask": "measure", "job": `measured.Job`, "local": 2, "interface": "eth0"}    the ranks' figures
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerofit.spec.errors import RunFailed
 from zerofit.spec.local_machine import usable_cores
 from zerofit.spec.process import run_and_exit
 
-LIFE_S = 3600  # CUDA ops take minutes each
+LIFE_S = 3600  # a CUDA op compiles for minutes
 IMPORTS = ("torch", "torchvision", "deepspeed", "transformers")
 
 
@@ -32,7 +32,7 @@ def _environment() -> dict[str, str]:
 
 
 def _ops(say: Say) -> dict[str, Any]:
-    """List every op that DeepSpeed has for this accelerator; imports that fail come with their error."""
+    """Return every op that DeepSpeed has for this accelerator, and the errors of imports that fail."""
     failed = {}
     for name in IMPORTS:
         say(f"importing {name}")
