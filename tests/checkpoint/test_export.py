@@ -186,7 +186,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "interrupted")
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(UserError, match="has 0.98 KiB free"):
+    with pytest.raises(UserError, match=r"has 0\.98 KiB free"):
         export(folder, tmp_path / "full")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "there"]
 

@@ -25,7 +25,7 @@ def test_a_config_in_the_hubs_cache_is_a_shape(monkeypatch):
 
 
 def test_a_repository_is_no_model_to_train():
-    with pytest.raises(ModelError, match="not downloaded") as caught:
+    with pytest.raises(ModelError, match="not in `zerofit models`") as caught:
         find("Qwen/Qwen3-8B-Base")  # its weights are needed
     assert "hub:Qwen/Qwen3-8B-Base" in caught.value.hint and "qwen3-8b" in caught.value.hint
 
@@ -124,7 +124,7 @@ def test_a_config_of_no_use(tmp_path, text):
 
 
 def test_a_folder_without_a_config(tmp_path):
-    with pytest.raises(ModelError, match=r"holds no config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         find(str(tmp_path))
 
 

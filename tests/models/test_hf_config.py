@@ -137,7 +137,7 @@ def test_weights_in_float8_are_made_whole_as_they_are_read(tmp_path, offline):
 def test_weights_that_stay_quantised_are_not_trained(tmp_path):
     stored_in_fp8(tmp_path)
     quantized(tmp_path, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ModelError, match=r"quantised \(gptq\)"):
+    with pytest.raises(ModelError, match=r"quantised weights \(gptq\)"):
         source_of(Run(model=str(tmp_path)))
     assert source_of(Run(model=str(tmp_path / "config.json"))).origin == "config.json"
 
