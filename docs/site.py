@@ -167,8 +167,7 @@ def _unique(found: list[dict[str, str]], name: str) -> list[str]:
 def _calls(folder: str, slug: str, names: tuple[str, ...]) -> dict[str, list[dict[str, str]]]:
     """Return what the calls of these names are given, as texts, by the slug that is one of their arguments."""
     found = defaultdict[str, list[dict[str, str]]](list)
-    linked = (ROOT / "models").rglob("*.py") if folder == "." else ()  # rglob follows no links
-    for path in sorted([*(ROOT / "toolkit" / "zerofit" / folder).rglob("*.py"), *linked]):
+    for path in _sources_of(folder):
         assigned: list[tuple[str, ast.expr]] = []
         for node in _in_order(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign):
@@ -182,6 +181,11 @@ def _calls(folder: str, slug: str, names: tuple[str, ...]) -> dict[str, list[dic
             if isinstance(node, ast.FunctionDef):
                 assigned.clear()
     return found
+
+
+def _sources_of(folder: str) -> list[Path]:
+    linked = (ROOT / "models").rglob("*.py") if folder == "." else ()  # rglob follows no links
+    return sorted([*(ROOT / "toolkit" / "zerofit" / folder).rglob("*.py"), *linked])
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

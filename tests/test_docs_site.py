@@ -46,9 +46,13 @@ def test_messages_are_those_of_the_code(message: str, text: str):
     assert [kind for kind in kinds if f'"{kind}"' not in code()] == []
 
 
-def test_messages_are_found_in_the_code():
-    found = site._calls("watch", "kind", ("_verdict",))
-    assert found["network"][0]["message"].startswith(f"no rank has moved for {site.GAP} s, and ")
+def test_messages_are_found_in_the_code(tmp_path, monkeypatch):
+    source = tmp_path / "room.py"
+    source.write_text(
+        "def f(n):\n    message = f'{n} ranks ' + 'hang'\n    return Problem(kind='hang', message=message)\n"
+    )
+    monkeypatch.setattr(site, "_sources_of", lambda folder: [source])
+    assert site._calls(".", "kind", ("Problem",))["hang"][0]["message"] == f"{site.GAP} ranks hang"
 
 
 def test_the_site_loads_no_fonts_from_a_network():
