@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ _MICRO, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_st
 _ARGUMENTS = tuple(f"--{name}" for name in (_MICRO, _ACCUMULATION, "output_dir", "deepspeed", "max_steps"))
 _SHARDED, _OFFLOADED = ("zero2", "zero3"), ("zero3_offload",)  # bundled JSONs
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
+_FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 _MAX_STAGE = 3
 
@@ -71,22 +73,29 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
     checkpointing = {} if facts.checkpointing else {"gradient_checkpointing": True}
     changes += [checkpointing] if checkpointing else []
-    if not facts.engines:
+    if not facts.engines and not facts.model.startswith("FSDP"):
         sharded, offloaded = _SHARDED if ranks > 1 else (), _OFFLOADED
         changes += [{"deepspeed": name} for name in sharded]
+        changes += [_FSDP2] if sharded else []
         changes += [{**checkpointing, "deepspeed": name} for name in sharded[-1:] if checkpointing]
         changes += [{"deepspeed": name} for name in offloaded]
         changes += [{**checkpointing, "deepspeed": name} for name in offloaded[-1:] if checkpointing]
     typed = any(word.partition("=")[0] in _ARGUMENTS for word in command.arguments)
-    shape = "--{} {}" if typed else "{}={}"
     found = []
     for change in changes:
         shown = {name: f"{value}.json" if name == "deepspeed" else value for name, value in change.items()}
-        words = [shape.format(k, v if typed or not isinstance(v, str) else repr(v)) for k, v in shown.items()]
+        words = [_typed(*pair) if typed else "{}={!r}".format(*pair) for pair in shown.items()]
         text = " ".join(words) if typed else f"TrainingArguments({', '.join(words)})"
         arguments = {name: value for name, value in change.items() if name != "deepspeed"}
         found.append(ScriptKnob(change=text, command=command, arguments=arguments, config=change.get("deepspeed")))
     return found
+
+
+def _typed(name: str, value: Any) -> str:
+    """Return an argument as HfArgumentParser reads it; FSDP's switch names its sharding there."""
+    if name == "fsdp":
+        return "--fsdp full_shard"
+    return f"--{name} " + (shlex.quote(json.dumps(value)) if isinstance(value, dict) else str(value))
 
 
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
