@@ -8,7 +8,9 @@ import zerofit as zf
 from zerofit.app.planning import step_time
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import resolve_job
+from zerofit.app.simulation import prepare_simulation
 from zerofit.plan.layout import PlannedLayout
+from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration, write_calibration
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
@@ -41,3 +43,15 @@ def test_a_processor_that_was_not_measured_has_none(empty_cache, tmp_path):
     pins = {"model_args": TINY, "seq_len": 32, "precision": "fp32", "tensor_parallel": 1}
     zf.plan("llama-tiny", zf.Cluster("cpu", gpus=2), **pins)
     assert step_time.forecast_step_s(resolve_job(as_request(zf.Run(**RUN, data="synthetic", steps=2)))) is None
+
+
+def test_a_simulated_change_costs_what_plan_says(empty_cache):
+    cluster = zf.Cluster("h100-80gb", gpus=2)
+    pins = {"model_args": TINY, "seq_len": 32, "micro_batch": 4, "precision": "bf16", "gradient_accumulation_steps": 1}
+    plan = zf.plan("llama-tiny", cluster, top=10**6, **pins)
+    planned = {one.layout: one.ranked.time.step_s for one in plan.layouts}
+    for checkpointing in (False, True):
+        run = zf.Run(**RUN, precision="bf16", activation_checkpointing=checkpointing)
+        made = prepare_simulation(as_request(run), cluster)
+        found = step_time.traced_step_s(made.job, made.inputs, cluster, Reporter())
+        assert found == pytest.approx(planned[PlannedLayout.of(made.job)])

@@ -32,23 +32,23 @@ class Percent(click.ParamType):
         except ValueError:
             share = -1.0
         if not 0 <= share < float("inf"):
-            self.fail(f"{value!r} is not a share: write it like 1%", param, ctx)
+            self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
         return share
 
 
 baseline_options: Decorator = add_options(
-    click.option("--baseline", type=PATH, help="what --json printed before a change: say what the change adds"),
+    click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds"),
     click.option(
         "--fail-above",
         type=Percent(),
         metavar="PERCENT",
-        help="exit with 1 where it adds more than this to the peak, or no longer fits [1%]",
+        help="exit with 1 if the peak grows by more than this, or the run no longer fits [1%]",
     ),
 )
 
 
 def read_asked_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the simulation to compare with; None where none is asked for. Raises UserError before any work."""
+    """Return the simulation to compare with; None without --baseline. Raises UserError before any work."""
     if options["baseline"] is None:
         if options["fail_above"] is not None:
             hint = "name what --json printed before the change"
@@ -61,7 +61,7 @@ def read_asked_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def annotate(result: Simulation) -> None:
-    """Say what a change adds where GitHub shows it beside the line; does nothing elsewhere."""
+    """Print what a change adds as an annotation of its line, on GitHub only."""
     compared = result.against
     if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
         return

@@ -21,7 +21,7 @@ from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run
 
-if TYPE_CHECKING:  # the checker's grammar takes a tenth of a second, which `zerofit --help` does not
+if TYPE_CHECKING:  # the checker's grammar needs a tenth of a second, which `zerofit --help` should not
     from zerofit.app.checking import CheckResult, ResolvedConfig
     from zerofit.check.explain import KeyRow
     from zerofit.check.migrate import Migrated
@@ -32,15 +32,15 @@ RUN_FIELDS = (
     *("ranks", "tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
 )
-MIGRATE_HELP = "carry an old file to the installed DeepSpeed, written beside the old one"
-ARGS_HELP = "hold it against the Trainer's arguments: JSON, YAML (axolotl's, LLaMA-Factory's too), run_*.sh"
-ACCELERATE_HELP = "hold it against Accelerate's YAML; without FILES, check the JSON that it names or stands for"
+MIGRATE_HELP = "convert an old file for the installed DeepSpeed, as FILE.migrated.json"
+ARGS_HELP = "compare with the Trainer's arguments: JSON, YAML (also axolotl's, LLaMA-Factory's), run_*.sh"
+ACCELERATE_HELP = "compare with Accelerate's YAML; without FILES, check the JSON that the YAML names or implies"
 CLEAN, WARNINGS, ERRORS = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The findings and what flags ask for beside them."""
+    """The findings, and what the flags ask for."""
 
     result: CheckResult
     explained: list[KeyRow] | None = None
@@ -100,9 +100,9 @@ class CheckReports:
 @click.option("--training-args", metavar="FILE", help=ARGS_HELP)
 @click.option("--accelerate-config", metavar="FILE", help=ACCELERATE_HELP)
 @click.option("--strict", is_flag=True, help="exit with 1 where there are only warnings")
-@click.option("--fix", is_flag=True, help="write the fixed file beside the old one and show the difference")
+@click.option("--fix", is_flag=True, help="write FILE.fixed.json and print the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
-@click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and the defaults that matter")
+@click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and which defaults matter")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON that a run gets, every "auto" filled')
 @click.option("--all", "every", is_flag=True, help="show every finding, not a screenful")
 @click.option("--format", "form", type=click.Choice(("text", "json", "github", "sarif")), default="text")
@@ -122,7 +122,7 @@ def check(
 
     beside = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
     if not files and not beside:
-        raise click.UsageError("name a FILE, or --training-args or --accelerate-config that name one")
+        raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")
     wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
     reader = reader or ("zerofit" if options["resolve"] and not beside else None)  # which fills the file in
     form = "json" if as_json else options["form"]
@@ -131,7 +131,7 @@ def check(
         names, run = find_files(files) or [None], load_run(None, flags)
         several = len(names) > 1 or names != list(files or [None])
         if several and options["resolve"]:
-            raise click.UsageError("--resolve takes one FILE")
+            raise click.UsageError("--resolve needs exactly one FILE")
 
         def one(name: str | None) -> CheckReport | UnreadFile:
             try:
@@ -204,7 +204,7 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     total = total if result.findings else "nothing wrong"
     if result.allowed_ranks:
-        total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
+        total += f"; train_batch_size allows {result.allowed_ranks} data parallel ranks"
     judge = "" if several else f"; checked against DeepSpeed {catalog().version}"
     print_facts(err(), [("", f"{result.file}: {total}; {result.reader.sentence()}{judge}")], indent=0, hang=4)
     show_findings(result, every, on_stderr=report.resolved is not None)

@@ -73,7 +73,7 @@ def _without_key(finding: Finding) -> str:
 
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield where else a finding is, in one line where it says the same of each key."""
+    """Yield the other places of a finding, in one line if only the key differs."""
     shown, left = group[1:most], len(group[most:])
     if shown and len({_without_key(finding) for finding in group[:most]}) == 1:
         more = f", and at {left} more places" if left else ""

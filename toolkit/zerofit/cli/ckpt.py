@@ -1,4 +1,4 @@
-"""`zerofit ckpt`: what a run has saved, whether it is complete, and what it can be turned into."""
+"""`zerofit ckpt`: checkpoints listed, verified, compared, converted and exported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEW = 12  # tensors to print
 def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
-    PATH is a run's folder, which stands for its newest complete checkpoint, or a checkpoint's (checkpoints/step-...).
+    PATH is a checkpoint's folder (checkpoints/step-...), or a run's, for its newest complete checkpoint.
     """
 
 
@@ -83,13 +83,13 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 @click.argument("out", type=PATH)
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="of the parameters (default: the run's precision)")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
-@click.option("--merge", is_flag=True, help="write the whole model with the adapters of --lora merged into it")
+@click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
 @TRUST_MODEL_CODE
 @AS_JSON
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, other models as one safetensors file.
 
-    Adapters (--lora) become a folder for peft. With --merge PATH may also be such a folder.
+    Adapters (--lora) are written as a peft folder. With --merge, PATH may be a peft folder, too.
     """
     _answer(path, lambda it, on_event: it.export(out, on_event=on_event, **options), as_json, show_export)
 

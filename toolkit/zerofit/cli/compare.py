@@ -24,7 +24,7 @@ FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
-AGAIN = "the same command keeps the rows that are done, and goes on"
+AGAIN = "repeat the command: finished rows are kept"
 STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
 # columns by importance: a narrow terminal shows the first of them; all are in results.csv
 KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "weights differ by", "loss", "tokens/s")
@@ -93,11 +93,9 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 @compare.command()
 @click.argument("model")
 @click.option("--strategies", "names", metavar="NAME,...", help="only these [all]")
-@click.option(
-    "--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="its steps take so many times as long"
-)
-@click.option("--straggle", type=float, default=0.0, metavar="P", help="chance of each step to take 5 times as long")
-@click.option("--target", type=Number(0, 1, min_open=True), help="accuracy whose time parameter servers tell")
+@click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply the time of its steps")
+@click.option("--straggle", type=float, default=0.0, metavar="P", help="probability that a step is 5 times slower")
+@click.option("--target", type=Number(0, 1, min_open=True), help="report when parameter servers reach this accuracy")
 @click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
 @run_options((*FIELDS, "ranks"))
 @step_options
@@ -115,7 +113,7 @@ def strategies(
 ) -> None:
     """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
 
-    One that fails, or that these devices cannot run, is a row with its reason. The same command goes on after a kill.
+    A strategy that fails, or that these devices cannot run, gets a row with the reason. Repeat the command to resume.
     """
     from zerofit.app.comparing.comparisons import compare_strategies
 
@@ -133,13 +131,13 @@ def strategies(
 @click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
 @click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
-@click.option("--per-rank", type=POSITIVE, help="a rank for every so many samples of a step, by DDP [one device]")
+@click.option("--per-rank", type=POSITIVE, help="samples of a step for each DDP rank [one device]")
 @click.option(
-    "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="the last epochs of every run take SIZE samples"
+    "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="use SIZE samples a step in the last epochs of every run"
 )
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
 @click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="of every run")
-@click.option("--eval-samples", type=POSITIVE, help="validation samples an evaluation looks at [all]")
+@click.option("--eval-samples", type=POSITIVE, help="validation samples of an evaluation [all]")
 @run_options(FIELDS)
 @common_options
 def batch_size(
@@ -171,7 +169,7 @@ def batch_size(
 
 @compare.command()
 @click.argument("model")
-@click.option("--strategy", default="ddp", show_default=True, help="one that shares the batch out over ranks")
+@click.option("--strategy", default="ddp", show_default=True, help="a strategy that divides the batch among ranks")
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
@@ -199,7 +197,7 @@ def all_experiments(
 ) -> None:
     """Do every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
 
-    --lr is that of --global-batch. The same command goes on after a kill.
+    --lr belongs to --global-batch. Repeat the command to resume.
     """
     from zerofit.app.comparing.laboratory import compare_all
 
@@ -212,12 +210,12 @@ def all_experiments(
 
 @compare.command()
 @click.argument("numbers", metavar="[DOCUMENT]...", nargs=-1)
-@click.option("--output", type=PATH, help="the page; its results are in a folder beside it [runs/documents.md]")
+@click.option("--output", type=PATH, help="the page; results go to a folder of the same name [runs/documents.md]")
 @AS_JSON
 def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> None:
-    """Repeat the experiments of the documents 000 to 003, or of these alone: their figures beside ours, on one page.
+    """Repeat the experiments of documents 000 to 003, or of those named, and compare the figures on one page.
 
-    The same command continues after a kill.
+    Repeat the command to resume.
     """
     from zerofit.app.documents.compare_documents import compare_documents
 
@@ -249,7 +247,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
             mean, most = sum(row.staleness) / len(row.staleness), max(row.staleness)
             console.print(f"{row.strategy}: staleness {mean:.2f} updates on average, {most} at most")
         if row.dropped:
-            console.print(f"{row.strategy}: {row.dropped} gradients came too late and were dropped")
+            console.print(f"{row.strategy}: {row.dropped} gradients were dropped because they came too late")
         if row.curve:
             when = "not reached" if row.seconds_to_target is None else f"after {row.seconds_to_target:.1f} s"
             console.print(f"{row.strategy}: accuracy {result.about['target']:.1%} {when}")
@@ -266,8 +264,10 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
     filled = [dict(zip(names, row, strict=True)) for row in rows]
     console.print(fitting_table(console, filled, (), names, names[0]))
     if result.critical_batch:
-        words = f"critical batch size: {result.critical_batch:,.0f} samples, which take twice the samples to {target}"
-        print_facts(console, [("", f"{words} that the smallest batches take")], 0)
+        words = (
+            f"critical batch size: {result.critical_batch:,.0f} samples, which need twice the samples to reach {target}"
+        )
+        print_facts(console, [("", f"{words} that the smallest batches need")], 0)
     _print_files(console, result)
 
 
@@ -283,7 +283,7 @@ def show_laboratory(result: Laboratory) -> None:
 
 
 def show_documents(result: DocumentComparison) -> None:
-    """Print where the page is, and each document's figures beside ours."""
+    """Print where the page is, and each document's figures with ours."""
     console = out()
     print_verdict(console, True, "DONE", "", f"{len(result.documents)} documents in {result.written[0]}")
     for document in result.documents:
@@ -317,7 +317,7 @@ def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bo
     best = min(medians, key=lambda size: medians[size])
     words = f"batch size {best} reached {target} after {medians[best]:.1f} s (median)"
     larger = [size.batch_size for size in summary if size.batch_size > best]
-    return True, words + (f"; from {larger[0]} on larger ones do not help" if larger else "")
+    return True, words + (f"; sizes from {larger[0]} up do not help" if larger else "")
 
 
 def _print_rows(console: Console, result: Comparison[Any]) -> None:

@@ -38,14 +38,14 @@ STATUS_EVERY_S = 10.0  # between lines of a status where there is no terminal
 PHASE_EVERY_S = 14.0  # between lines of one phase
 TASK_EVERY_S = 5.0  # between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-NAMED = 4  # hosts in one line
+NAMED = 4  # hosts that a line names
 GAP = 2  # blanks between columns of a table
 WRAPPED = 40  # letters of the column that may wrap, at least
 _UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
 
 
 class SafeConsole(Console):
-    """A console whose text commands nothing; styles and the moves of live lines are its own."""
+    """A console that prints control characters as visible text; styles and live lines still work."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         plain = (one if one.control else Segment(visible(one.text), one.style) for one in buffer)
@@ -79,12 +79,15 @@ def fitting_table(
     """Return a table as wide as the console at most: columns are left out, and no cell is cut.
 
     Columns that are "-" in all rows are left out, then those that `keep` does not name, then those of `keep` from its
-    end on; its first four stay. The text of the column `wraps` may take several lines. `styles`: one a row.
+    end on; its first four stay, but for a column of long words. The text of the column `wraps` may take several lines. `styles`: one a row.
     """
     names = [name for name in rows[0] if name in ("", wraps) or any(row[name] != "-" for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    widths[wraps] = min(widths[wraps], WRAPPED)
+    words = max(len(word) for row in rows for word in (wraps, *row[wraps].split()))
+    widths[wraps] = max(words, min(widths[wraps], WRAPPED))
     expendable = [name for name in names if name not in keep] + [name for name in keep[:3:-1] if name in names]
+    if words > WRAPPED // 2:  # which no line break makes narrower
+        expendable += [name for name in keep[3:0:-1] if name in names and name != wraps]
     while sum(widths[name] + GAP for name in names) - GAP > console.width and expendable:
         names.remove(expendable.pop(0))
     numbers = set(right)
@@ -105,22 +108,28 @@ def print_facts(
     Words that are wider than the console are not cut, and a figure keeps its unit.
     """
     for label, text in facts:
-        joined = _UNIT.sub("\\1\N{NO-BREAK SPACE}\\2", text)
-        wrapped = textwrap.fill(
-            joined,
-            max(console.width, indent + hang + 20),
-            initial_indent=f"{label:<{indent}}",
-            subsequent_indent=" " * (indent + hang),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        console.print(wrapped.replace("\N{NO-BREAK SPACE}", " "), soft_wrap=True, style=style, markup=False)
+        console.print(_wrapped(console, label, text, indent, hang), soft_wrap=True, style=style, markup=False)
+
+
+def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) -> str:
+    joined = _UNIT.sub("\\1\N{NO-BREAK SPACE}\\2", text)
+    wrapped = textwrap.fill(
+        joined,
+        max(console.width, indent + hang + 20),
+        initial_indent=f"{label:<{indent}}",
+        subsequent_indent=" " * (indent + hang),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def print_verdict(console: Console, good: bool, yes: str, no: str, text: str) -> None:
     """Print the first line of an answer: its verdict in capitals, then what it is about."""
-    word = (yes, "bold green") if good else (no, "bold red")
-    console.print(Text.assemble(word, "  ", text), soft_wrap=True)
+    word, style = (yes, "bold green") if good else (no, "bold red")
+    line = Text(_wrapped(console, word, text, indent=len(word) + 2, hang=0))
+    line.stylize(style, 0, len(word))
+    console.print(line, soft_wrap=True)
 
 
 def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
@@ -261,7 +270,7 @@ class EventConsole:
 def answer_watched(
     work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None], interrupted: str = ""
 ) -> R:
-    """Answer with what the work gives, whose events are shown while it goes on."""
+    """Do the work while its events are shown, and print its answer."""
 
     def watched() -> R:
         with EventConsole() as console:
@@ -354,7 +363,7 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
 
 
 def _grouped(checks: Sequence[Check]) -> list[list[Check]]:
-    """Group checks that say the same, worst first, else in the order they came in."""
+    """Group checks with the same finding, worst first, else in their order."""
     groups: dict[tuple[str, ...], list[Check]] = {}
     for one in checks:
         groups.setdefault((one.status, one.name, one.value, one.hint), []).append(one)

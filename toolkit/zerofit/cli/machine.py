@@ -1,4 +1,4 @@
-"""`zerofit doctor` and `zerofit calibrate`: whether machines are fit for training, and what they reach."""
+"""`zerofit doctor` and `zerofit calibrate`: whether machines can train, and how fast they are."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ LATENCIES = {
 
 
 @click.command()
-@click.option("--hostfile", type=PATH, help="look at all its hosts, over ssh")
+@click.option("--hostfile", type=PATH, help="check all its hosts, over ssh")
 @click.option("--ssh-port", type=click.IntRange(1, 65535), help="of the hosts [default: as ssh is configured]")
 @click.option("--build-ops", is_flag=True, help="compile DeepSpeed's C++ ops now, for this environment")
-@click.option("--quick", is_flag=True, help="measure nothing")
-@click.option("--report", is_flag=True, help="print versions and checks as Markdown for an issue; measure nothing")
+@click.option("--quick", is_flag=True, help="skip the measurements")
+@click.option("--report", is_flag=True, help="print versions and checks as Markdown for an issue, without measurements")
 @AS_JSON
 def doctor(
     hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: bool, report: bool, as_json: bool
 ) -> None:
-    """Check this machine, or all hosts of a hostfile: devices, versions, ops, limits, speeds (about a minute).
+    """Check this machine, or all hosts of a hostfile: devices, versions, ops, limits and speeds (about a minute).
 
-    Exit code 1: something fails.
+    Exit code 1: a check failed.
     """
     show = _show_report if report else _show_findings
     found = answer(lambda: _examined(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
@@ -107,7 +107,7 @@ def _show_report(result: dict[str, Any]) -> None:
 def calibrate(seconds: float, as_json: bool) -> None:
     """Measure this machine's kernels by shape, collectives by size, host copies and the disk (under a minute).
 
-    `zerofit plan`, `tune` and `--fit` count with the figures for this machine's kind of device.
+    `zerofit plan`, `tune` and `--fit` use these figures for this kind of device.
     """
     answer(lambda: _calibrate(seconds), as_json, _show_speeds)
 

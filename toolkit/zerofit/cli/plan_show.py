@@ -37,7 +37,7 @@ MISFIT = ("", "layout", "memory", "margin", "step", "tokens/s", "images/s")
 def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> None:
     """Print how many layouts fit, the fastest, and why others do not; with `mesh` which rank of the best is where.
 
-    `columns`: those of the table beside the layout, () for as many as the console has room for.
+    `columns`: those after the layout; () for as many as fit the console.
     """
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
@@ -104,8 +104,8 @@ def _tuned(tuned: TunedLayouts) -> str:
     """Return how good the corrected step times are."""
     found = tuned.to_dict()
     planned, learned = found["errors"]["planned"], found["errors"]["learned"]
-    words = f"step times corrected by {found['trials']} trials of {tuned.model}: there the plan was off by "
-    words += f"{planned['median']:.0%} in the middle and {planned['most']:.0%} at most"
+    words = f"step times corrected by {found['trials']} trials of {tuned.model}: the plan was off by "
+    words += f"{planned['median']:.0%} in the median and {planned['most']:.0%} at most"
     if learned is None:
         return words
     return f"{words}, corrected by the other trials by {learned['median']:.1%} and {learned['most']:.1%}"
@@ -134,7 +134,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
-        yield "simplest", f"{result.plainest + 1}, and about as fast: its forecast is {slower:.1%} slower"
+        yield "simplest", f"layout {result.plainest + 1}, about as fast (forecast {slower:.0%} slower)"
     if details and len(result.layouts) < min(plan.request.top, result.fitting):
         yield "table", f"the fastest bucket and overlap of each of {len(result.layouts)} layouts"
 
@@ -186,9 +186,9 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     for path in plan.written:
         yield "written", str(path)
     if plan.written:
-        yield "", f"layout {(plan.chosen or 0) + 1}; data is for you to fill in: see the comment in run.yaml"
+        yield "", f"layout {(plan.chosen or 0) + 1}; fill in `data` in run.yaml, as its comment explains"
     if plan.traced:
-        words = f"layout {plan.shown + 1}" if plan.layouts else "the first, which does not fit"
+        words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
         yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"
     if plan.profile_file:
         yield "profile", str(plan.profile_file)
@@ -204,7 +204,7 @@ def _outlook(one: Outlook) -> Iterator[tuple[str, str]]:
         total = f"${_rate(one.cost)} in all, " if one.cost is not None else ""
         yield "price", f"{total}${one.price.per_gpu_hour:.4g} a GPU hour: {one.price.source}"
     elif one.gpu_hours is not None:
-        yield "price", "no list price of this node is known: --price USD, or --gpu with an instance type of a cloud"
+        yield "price", "unknown for this node: pass --price USD, or a cloud instance type as --gpu"
     yield (
         "goodput",
         (
@@ -217,7 +217,7 @@ def _outlook(one: Outlook) -> Iterator[tuple[str, str]]:
         "failures",
         (
             f"one every {_time(good.mtbf_s)}; a restart takes {_time(good.restart_s)}; {good.spare_nodes} spare nodes "
-            "are enough in 99% of all time"
+            "suffice 99% of the time"
         ),
     )
 

@@ -22,7 +22,7 @@ FEW = 8  # collectives in a table
 KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
-ALIKE = 2  # percent of a step's time, which no forecast tells apart
+ALIKE = 2  # percent of a step's time, below the error of the forecast
 
 
 def show(result: Simulation, details: bool) -> None:
@@ -53,7 +53,7 @@ def _needs(result: Simulation) -> str:
 
 
 def _needed(result: Simulation) -> int:
-    """Return the bytes on which the verdict rests, with the middle of what lies outside of torch."""
+    """Return the bytes on which the verdict rests, with the middle of what is outside of torch."""
     return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
 
 
@@ -137,7 +137,7 @@ def _details(console: Console, result: Simulation) -> None:
     if sum(host.values()):
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
         kept = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
-        facts += [("host memory", f"{kinds}{kept}; the process takes about {shown_bytes(HOST_PROCESS_BYTES)} more")]
+        facts += [("host memory", f"{kinds}{kept}; the process needs about {shown_bytes(HOST_PROCESS_BYTES)} more")]
     if result.nvme_bytes:
         facts += [("NVMe", shown_bytes(result.nvme_bytes))]
     if result.layers_simulated:
@@ -154,7 +154,7 @@ def _details(console: Console, result: Simulation) -> None:
 def _ahead(result: Simulation) -> str:
     if result.reserved_ahead_bytes == result.reserved_bytes:
         return ""
-    return f" (up to {shown_bytes(result.reserved_ahead_bytes)} where the host is ahead of the device)"
+    return f" (up to {shown_bytes(result.reserved_ahead_bytes)} if the host runs ahead of the device)"
 
 
 def _phases(result: Simulation) -> Table:

@@ -35,9 +35,9 @@ DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
-@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most so many in all")
-@click.option("--minutes", type=Number(min=0.1), default=10.0, show_default=True, help="at most so long")
-@click.option("--space", type=PATH, help="YAML: values that are allowed, by knob")
+@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most, in all")
+@click.option("--minutes", type=Number(min=0.1), default=10.0, show_default=True, help="at most")
+@click.option("--space", type=PATH, help="YAML: allowed values of each knob")
 @run_options(Run.model_fields.keys() - {"model", "fit"})
 @host_options
 @ANYWAY
@@ -57,8 +57,8 @@ def tune(
 
     Searched: ZeRO stage, offload, micro batch x accumulation at the global batch of the run, activation checkpointing,
     overlap, bucket, prefetch and persistence sizes, tensor, pipeline and sequence degrees. Precision, global batch and
-    compile stay unless --space names them. With --hostfile trials run on those hosts. Killed, it goes on where it
-    was; trials are kept by what the run is. --output is the folder for results.
+    compile stay unless --space names them. With --hostfile trials run on those hosts. Repeat the
+    command to resume: finished trials are kept. --output is the folder for results.
     """
 
     def work() -> TuneResult:
@@ -78,7 +78,7 @@ def tune(
             chosen = {"space": space, "hosts": hosts, "output": output, "anyway": anyway}
             return tune(run, trials=trials, minutes=minutes, **chosen, on_event=events)
 
-    answer(work, as_json, show, "the same command keeps the trials that are done, and goes on")
+    answer(work, as_json, show, "repeat the command: finished trials are kept")
 
 
 def show(result: TuneResult) -> None:
