@@ -78,8 +78,9 @@ def fitting_table(
 ) -> Table:
     """Return a table as wide as the console at most: columns are left out, and no cell is cut.
 
-    Columns that are "-" in all rows are left out, then those that `keep` does not name, then those of `keep` from its
-    end on; its first four stay, but for a column of long words. The text of the column `wraps` may take several lines. `styles`: one a row.
+    Columns are left out in this order: those that are "-" in all rows, those that `keep` does not name, then those of
+    `keep` from its end. The first four of `keep` stay, except a column of long words. The text of the column `wraps`
+    may take several lines. `styles`: one per row.
     """
     names = [name for name in rows[0] if name in ("", wraps) or any(row[name] != "-" for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}

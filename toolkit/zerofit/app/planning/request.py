@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -26,8 +26,10 @@ from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, load_run
 from zerofit.spec.run_folder import Layout
-from zerofit.tune.step_time_model import StepTimeModel, forecast_errors
 from zerofit.tune.trial import Candidate
+
+if TYPE_CHECKING:  # a plan without trials needs no numpy
+    from zerofit.tune.step_time_model import StepTimeModel
 
 FLAG = "--from"
 TUNED_HINT = "use the folder of `zerofit tune --output`"
@@ -51,10 +53,14 @@ class TunedLayouts:
 
     @cached_property
     def _learned(self) -> StepTimeModel:
+        from zerofit.tune.step_time_model import StepTimeModel
+
         return StepTimeModel(self.measured)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the errors of forecasts against the trials, as `zerofit plan --json` prints them."""
+        from zerofit.tune.step_time_model import forecast_errors
+
         errors = forecast_errors(self.measured)
         shares = {
             name: {"median": pair[0], "most": pair[1]} if pair else None for name, pair in errors._asdict().items()
