@@ -13,7 +13,7 @@ import pytest
 from tests.test_docs_zh import FENCE, ROOT, broken_links, commands, fault
 from zerofit.cli.main import main
 
-TREES = (ROOT / "docs", ROOT / "ds_configs", ROOT / "benchmarks")
+TREES = (ROOT / "docs", ROOT / "ds_configs", ROOT / "benchmarks", ROOT / "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for tree in TREES for page in tree.rglob("*.md"))])
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which has what was called otherwise once
 OTHERS = {  # options of other programs, and of scripts in benchmarks/
