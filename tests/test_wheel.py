@@ -105,6 +105,11 @@ def test_without_torch_what_plans_and_checks_works(light, tmp_path):
     assert run([light / "bin" / "python", "-c", code], tmp_path).stdout.strip() == "10"
 
 
+def test_without_torch_the_error_in_python_names_the_extra(light, tmp_path):
+    done = run([light / "bin" / "python", "-c", "import zerofit; zerofit.train"], tmp_path)
+    assert done.stderr.strip().splitlines()[-1] == "pip install 'zerofit[train]'"
+
+
 @pytest.mark.parametrize(
     "command",
     [

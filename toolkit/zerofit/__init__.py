@@ -115,7 +115,14 @@ def __getattr__(name: str) -> object:
     """Load a public name from its module."""
     if name not in _PLACES:
         raise AttributeError(f"module 'zerofit' has no attribute {name!r}")
-    module = import_module(_PLACES[name])
+    try:
+        module = import_module(_PLACES[name])
+    except ModuleNotFoundError as error:
+        from zerofit.spec.extras import missing_extra
+
+        if missing := missing_extra(error):
+            error.add_note(missing.hint)
+        raise
     value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value

@@ -111,7 +111,8 @@ async def plan(
 
     def work(report: OnEvent) -> zf.Plan:
         cluster = zf.Cluster(gpu, gpus=gpus, nodes=nodes)
-        return zf.plan(model, cluster, top=top, on_event=report, **(layout or {}))
+        options: Any = layout or {}
+        return zf.plan(model, cluster, top=top, on_event=report, **options)
 
     return await _answered(ctx, work)
 
