@@ -47,7 +47,12 @@ def main() -> None:
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="how many of the settings, the usual first")
     arguments = parser.parse_args()
     rows = model_table(tuple(arguments.words))
-    wanted = [(row["name"], *one) for one in SETTINGS[: arguments.settings] for row in rows if ships(row["name"], one)]
+    wanted = [
+        (row["name"], device, precision, seq_len)
+        for device, precision, seq_len in SETTINGS[: arguments.settings]
+        for row in rows
+        if ships(row["name"], seq_len)
+    ]
     if arguments.check:
         there = [one for one in wanted if one[0] in shipped.read_lines(file_of(*one))][:: arguments.every]
         differing = [one for one in there if not same(*one)]
@@ -58,9 +63,9 @@ def main() -> None:
     make(wanted)
 
 
-def ships(model: str, one: tuple[str, str, int | None]) -> bool:
-    """Return whether this setting of a model is made: other lengths of language models alone."""
-    return NAMED[model].kind != "gan" and (one[2] is None or NAMED[model].kind == "causal-lm")
+def ships(model: str, seq_len: int | None) -> bool:
+    """Return whether this length of a model is made: other ones than its own of language models alone."""
+    return NAMED[model].kind != "gan" and (seq_len is None or NAMED[model].kind == "causal-lm")
 
 
 def make(wanted: list[tuple[str, str, str, int | None]]) -> None:
