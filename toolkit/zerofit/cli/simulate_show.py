@@ -206,6 +206,8 @@ def _cost(row: KnobResult) -> str:
     """Return the forecast of how much slower a change makes a step; "" where it is unknown."""
     if row.slowdown is None:
         return ""
+    if row.slowdown >= 1:
+        return f"~{1 + row.slowdown:.2g} x the time"
     percent = round(100 * abs(row.slowdown))
     if percent < ALIKE:
         return "as fast"

@@ -147,7 +147,7 @@ def show(result: TrainingResult) -> None:
     figures["run folder"] = result.run_dir
     if shutil.which("zerofit") is None:
         figures["next"] = f"source {sys.prefix}/bin/activate"
-    print_facts(stdout(), figures.items(), indent=22)
+    print_facts(stdout(), figures.items(), indent=23)
     if result.sample:
         click.echo("\nA sample of generated text:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
