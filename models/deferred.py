@@ -260,7 +260,7 @@ class _Slot:
 
     ref: _Ref
     tensor: Tensor
-    places: list[tuple[dict[str, Any], str]]  # a module's parameters, buffers or attributes, and the name there
+    places: list[tuple[dict[str, Any], str]]  # a module's dict of parameters, buffers or attributes, and the key in it
     kept: bool = False
 
 

@@ -339,7 +339,7 @@ def _exact_ranges() -> Iterator[None]:
 
 @contextmanager
 def _gathered_with_children() -> Iterator[None]:
-    """Make a module's initialisation of its children's parameters work under ZeRO-3, as of GPT-2's `c_proj`.
+    """Let a module initialise its children's parameters under ZeRO-3, as GPT-2's blocks initialise `c_proj`.
 
     Before 5.23 transformers only gathers a module's own parameters, so that it would write to empty tensors.
     (transformers/integrations/deepspeed.py: initialize_weights_zero3)

@@ -55,7 +55,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
 
 
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
-    """Return whether patterns select some of this many layers by number.
+    """Return whether the patterns select some of a model's layers by number, and others not.
 
     A model with fewer layers would then be trained differently.
     """

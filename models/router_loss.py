@@ -60,7 +60,7 @@ class Carrier(nn.Module):
             out = self.module(x)
             return out, sum(map(self._sums, self._logits), sums)
         finally:
-            self._logits = []  # also if checkpointing stops a recomputation early
+            self._logits = []  # also after an exception: checkpointing ends a recomputation with one
 
     def _note(self, gate: nn.Module, given: Any, out: Any) -> None:
         """Keep a router's logits: the first output of transformers' routers, the only one of AutoEP's."""

@@ -122,7 +122,7 @@ def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, 
 
 
 def _is_of(name: str, path: Path) -> bool:
-    """Return whether a module can be the list of layers that a path in the config counts."""
+    """Return whether the module `name` can be the layers whose number is at this path of the config."""
     inside, key = set(name.split(".")), path[-1]
     if len(path) > 1:
         return bool(inside & set(_WITHIN[path[0]]))

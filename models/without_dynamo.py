@@ -1,4 +1,4 @@
-"""torch without its compiler, which takes a second to import and which torch imports needlessly."""
+"""torch without its compiler, which torch imports needlessly and which needs a second."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Aliases:
         return self.written[head] if flag else self.written[head] + path[len(head) :]
 
     def finding_in_file(self, finding: Finding) -> Finding:
-        """Return the finding with the paths of the file, in its edits too."""
+        """Return the finding with the file's own paths, also in its edits."""
         if not self.written:
             return finding
         edits = tuple(self._edit(edit) for edit in finding.edits)

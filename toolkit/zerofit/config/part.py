@@ -83,7 +83,7 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         message += " (swap_tensor/partitioned_param_swapper.py), but these are bytes"
         problems.add("layout", message, "use --ds-config zero3_offload, which keeps them in host memory", "--quantize")
     if run.quantize == "int8" and run.dora:
-        message = f"{asked} with --dora: peft computes weight norms with scales that Linear8bitLt does not have then"
+        message = f"{asked} with --dora: peft computes weight norms when Linear8bitLt has no scales yet"
         problems.add("conflict", message, "use --quantize nf4, or leave --dora out", "--dora")
     if run.quantize == "nf4" and run.dora and layout.zero_stage == 3:
         message = f"{asked} with --dora at ZeRO stage 3: peft needs the norm of full weights, but these are partitioned"

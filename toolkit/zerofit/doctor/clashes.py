@@ -125,7 +125,7 @@ CLASHES = (
     Clash(
         "g++",
         _new_gcc,
-        "nvcc refuses a g++ this new",
+        "g++ is too new for this nvcc, which refuses it",
         "install an older g++; set CXX=/path/to/g++ and NVCC_PREPEND_FLAGS='-ccbin /path/to/g++'",
         "crt/host_config.h of that host's CUDA toolkit",
     ),

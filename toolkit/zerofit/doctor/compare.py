@@ -49,7 +49,7 @@ def _versions(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
         wanted = [f"{name}=={here[name]}" for name in ("torch", "deepspeed") if there.get(name) != here[name]]
         hint = f"install the same environment on {host}"
         hint += f": {one['python']} -m pip install {' '.join(wanted)}" if wanted else ""
-    status, expected = FAIL if hard else WARN, "the same versions on all hosts as here"
+    status, expected = FAIL if hard else WARN, "the same versions as on this machine"
     return check("versions", host, ", ".join(hard + soft), good, status, expected, hint)
 
 

@@ -155,7 +155,7 @@ async def find_routes(
 
 
 def _most_reached(reached: dict[str, list[dict[str, Any]]], count: int) -> int:
-    """Return the index of the one of the first `count` targets that most hosts have reached."""
+    """Return the index of the target that most hosts have reached, among the first `count`."""
     return max(range(count), key=lambda n: sum(rows[n]["error"] is None for rows in reached.values()))
 
 

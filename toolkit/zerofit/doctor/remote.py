@@ -48,7 +48,7 @@ SAID = (
     (
         r"No such file or directory|not found|Permission denied.*python",
         "python",
-        "{host} needs the same interpreter: {python}",
+        "install Python on {host} in the same place: {python}",
     ),
 )
 PATIENCE_S = 20.0  # for one answer; on a cold network file system Python starts in seconds

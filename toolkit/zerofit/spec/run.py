@@ -42,7 +42,7 @@ from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import MOST_RANKS, Interval
 
 PipelineSchedule = Literal["1f1b", "dualpipev"]
-LARGEST = 2**32 - 1  # limit of all whole numbers here: NumPy's largest seed, far above any step, sample or rank
+LARGEST = 2**32 - 1  # for all integers: NumPy's largest seed, far above any number of steps, samples or ranks
 _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 AUTO = "auto"
 _WORDS = ("true", "false", "yes", "no", "on", "off")
@@ -261,7 +261,7 @@ class Run(BaseModel):
     keep_last: PositiveInt = _option(3, "number of newest checkpoints to keep")
     keep_every: NonNegativeInt = _option(0, "also keep the checkpoint of every Nth step; 0: none")
     resume: str = _option(
-        "auto", "checkpoint to resume from; auto: the run folder's newest complete one; never: start anew"
+        "auto", "checkpoint to resume from; auto: the run folder's newest complete one; never: start at step 0"
     )
 
     # watching

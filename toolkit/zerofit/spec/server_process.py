@@ -75,7 +75,7 @@ class ServerProcess:
 
 def main() -> None:
     """Run the server: `python -m zerofit.spec.server_process MODULE`."""
-    end_first()  # rather than the command that waits for an answer
+    end_first()  # when memory runs out, the kernel ends this process before the command that waits for it
     with collector_off():
         module = importlib.import_module(sys.argv[1])
     module.serve()

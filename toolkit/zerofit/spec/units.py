@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, UserError
 
-MOST_RANKS = 2**18  # about the largest clusters; a plan for as many takes 10 s and 1 GB
+MOST_RANKS = 2**18  # as in the largest clusters; a plan for so many needs 10 s and 1 GB
 MOST_BYTES = 2**63 - 1  # signed 64-bit: 8 EiB
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*$", re.IGNORECASE)
