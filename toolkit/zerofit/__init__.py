@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.rows import Comparison as Comparison
     from zerofit.app.data_view import DataView as DataView
     from zerofit.app.data_view import look_at_data as look_at_data
-    from zerofit.app.inference import Conversation as Conversation
+    from zerofit.app.inference import ChatResult as ChatResult
     from zerofit.app.inference import Evaluation as Evaluation
     from zerofit.app.inference import Generation as Generation
     from zerofit.app.inference import chat as chat
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback",
+    "ChatResult",
     "Checkpoint",
     "Cluster",
     "Comparison",
-    "Conversation",
     "DataView",
     "DoesNotFit",
     "Evaluation",
@@ -90,7 +90,7 @@ _MODULES = {
     "zerofit.app.comparing.comparisons": ("compare_scaling", "compare_sizes", "compare_strategies"),
     "zerofit.app.comparing.rows": ("Comparison",),
     "zerofit.app.data_view": ("DataView", "look_at_data"),
-    "zerofit.app.inference": ("Conversation", "Evaluation", "Generation", "chat", "evaluate", "generate"),
+    "zerofit.app.inference": ("ChatResult", "Evaluation", "Generation", "chat", "evaluate", "generate"),
     "zerofit.app.planning.answers": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
     "zerofit.app.script_simulation": ("simulate_script",),

@@ -80,7 +80,7 @@ class Generation(GeneratedText, PlacementResult):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversation(Talk, PlacementResult):
+class ChatResult(Talk, PlacementResult):
     """The turns of a conversation with a model, and where its weights lay."""
 
 
@@ -173,7 +173,7 @@ def chat(
     seed: int = 0,
     tokenizer: str | None = None,
     **options: Unpack[InferenceOptions],
-) -> Conversation:
+) -> ChatResult:
     """Talk with a causal language model; `on_event` gets each piece of an answer as an event of kind "text".
 
     `turns` are what the user says; each is taken when the answer to the one before is complete. The chat template is
@@ -204,7 +204,7 @@ def chat(
         model, placement = session.load(needed, "a smaller --max-new-tokens,")
         device = placement.execution_device
         said = talk(model, opened, turns, system, device, lambda piece: report.on_event(Event(kind="text", text=piece)))
-        return Conversation(**vars(said), **vars(session.result(placement)))
+        return ChatResult(**vars(said), **vars(session.result(placement)))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.app.inference import Conversation, Evaluation, Generation
+    from zerofit.app.inference import ChatResult, Evaluation, Generation
 
 DATA_FIELDS = (
     *("data", "data_root", "download", "text_field", "tokenizer", "chat_template", "packing", "image_size", "skip_bad"),
@@ -105,7 +105,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
     if not chats:
         del options["system"], options["chat_template"]
 
-    def work() -> Generation | Conversation:
+    def work() -> Generation | ChatResult:
         with ExitStack() as until_text:
             console = until_text.enter_context(EventConsole())
             console.say("looking at the model ...")  # importing torch alone takes seconds
@@ -125,7 +125,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
             click.echo(err=as_json)
             return result
 
-    def show(result: Generation | Conversation) -> None:
+    def show(result: Generation | ChatResult) -> None:
         click.echo(f"{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s", err=True)
 
     answer(work, as_json, show)
