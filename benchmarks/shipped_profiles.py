@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="how many of the settings, the usual first")
     arguments = parser.parse_args()
     rows = model_table(tuple(arguments.words))
-    wanted = [
-        (row["name"], device, precision, seq_len)
+    wanted: list[tuple[str, str, str, int | None]] = [
+        (str(row["name"]), device, precision, seq_len)
         for device, precision, seq_len in SETTINGS[: arguments.settings]
         for row in rows
         if ships(row["name"], seq_len)
