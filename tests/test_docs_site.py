@@ -24,6 +24,11 @@ def test_every_page_has_its_place():
     assert pages - set(named) == {"ds_configs/README.md"}
 
 
+def test_the_start_page_shows_the_answer_of_the_readme():
+    screen = re.search(r"^```console\n.*?^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert screen and screen[0] in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_links_out_of_docs_lead_into_the_site_or_the_repository():
     places = site.sources()
     page = ROOT / "docs" / "how-to" / "deepspeed-json.md"
