@@ -78,7 +78,7 @@ def test_the_answer_for_scripts(traced):
 
 def test_from_a_stored_profile_no_torch_is_imported(stored, tmp_path):
     code = (
-        "import sys, time; from zerofit.cli.main import main; start = time.perf_counter()\n"
+        "import sys; from zerofit.cli.main import main\n"
         f"try: main({['plan', *stored, '--global-batch', '64', '--write', str(tmp_path / 'out'), '--json']})\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "heavy = {'torch', 'transformers', 'deepspeed', 'torchvision'} & set(sys.modules)\n"
@@ -87,7 +87,7 @@ def test_from_a_stored_profile_no_torch_is_imported(stored, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip().splitlines()[-1] == "[]"
     answer = json.loads(done.stdout.strip().splitlines()[-1])
-    assert answer["layouts"] and answer["seconds"] < 2
+    assert answer["layouts"]
 
 
 def test_the_second_plan_finds_the_profile(traced, monkeypatch):
