@@ -277,7 +277,7 @@ def test_a_fix_says_what_is_left_to_decide(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "code", "says"),
     [
-        (b'{"train_batch_size": 1e400}', 2, "beyond"),
+        (b'{"train_batch_size": 1e400}', 2, "too large for a JSON number"),
         (b'{"train_batch_size": ' + b"9" * 5000 + b"}", 2, "5,000 characters"),
         (b'{"train_batch_size": True}', 2, "Python's True"),
         (b"train_batch_size: 8\n", 0, "YAML"),  # and HJSON as well

@@ -42,13 +42,13 @@ FAULTS = [
     ("versions/numpy", "1.0", "versions", WARN, "numpy 1.0", "safer"),
     ("code/zerofit", "f" * 64, "code", FAIL, "zerofit's source differs (ffffffffffff)", "all hosts share"),
     ("code/model", None, "code", FAIL, "the model's source is missing", "copy this folder"),
-    ("run_file", "e" * 64, "run-file", WARN, "another run file", "out of date"),
+    ("run_file", "e" * 64, "run-file", WARN, "its file of the same name differs", "update the other one"),
     ("gpus", [], "slots", FAIL, "no GPU found", "--exclude"),
     ("gpu_error", "NVML mismatch", "slots", FAIL, "nvidia-smi fails: NVML mismatch", "reboot"),
     ("gpus/1/used_bytes", 70 * GIB, "gpu-memory", FAIL, "GPU 1: 70.0 GiB in use", "end the processes on it"),
     ("gpus/0/used_bytes", 2 * GIB, "gpu-memory", WARN, "GPU 0: 2.00 GiB in use", "end the processes on it"),
     ("gpus/0/processes", [USER], "gpu-memory", WARN, "by /usr/bin/python (process 815)", "end the processes on it"),
-    ("gpus/0/name", "NVIDIA A100-SXM4-80GB", "gpu-kind", WARN, "A100", "slowest sets the pace"),
+    ("gpus/0/name", "NVIDIA A100-SXM4-80GB", "gpu-kind", WARN, "A100", "speed of the slowest GPU"),
     ("strays", [STRAY], "processes", WARN, "1 of ann (run that-run)", "kill 4711"),
 ]
 
