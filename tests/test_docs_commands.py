@@ -17,13 +17,26 @@ TREES = (ROOT / "docs", ROOT / "ds_configs", ROOT / "benchmarks", ROOT / "exampl
 PAGES = sorted([*ROOT.glob("*.md"), *(page for tree in TREES for page in tree.rglob("*.md"))])
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which has what was called otherwise once
 OTHERS = {  # options of other programs, and of scripts in benchmarks/
-    *("--bf16", "--case", "--config_file", "--configs", "--count", "--cpu", "--cpus-per-task", "--delay", "--fp16"),
+    *(
+        "--bf16",
+        "--case",
+        "--check",
+        "--config_file",
+        "--configs",
+        "--count",
+        "--cpu",
+        "--cpus-per-task",
+        "--delay",
+        "--every",
+        "--fp16",
+    ),
     *("--from-env-file", "--gpus-per-node", "--gpus-per-task", "--gradient_checkpointing", "--kinds", "--limit"),
     *("--limits", "--log", "--map-by", "--mpirun_hostfile", "--multi_gpu", "--nproc_per_node", "--ntasks-per-node"),
     *("--num_gpus", "--offload_optimizer_device", "--only", "--open-mode", "--per_device_train_batch_size"),
     *("--plan-only", "--rehearse", "--requeue", "--safe_serialization", "--signal", "--stages", "--use_deepspeed"),
     *("--zero_stage",),
 }
+MISTYPED = {"trian lenet"}  # docs/screens.md shows what is answered
 pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
 
@@ -53,7 +66,7 @@ def named_options(text: str) -> set[str]:
 @pages
 def test_commands_exist(page: Path):
     wrong = {" ".join(line): said for line in commands(page.read_text()) if (said := fault(line))}
-    assert wrong == {}
+    assert wrong.keys() - MISTYPED == set()
 
 
 @pages
