@@ -109,7 +109,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 def _head_apart(config: Any) -> Iterator[None]:
     """Give T5 1.1 and Flan-T5 a separate head, as in their files; transformers' class ties it as in T5.
 
-    (transformers/models/t5: `scale_decoder_outputs` is what remains of the config's "tie_word_embeddings")
+    transformers keeps the config's "tie_word_embeddings" only as `scale_decoder_outputs` (transformers/models/t5).
     """
     if getattr(config, "scale_decoder_outputs", True):
         yield

@@ -270,7 +270,7 @@ parser.parse_args(["--bf16"])
     ("text", "said", "hint"),
     [
         ("import not_there\n", "No module named 'not_there'", "with the packages of"),
-        ("print('done')\n", "ended by itself and made neither a DeepSpeed engine nor", "is DeepSpeed switched on?"),
+        ("print('done')\n", "ended by itself without creating a DeepSpeed engine", "is DeepSpeed switched on?"),
         (
             "print('no rows')\nraise SystemExit(3)\n",
             "called exit(3) before it trained; its last output:\n  no rows",
@@ -297,7 +297,7 @@ parser.parse_args(["--bf16"])
         ("import torch\ntorch.cuda.get_device_properties(0).later\n", "zerofit cannot simulate this", "report it"),
         ("import torch\ntorch.cuda.device_count(5)\n", "zerofit cannot simulate this", "report it"),
         ("raise AssertionError('to be moved to cuda but got simgpu:0')\n", "zerofit cannot simulate this", "report it"),
-        (ENGINE, "before its engine made an optimizer step", "at least one step"),
+        (ENGINE, "before its engine ran an optimizer step", "at least one step"),
         (
             ENGINE
             + "def twice(x: torch.Tensor) -> torch.Tensor:\n    return 2 * x\n"

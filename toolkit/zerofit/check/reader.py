@@ -46,7 +46,7 @@ class Reader:
 def guess(config: Any, *, yaml: bool = False) -> Reader:
     """Return the most likely reader of a configuration (JSON or YAML)."""
     if not isinstance(config, Mapping):
-        return Reader(name="deepspeed", why="nothing in it says otherwise")
+        return Reader(name="deepspeed", why="it is not a JSON object")
     if is_for_neox(config, yaml=yaml):
         return Reader(
             name="neox", why="it has arguments of GPT-NeoX", note="GPT-NeoX merges files, but only this one is checked"

@@ -87,13 +87,15 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         with torch.device("meta"):
             model = inject_adapter_in_model(config, build(source, inputs, args), ADAPTER)
     except (ModelError, ValueError) as error:
-        raise _unreadable(folder, f"does not fit {source.name}: {error}", "are the adapters for this model?") from None
+        raise _unreadable(
+            folder, f"does not match {source.name}: {error}", "are the adapters for this model?"
+        ) from None
     for name in head_modules(model):
         model.get_submodule(name).requires_grad_(True)
     names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
     missing = set(names.values()) ^ set(held.keys())
     if missing:
-        raise _unreadable(folder, f"does not fit {source.name}: only one of them has {min(missing)}", "copy it again")
+        raise _unreadable(folder, f"does not match {source.name}: only one of them has {min(missing)}", "copy it again")
     return TrainedPart(
         source=source,
         inputs=inputs,

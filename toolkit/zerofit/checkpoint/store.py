@@ -231,7 +231,7 @@ class Store:
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
-        """Return the newest checkpoint without damage; `on_damaged` is called for newer ones."""
+        """Return the newest checkpoint without damage; `on_damaged` is called for each newer, damaged one."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:

@@ -99,7 +99,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
     or Ctrl-D. Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """
     if chats == (prompt is not None):
-        raise click.UsageError("name --prompt TEXT or --chat, one of them")
+        raise click.UsageError("use either --prompt TEXT or --chat")
     if unfit := [f"--{name.replace('_', '-')}" for name in ("system", "chat_template") if options[name] and not chats]:
         raise click.UsageError(f"{' and '.join(unfit)}: only with --chat")
     if not chats:

@@ -35,7 +35,7 @@ BANDWIDTHS = {  # key of --json -> words
     "disk_write": "disk, write",
 }
 LATENCIES = {
-    "launch_s": "a small op after another",
+    "launch_s": "one small op after another",
     "hook_s": "ZeRO-3's hooks, a parameter",
     "gradient_s": "the engine's work, a gradient",
     "link_latency_s": "small all-reduce",

@@ -126,7 +126,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     if best.errors and best.errors.low < best.errors.high:
         what, figures, low, high = best.errors
         span = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
-        span += f" (by {figures} published figures: {what})" if details else ""
+        span += f" (from {figures} published figures: {what})" if details else ""
     yield "peak of 1", f"{memory.peak_phase}: {kinds}"
     yield "step of 1", f"{shares}{span}"
     overlap = "with" if layout.overlap else "without"

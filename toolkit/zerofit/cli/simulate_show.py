@@ -46,7 +46,7 @@ def _needs(result: Simulation) -> str:
     of = f"needs {shown_bytes(needed)} of {shown_bytes(there)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
-        return f"needs {host} host memory on a node, {HOST_RESERVE:.0%} of it kept for the system"
+        return f"needs {host} of host memory on a node ({HOST_RESERVE:.0%} is reserved for the system)"
     if result.verdict == NOT:
         return f"{of}, {shown_bytes(needed - there)} too much"
     return f"{of}, " + (f"{shown_bytes(there - needed)} free" if result.verdict == FITS else "it may run out of memory")

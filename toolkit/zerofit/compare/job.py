@@ -20,7 +20,7 @@ DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob:
-    """One measurement, written as JSON for its processes."""
+    """One measurement; its processes read it from a JSON file."""
 
     strategy: str
     model: str
@@ -89,7 +89,7 @@ class Strategy:
 
     @property
     def lines(self) -> int:
-        """Lines of code of its file that a user would write: without comments, docstrings, imports and blank lines."""
+        """Lines of code of the strategy's file, without comments, docstrings, imports and blank lines."""
         return code_lines(self.source.read_text(encoding="utf-8"))
 
     def load(self) -> Any:

@@ -60,7 +60,7 @@ def check_shares(run: Run, layout: Layout, problems: Problems) -> None:
         return
     reasons = {
         "--pipeline": (layout.pp, "stages pass on activations of one size"),
-        "--tensor-parallel": (layout.tp, "its ranks compute the same samples"),
+        "--tensor-parallel": (layout.tp, "its ranks process the same samples"),
         "--sequence-parallel": (layout.sp, "its ranks have parts of the same samples"),
         "--expert-parallel": (layout.ep, "ranks exchange equal numbers of tokens"),
     }

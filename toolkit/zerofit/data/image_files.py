@@ -37,9 +37,9 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
-    """Return an opened image with 8 bits per colour; of 16 bits the upper 8, as Pillow does with 16-bit colours.
+    """Return an opened image with 8 bits per colour. 16 bits become their upper 8, as Pillow does with 16-bit colours.
 
-    `upright`: rotated by its EXIF tag, as programs show it. Raises ValueError for numbers without a known white level,
+    `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for numbers without a known white level,
     which Pillow itself would cut off at 255.
     """
     import numpy as np

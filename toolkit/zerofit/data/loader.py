@@ -99,8 +99,8 @@ def micro_batches(
     Ranges are not empty and all of one length, except the last. They are consumed lazily (2 * workers ahead, or a block
     of about 64 KiB) and may be endless. With workers > 0, loader processes live until the iterator is closed; the
     result is the same as with workers=0, in the same order. `indices` is read-only. A MicroSlice instead of a range has
-    the image settings of its step; `mixing` says how to mix those with a `before`. `pinned`: loader processes return
-    pinned memory (positions are then a list), which a GPU copies while this process continues.
+    the image settings of its step; `mixing` mixes those that have a `before`. `pinned`: loader processes return pinned
+    memory, so copies to a GPU overlap with computation; positions are then a list.
     """
     maker, rest = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(rest, None)

@@ -110,7 +110,7 @@ def gpus(host: Host, one: dict[str, Any], names: list[str]) -> Iterator[Check]:
             yield _memory(host.name, gpu)
     if one["gpus"]:
         kind = one["gpus"][0]["name"]
-        problem = f"{kind}, where others have {names[0]}" if kind != names[0] else ""
+        problem = f"{kind}; other hosts have {names[0]}" if kind != names[0] else ""
         hint = "all ranks run at the speed of the slowest GPU and must fit the smallest memory"
         yield check("gpu-kind", host.name, problem, kind, WARN, expected="one kind of GPU", hint=hint)
 

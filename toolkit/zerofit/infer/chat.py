@@ -15,7 +15,7 @@ from zerofit.infer.generate import DrawingOptions, GenerationRequest, Prompt, en
 from zerofit.infer.saved_model import SavedModel
 from zerofit.spec.errors import Problem, UserError
 
-TOKENS = 4096  # of a conversation: memory is kept free for so many
+TOKENS = 4096  # of a conversation, for which memory is reserved
 
 Message = dict[str, str]  # "role" and "content", as chat templates have it
 
@@ -40,7 +40,7 @@ class Chat:
         return self._sized(ids, self.empty.seed + len(messages))
 
     def largest_request(self) -> GenerationRequest:
-        """Return the request that memory is kept free for."""
+        """Return the largest request, for which memory is reserved."""
         tokens = TOKENS if self.longest is None else min(TOKENS, self.longest)
         return self._sized([0] * max(1, tokens - self.empty.max_new_tokens), self.empty.seed)
 

@@ -32,29 +32,29 @@ def failures(knob: str) -> Iterator[None]:
 
 
 def guarded(model: nn.Module) -> AbstractContextManager[Any]:
-    """Raise RunFailed where a module uses weights that are not there, if any of this model's are elsewhere."""
+    """Raise RunFailed if a module uses weights that are not loaded; no check if all weights of the model are."""
     return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
 
 
 class _Guard(TorchDispatchMode):
-    """Stops where a module uses weights of another one, which lie elsewhere until that one runs.
+    """Stop if a module uses weights of another module, which are loaded only while that one runs.
 
-    torch 2.14's products and convolutions on the CPU take such a weight on the meta device without a word and give
-    back whatever lies in the memory of the result.
+    Until then the weight is on the meta device. torch 2.14's matrix products and convolutions on the CPU accept it
+    without an error and return uninitialised memory.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if "meta" in devices and len(devices) > 1:
-            message = "a module uses weights of another one, which lie on the disk (or in memory) until that one runs"
-            hint = "let all of it stay on one device: more in --max-memory, or --dtype bf16"
+            message = "a module uses weights of another one, which are on disk or in host memory until that one runs"
+            hint = "keep the model on one device: raise --max-memory, or use --dtype bf16"
             raise RunFailed(Problem(kind="offloaded-weights", message=message, hint=hint, where="CKPT"))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence bars, reports and warnings of transformers and accelerate; zerofit tells what they would."""
+    """Silence bars, reports and warnings of transformers and accelerate; zerofit prints its own."""
     from transformers.utils import logging as theirs
 
     levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}

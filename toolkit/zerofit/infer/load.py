@@ -35,11 +35,11 @@ COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halve
 def load_model(
     saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, report: Reporter
 ) -> nn.Module:
-    """Return the model with its weights in place, ready to run on `placement.execution_device`.
+    """Return the model with its weights loaded, ready to run on `placement.execution_device`.
 
-    What the map has on the disk stays in the model's files, which safetensors maps into memory layer by layer; only
-    tensors that lie there otherwise than the model needs them (pickles, single experts) are written to `scratch`.
-    `empty` may be used up. Raises UserError where the files do not hold what the model needs.
+    Weights that the device map leaves on disk are read from the model's files, which safetensors maps into memory layer
+    by layer. Only tensors stored in another form (pickles, single experts) are written to `scratch`. `empty` may be
+    used up. Raises UserError if the files lack weights that the model needs.
     """
     with quiet():
         if saved.source.family == "transformers":
@@ -67,7 +67,7 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # files that do not go with their config show in many ways
+    except Exception as error:  # weights that do not match the config raise many kinds of errors
         hint = "are config.json and the weights of one model?"
         problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
         raise UserError(problem) from error
@@ -76,7 +76,7 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
 
 
 def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, report: Reporter) -> nn.Module:
-    """Load any other model: tensor by tensor to its device, and hooks for what stays on the disk."""
+    """Load any other model: each tensor to its device, and hooks that load the weights left on disk."""
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -104,7 +104,7 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
 
 
 def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, StoredTensor]]:
-    """Return each name in the model's state_dict with its place in the files; tied ones may be there once only."""
+    """Return where the files store each name of the model's state_dict; tied weights may be stored only once."""
     held = saved.weights.tensors
     twins = {name: group for group in find_tied_parameters(model) for name in group}
     found: dict[str, tuple[str, StoredTensor]] = {}
@@ -152,9 +152,9 @@ class WeightRewrite:
         return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
 
     def write(self, scratch: Path, report: Reporter) -> SavedModel:
-        """Write the model with its weights in one safetensors file inside `scratch`, a tensor at a time in memory.
+        """Write the model with its weights to one safetensors file in `scratch`; memory holds one tensor at a time.
 
-        Raises UserError where the disk is too small, and where a number has no place in the type ("overflow").
+        Raises UserError if the disk is too small, or if a value overflows the type ("overflow").
         """
         folder = scratch / "rewritten"
         folder.mkdir()
@@ -209,7 +209,7 @@ def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
 
 
 def _tensor(weights: StoredWeights, name: str) -> Tensor:
-    """Read a tensor from a file opened for it alone: what a mapping has shown stays resident until it is closed."""
+    """Open a tensor's file and read it: pages read through a memory map stay resident until the map is closed."""
     where = weights.tensors[name]
     if weights.pickled:
         return load(where.file)[name]

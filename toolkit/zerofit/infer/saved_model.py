@@ -65,7 +65,7 @@ def find_folder(path: Path, report: Reporter) -> Path:
             return folder
     if is_checkpoint(path) or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path)):
         return locate(path, "CKPT", deep=True, report=report)
-    message = f"{path} holds no model, and no checkpoint"
+    message = f"{path} contains neither a model nor a checkpoint"
     hint = "name a run's folder, one of its checkpoints/step-... folders, or a folder with config.json and weights"
     raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
 

@@ -19,7 +19,7 @@ SLOTS = re.compile(r"slots=(?P<count>\d+)\s*(?P<more>.*)")
 
 @dataclass(frozen=True)
 class Host:
-    """A node, and its devices that ranks may use."""
+    """A node and the devices on it that ranks may use."""
 
     name: str
     slots: int  # number of ranks

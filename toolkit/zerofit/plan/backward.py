@@ -68,7 +68,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Drop moments that another one reaches at every micro batch from 1 on; of equal ones, keep the first.
+    """Drop moments that need no more memory than another one at any micro batch; of equal ones, keep the first.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """

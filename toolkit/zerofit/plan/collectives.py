@@ -42,7 +42,7 @@ def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
 def collective_s(
     op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates, *, at_once: bool = False
 ) -> float:
-    """Return the seconds for `size_bytes` in `calls` calls: rings inside a node, rings of nodes between them.
+    """Return the seconds for `size_bytes` in `calls` calls, as rings inside each node and rings across nodes.
 
     `at_once`: calls are issued together, and ranks wait for each other once; measured lines are for calls among
     kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each rank

@@ -41,11 +41,11 @@ def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
 
 
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of its FLOPs at the rate for its shape.
+    """Return the seconds for a kernel's FLOPs at the rate for its shape.
 
-    Tiles waste their edges and do not fill the device: a product reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best
-    rate. Attention with a causal mask skips half of its blocks, and few blocks leave processors idle. Kernels without a
-    shape (those that differ between micro batches) waste nothing.
+    Tiles at the edges are partly empty, and few tiles do not fill the device: a product reaches
+    1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks; with few
+    blocks, some multiprocessors are idle. Kernels without a shape (it differs between micro batches) waste nothing.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:

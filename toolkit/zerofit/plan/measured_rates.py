@@ -114,7 +114,7 @@ class CollectiveTable:
         self._lines = {key: _line(sorted(found)) for key, found in sizes.items()}
 
     def line(self, op: str, ranks: int) -> CollectiveLine | None:
-        """Return the line of an op; None if it was not measured among this many ranks."""
+        """Return the line of an op; None if it was not measured with this number of ranks."""
         return self._lines.get((op, ranks))
 
 

@@ -152,10 +152,10 @@ EFFICIENCIES: dict[str, SourcedRate] = {
         "to it, of 450",
     ),
     "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
-    "cpu": SourcedRate(0.6, "assumed: oneDNN relative to the cores' peak, in a model's shapes"),
+    "cpu": SourcedRate(0.6, "assumed: share of the cores' peak that oneDNN reaches with a model's shapes"),
     "cpu bf16": SourcedRate(0.42, "assumed: no bf16 instructions, so it is converted to fp32 and back"),
-    "cpu memory": SourcedRate(0.85, "assumed: streaming kernels relative to the memory channels"),
-    "cpu host": SourcedRate(0.6, "assumed: DeepSpeed's CPU Adam on all cores relative to the memory channels"),
+    "cpu memory": SourcedRate(0.85, "assumed: share of memory bandwidth that streaming kernels reach"),
+    "cpu host": SourcedRate(0.6, "assumed: share of memory bandwidth that DeepSpeed's CPU Adam reaches on all cores"),
 }
 PAGEABLE = SourcedRate(
     7.2e9, "measured on an H100: images of 38.5 MB from pageable memory (benchmarks/results/gpu-training.json)"

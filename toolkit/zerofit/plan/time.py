@@ -124,7 +124,7 @@ class StepParts:
 
     @property
     def reductions(self) -> int:
-        """How many micro batches end with a reduction: all from stage 2 on, only the last one below."""
+        """How many micro batches end with a reduction: all at stages 2 and 3, only the last one at stages 0 and 1."""
         return self.layout.accumulation if self.layout.zero_stage >= 2 else 1
 
     @property

@@ -134,7 +134,7 @@ class ProfileRecorder(TorchDispatchMode):
     def few_chunks(self, targets: int, chunk: int) -> Iterator[int]:
         """Yield the starts of the first two chunks of a loss (train/loss.py).
 
-        Repeat the second one's kernels for the rest.
+        The kernels of the second chunk are counted again for each further chunk.
         """
         starts, began = range(0, targets, chunk), 0
         for start in starts[:2]:

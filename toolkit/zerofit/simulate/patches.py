@@ -1,7 +1,7 @@
 """Patch torch, transformers and DeepSpeed so that the unmodified engine runs on fake tensors.
 
-The patches are applied once, and only in the process of a simulation. Each is a function that says why it is needed.
-`tests/simulate/test_patches.py` has a test for each, which fails if a new version lacks what the patch replaces.
+The patches are applied once, and only in the process of a simulation. Each is a function; its docstring explains why it
+is needed. `tests/simulate/test_patches.py` has a test for each, which fails if a new version lacks what it replaces.
 """
 
 from __future__ import annotations

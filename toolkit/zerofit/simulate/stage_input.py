@@ -1,4 +1,4 @@
-"""Give a simulated pipeline stage the shapes and types of its input, which nobody sends."""
+"""Give a simulated pipeline stage the shapes and types of its input, since the stage before it does not run."""
 
 from __future__ import annotations
 

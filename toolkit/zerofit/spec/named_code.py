@@ -46,9 +46,9 @@ def refuse_foreign_code(
     model_args: Mapping[str, Any] | None = None,
     callbacks: Sequence[str] = (),
 ) -> None:
-    """Raise UserError "untrusted-model" or "untrusted-callback" for each name of code in `file`, unless `trusted`.
+    """Raise UserError "untrusted-model" or "untrusted-callback" if `file` names Python code, unless it is `trusted`.
 
-    Callbacks always name code; a model may also be a preset, a file or a folder.
+    A callback is always the name of code; a model may also be a preset, a file or a folder.
     """
     if trusted:
         return

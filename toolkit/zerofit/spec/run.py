@@ -183,8 +183,8 @@ class Run(BaseModel):
 
     # how images are trained on
     label_smoothing: float = _option(0.0, "share of each target spread over all classes", ge=0, lt=1)
-    mixup: PositiveFloat | None = _option(None, "mix pairs of images and labels, by Beta(A, A) (MixUp)")
-    cutmix: PositiveFloat | None = _option(None, "paste a part of one image into another, by Beta(A, A) (CutMix)")
+    mixup: PositiveFloat | None = _option(None, "mix pairs of images and labels; ratio from Beta(A, A) (MixUp)")
+    cutmix: PositiveFloat | None = _option(None, "paste part of an image into another; area from Beta(A, A) (CutMix)")
     random_erasing: float = _option(0.0, "probability of erasing a rectangle of an image", ge=0, le=1)
     image_sizes: Sizes | None = _option(
         None, "image sizes that grow during training, by share of the steps: 128:0.5,160:0.75,192"

@@ -63,7 +63,7 @@ def judge(
 ) -> FailureVerdict | None:
     """Return the first failure found, or None. The most certain causes come first.
 
-    `timeout_s`: limit without a heartbeat; `coming_s`: limit for a guard to report.
+    `timeout_s`: longest time without a heartbeat; `coming_s`: longest time until a guard reports.
     """
     checks: tuple[Callable[[Sequence[RankState], float, float], FailureVerdict | None], ...]
     checks = (_killed, _vanished, _ended, partial(_unheard, coming_s=coming_s), _silent, _all_still)

@@ -21,8 +21,8 @@ LEAST_RATES = [0.001, 0.002, 0.004]  # of one sample; a size's grows with its ro
 HOURS = {"COCO": (115_000, 40.0), "Open Images": (1_740_000, 40.0 * 24)}  # samples; the document's hours
 GPU, GPUS = "v100-16gb", 8
 TEXT = f"""`{MODEL}` ({PARAMETERS:,} parameters) on scikit-learn's {SAMPLES:,} training digits of 8x8 pixels, SGD
-with momentum 0.9. The remaining digits are divided into 180 for validation and 179 for the test score, which is
-that of the epoch with the best validation score. Seconds are of one rank, without evaluation. A time with "~" is
+with momentum 0.9. Of the remaining digits 180 are for validation and 179 for the test. The test score is from the
+epoch with the best validation score. Seconds are of one rank, without evaluation. A time with "~" is
 extrapolated from the epochs that were trained. All sizes have the learning rate {LR}."""
 TUNED_TEXT = f"""Each size was run with {LR} and with {LEAST_RATES} times its square root. Its row is of the
 learning rate that reached {LOWER} in the fewest seconds. The sizes {SMALL} were tuned over {FEW} epochs."""
@@ -49,7 +49,8 @@ def document(bench: Bench) -> TeachingDocument:
     return TeachingDocument(
         number="001",
         title="the batch size",
-        network=f"The document's is not known here. Ours is `{MODEL}`, two linear layers, with which steps cost least.",
+        network=f"The document does not name its network. Ours is `{MODEL}` (two linear layers), whose steps are the "
+        "fastest.",
         experiment=f"Batch sizes from 1 to all samples, {EPOCHS} epochs each; which reaches a score of 0.99 first?",
         figures=_figures(fixed, tuned, large),
         evidence=[

@@ -96,8 +96,8 @@ def _accuracies(one: Done, two: Done) -> list[Figure]:
     if first.shape == second.shape == (SEEDS, EPOCHS):
         gap, spread = np.abs(first - second).max(), np.ptp(first, axis=0).max()
         whys[1] = (
-            f"two devices add up to one device's gradient, except for its last bits: with the same seed the curves "
-            f"differ by {gap:.3f} at most, with another seed by up to {spread:.3f}"
+            f"the summed gradient of two devices equals that of one, except for the last bits: with the same seed the "
+            f"curves differ by {gap:.3f} at most, with another seed by up to {spread:.3f}"
         )
     return [
         Figure(name=f"LeNet's test accuracy, {words}", theirs=theirs, ours=_last(found), why=why)

@@ -129,7 +129,10 @@ def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
 def _longer(
     question: PlanQuestion, cluster: Cluster, found: int | None, most: int, report: Reporter
 ) -> Iterator[LongerSequence]:
-    """Yield longer sequences, each with one more option: the one with least memory at twice the length."""
+    """Yield longer and longer sequences.
+
+    Each adds one option: the one that needs least memory at twice the length of the sequence before.
+    """
     traced, known = question.traced, question.profile
     assert traced
     choices = offered(known.task, known.model_type).fields

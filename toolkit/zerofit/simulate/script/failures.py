@@ -189,8 +189,8 @@ def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed:
     if failed:
         message = f"{said} before it trained"
     elif phases.engines:
-        message, hint = f"{said} before its engine made an optimizer step", "give it data for at least one step"
+        message, hint = f"{said} before its engine ran an optimizer step", "give it data for at least one step"
     else:
-        message = f"{said} and made neither a DeepSpeed engine nor an optimizer step"
+        message = f"{said} without creating a DeepSpeed engine or running an optimizer step"
         hint = "is DeepSpeed switched on? (Trainer: --deepspeed JSON, Accelerate: DeepSpeedPlugin or accelerate launch)"
     return UserError(Problem(kind=EXITED, message=message, hint=hint))
