@@ -174,7 +174,7 @@ def test_answers_fit_the_terminal(screens, width, monkeypatch, capsys):
         show()
         lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         text = "\n".join(lines)
-        assert name != "changes" or ("~18% slower   --micro-batch 1" in text and "~7.1 x the time  --ds" in text)
+        assert name != "changes" or ("~18% slower     " in text and "~7.1 x the time  --ds-config" in text)
         assert text.lstrip().startswith(first), name
         assert "…" not in text and "\x1b" not in text, name
         wide = [line for line in lines if len(line) > width and len(line.split()[-1]) < width - 36]

@@ -410,7 +410,6 @@ def test_a_trainer_without_deepspeed_is_tried_with_it(folder):
     write_for_trainer("zero3", folder / "zero3.json")
     assert json.loads((folder / "zero3.json").read_text())["train_micro_batch_size_per_gpu"] == "auto"
     sharded = "fsdp=True, fsdp_config={'version': 2}"
-    assert rows[f"TrainingArguments({sharded})"].peak_bytes < rows[f"TrainingArguments({changes[0]})"].peak_bytes
     result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {sharded}"))
     assert result.peak_bytes == rows[f"TrainingArguments({sharded})"].peak_bytes
     assert not any("fsdp" in row.change for row in result.knobs())
