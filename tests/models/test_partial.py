@@ -73,7 +73,7 @@ def test_patterns(asked, wanted):
     ("asked", "message"),
     [
         ({"train": ["*.mpl.*"]}, "no parameter or module"),
-        ({"freeze": ["*"]}, "every parameter"),
+        ({"freeze": ["*"]}, "all parameters of the model are frozen"),
         ({"lora": 2, "lora_targets": "q_prj"}, "--lora-targets q_prj"),
         ({"lora": 2, "lora_targets": "q_proj,v_prj"}, "no linear layer of the model is named v_prj"),
     ],
@@ -88,7 +88,7 @@ def test_adapters_of_a_mixture_stand_beside_its_attention():
     """Its experts lie in one tensor, to which peft would add theirs, whole, in every forward."""
     with torch.device("meta"):
         model = build(source_of(Run(model="mixtral-tiny", lora=2)), TEXT, {})
-        with pytest.raises(ModelError, match=r"mlp\.experts is no linear layer") as refused:
+        with pytest.raises(ModelError, match=r"mlp\.experts is not a linear layer") as refused:
             build(source_of(Run(model="mixtral-tiny", lora=2, lora_targets="q_proj,w1,w2,w3")), TEXT, {})
     assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert refused.value.hint == "--lora-targets q_proj"
