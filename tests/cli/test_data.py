@@ -66,4 +66,4 @@ def test_a_mask_is_counted_where_it_is_asked_for():
     plain, packed = (rows[0]["peak_bytes"] for rows in layouts)
     assert plain + 1024 * 1024 <= packed < plain + 2 * 1024 * 1024  # a byte for each pair of places
     assert all(row["pp"] == row["sp"] == 1 for row in layouts[1])
-    assert "is not fed packed" in refused("simulate", "t5-small", "--input", "packed", "--gpus", 2, "--gpu", "l4")
+    assert "has no input packed" in refused("simulate", "t5-small", "--input", "packed", "--gpus", 2, "--gpu", "l4")

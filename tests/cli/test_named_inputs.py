@@ -58,7 +58,7 @@ def test_what_is_refused():
     assert "synthetic tensors only" in refused("train", "whisper-tiny", "--data", "pysource", "--ranks", 1)
     assert "has no labelled text" in refused("train", "t5-small", "--data", "pysource", "--ranks", 1)
     assert "computes its own loss" in refused("compare", "strategies", "t5-small", "--ranks", 1, "--output", "out")
-    assert "is not fed frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
+    assert "has no input frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
     assert "decoder:x" in refused("simulate", "t5-small", "--input", "decoder:x", *L4)
     assert "takes 576 of the 256 tokens" in refused("plan", "llava-1.5-7b", "--seq-len", 256, *L4)
     assert "cannot be cut" in refused("simulate", *small("t5-small"), "--pipeline", 2, *L4)

@@ -104,9 +104,9 @@ def test_configs_and_what_is_refused(tmp_path, monkeypatch):
     source = find(str(tmp_path))
     assert source.family == "diffusers" and shapes(named_inputs(source, UNET, 0, Fed(image=(3, 64))))["sample"][0] == 4
     for name, args, given, message in (
-        ("dit-xl-2", {}, {"decoder": 3}, "is not fed decoder"),
+        ("dit-xl-2", {}, {"decoder": 3}, "has no input decoder"),
         ("flux.1-dev", {}, {"image": (3, 1000)}, "a multiple of 16 pixels"),
-        ("dit-xl-2", {"num_layer": 3}, {}, "no argument of DiTTransformer2DModel"),
+        ("dit-xl-2", {"num_layer": 3}, {}, "DiTTransformer2DModel has no argument"),
         ("stable-diffusion-1.5", {"class_embed_type": "timestep"}, {}, "UNet with class_embed_type"),
     ):
         with pytest.raises(ModelError, match=message) as caught:

@@ -57,10 +57,10 @@ def test_a_place_in_the_text_for_each_patch_of_the_image():
 @pytest.mark.parametrize(
     ("name", "seq_len", "what", "message"),
     [
-        ("t5-small", 16, {"image": (3, 224)}, "is not fed image"),
-        ("whisper-small", 16, {"decoder": 9}, "is not fed decoder"),
+        ("t5-small", 16, {"image": (3, 224)}, "has no input image"),
+        ("whisper-small", 16, {"decoder": 9}, "has no input decoder"),
         ("qwen2.5-vl-7b", 1024, {"image": (3, 450)}, "a multiple of 28 pixels"),
-        ("whisper-small", 16, {"frames": 101}, "halves the frames"),
+        ("whisper-small", 16, {"frames": 101}, "needs an even number of frames"),
         ("llava-1.5-7b", 512, {}, "takes 576 of the 512 tokens"),
     ],
 )
