@@ -218,5 +218,5 @@ def test_own_model_is_one_file(tmp_path, monkeypatch):
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     monkeypatch.delitem(sys.modules, "mine")
     (tmp_path / "mine.py").unlink()
-    with pytest.raises(UserError, match="mine:tied cannot be built again"):
+    with pytest.raises(UserError, match="cannot build the run's model mine:tied"):
         export(folder, tmp_path / "again", trust_model_code=True)

@@ -60,8 +60,8 @@ def test_what_is_refused():
     assert "computes its own loss" in refused("compare", "strategies", "t5-small", "--ranks", 1, "--output", "out")
     assert "has no input frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
     assert "decoder:x" in refused("simulate", "t5-small", "--input", "decoder:x", *L4)
-    assert "takes 576 of the 256 tokens" in refused("plan", "llava-1.5-7b", "--seq-len", 256, *L4)
-    assert "cannot be cut" in refused("simulate", *small("t5-small"), "--pipeline", 2, *L4)
+    assert "needs 576 of the 256 tokens" in refused("plan", "llava-1.5-7b", "--seq-len", 256, *L4)
+    assert "cannot be split into pipeline stages" in refused("simulate", *small("t5-small"), "--pipeline", 2, *L4)
 
 
 @pytest.mark.parametrize("name", ["t5-small", "llava-1.5-7b", "mamba-130m"])

@@ -113,7 +113,7 @@ def test_configs_and_what_is_refused(tmp_path, monkeypatch):
             fed(name, args, **given)
         assert caught.value.hint
     file.write_text('{"_class_name": "AutoencoderKL"}')
-    with pytest.raises(ModelError, match="not of UNet2DConditionModel"):
+    with pytest.raises(ModelError, match="supported: UNet2DConditionModel"):
         find(str(file))
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
     with pytest.raises(ModelError, match="not installed") as caught:

@@ -134,7 +134,7 @@ def test_layouts_that_would_mix_conversations_are_refused(pools, tmp_path, optio
 
 def test_models_without_a_place_for_it_are_refused(pools, tmp_path, options):
     how = {"model": "mamba-130m", "model_args": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 400}}
-    with pytest.raises(UserError, match="keep them apart"):
+    with pytest.raises(UserError, match="separate conversations"):
         pools(2).train(tmp_path / "run", **options | how)
 
 
