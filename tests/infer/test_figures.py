@@ -110,7 +110,7 @@ def test_images_that_a_model_cannot_take(tmp_path):
     saved = open_saved(tmp_path / "model", trust_model_code=True)
     with torch.device("meta"):
         model = build(saved.source, None, {})
-    with pytest.raises(UserError, match="cannot take images of 48 pixels"):
+    with pytest.raises(UserError, match="does not support images of 48 pixels"):
         working_bytes(
             model,
             figures_of(saved, model, torch.float32),

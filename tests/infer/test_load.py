@@ -93,7 +93,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     save_small(tmp_path / "model", "llama")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 5, "layer_types": None}))
-    with pytest.raises(UserError, match=r"lacks weights that the model has: model\.layers\.4"):
+    with pytest.raises(UserError, match=r"lacks weights of the model: model\.layers\.4"):
         loaded(tmp_path / "model", 2.0, tmp_path)
 
 

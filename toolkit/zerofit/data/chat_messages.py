@@ -1,4 +1,4 @@
-"""Messages of conversations in the form that chat templates take, whoever wrote them down."""
+"""Convert messages of any supported form into the form that chat templates accept."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class NotAConversation(ValueError):
-    """Raised with the reason why a record is no conversation of its form."""
+    """Raised with the reason why a record is not a conversation of its form."""
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call: an object for templates that format it, JSON for those that write it as a text.
+    """Arguments of a tool call: an object for templates that format it, JSON for those that print it as text.
 
-    Records have either. OpenAI's are JSON in a string, which `| tojson` would encode a second time; of an object,
-    `{{ arguments }}` would write Python's own notation.
+    Records have either. OpenAI's arguments are JSON in a string, which `| tojson` would encode a second time. An
+    object would become Python's notation in `{{ arguments }}`.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str):
@@ -37,13 +37,13 @@ class Arguments(dict[str, Any]):
 
 
 def read_messages(turns: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages of OpenAI's form without what is null, as transformers does. Raises NotAConversation."""
+    """Return messages in OpenAI's form without null fields, as transformers does. Raises NotAConversation."""
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
     message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
-    if message.get("role") == "function":  # OpenAI's name of a tool before there were tools
+    if message.get("role") == "function":  # OpenAI's older name of the role "tool"
         message["role"] = "tool"
     role = message.get("role")
     if role not in ROLES:
@@ -52,7 +52,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         _read_calls(message, number)
         weight = message.get("weight", 1)
         if not isinstance(weight, int | float) or weight not in (0, 1):
-            raise NotAConversation(f"message {number} has the weight {weight!r}; 1 is learned, 0 only read")
+            raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
     if isinstance(message.get("content"), list):
         message["content"] = "".join(_part(part, number) for part in message["content"])
     if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
@@ -64,11 +64,11 @@ def _part(part: Any, number: int) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise NotAConversation(f"message {number} holds a part of type {kind!r}; only text can be trained on")
+    raise NotAConversation(f"message {number} has a part of type {kind!r}; only text can be trained on")
 
 
 def _read_calls(message: dict[str, Any], number: int) -> None:
-    """Replace the tool calls of a message, or OpenAI's older "function_call", by those that templates take."""
+    """Convert the tool calls of a message, or OpenAI's older "function_call", to the form that templates accept."""
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list):
         raise NotAConversation(f"message {number}: 'tool_calls' is {type(calls).__name__}, need a list")
@@ -84,7 +84,7 @@ def tool_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function", call)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise NotAConversation(f"{place} names no function; it is written {{'function': {{'name', 'arguments'}}}}")
+        raise NotAConversation(f"{place} names no function; expected {{'function': {{'name', 'arguments'}}}}")
     known = {"type": "function"} if function is call else {"type": "function", **call}
     return {**known, "function": {**function, "arguments": _arguments(function.get("arguments"), place)}}
 

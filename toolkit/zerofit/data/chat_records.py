@@ -1,4 +1,4 @@
-"""Conversations as people keep them: messages, ShareGPT's turns, Alpaca's instructions, prompts with completions."""
+"""The forms of conversations in files: messages, ShareGPT's turns, Alpaca's instructions, prompts with completions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SPEAKERS = {  # ShareGPT's words
     "observation": "tool",
     "function_response": "tool",
 }
-_TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  # beside the messages
+_TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  # fields next to the messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatMessages:
-    """Messages in order, as chat templates take them."""
+    """Messages in order, in the form that chat templates accept."""
 
-    messages: list[dict[str, Any]]  # {"role", "content"}, and what else a template may read; "weight" 0: not learned
+    messages: list[dict[str, Any]]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
     variables: dict[str, Any] = field(default_factory=dict)  # "tools" and others that a template may read
     unread: tuple[str, ...] = ()  # fields of the record that do not belong to its form
 
@@ -50,7 +50,7 @@ class ChatForm:
 
 
 def form_of(row: Mapping[str, Any], text_field: str) -> ChatForm | None:
-    """Return the form of a record; None for one that holds plain text in `text_field`, or nothing that is known."""
+    """Return the form of a record; None if `text_field` is plain text, or the form is unknown."""
     if text_field in row and text_field not in CHAT_FIELDS:
         return None
     forms = [CHAT_FIELDS[text_field]] if text_field in CHAT_FIELDS else CHAT_FIELDS.values()
@@ -58,9 +58,9 @@ def form_of(row: Mapping[str, Any], text_field: str) -> ChatForm | None:
 
 
 def judged_answers(row: Mapping[str, Any], text_field: str, where: str) -> Problem | None:
-    """Return why a record of good and bad answers is not trained on; None for other records.
+    """Return why zerofit does not train on a record of good and bad answers; None for other records.
 
-    All that it holds would teach the bad ones too, and its prompt alone none.
+    Its full text would teach the bad answers too, and its prompt alone would teach none.
     """
     has = {name for name, value in row.items() if value is not None}
     if text_field in has:
@@ -98,19 +98,19 @@ _JUDGED = (
     ),
     _Judged(
         fields=frozenset({"completion", "label"}),
-        title="KTO record (a label says whether the completion is good)",
+        title="KTO record (a label marks the completion as good or bad)",
         trainer="KTOTrainer",
         keep="select(.label) | {prompt, completion}",
     ),
     _Judged(
         fields=frozenset({"kto_tag"}),
-        title="KTO record (a tag says whether the conversation is good)",
+        title="KTO record (a tag marks the conversation as good or bad)",
         trainer="KTOTrainer",
         keep="select(.kto_tag) | del(.kto_tag)",
     ),
     _Judged(
         fields=frozenset({"completions", "labels"}),
-        title="record of steps (a label says of each whether it is right)",
+        title="record of steps (a label marks each as right or wrong)",
         trainer="PRMTrainer",
         keep='select(.labels | all) | {prompt, completion: (.completions | join("\\n"))}',
     ),
@@ -118,12 +118,12 @@ _JUDGED = (
 
 
 def field_hint(row: Mapping[str, Any], field: str) -> str:
-    """Return what to do where records have no `field`: one of several texts alone is seldom what is meant."""
+    """Return a hint for records without `field`; training on one of several texts alone is seldom intended."""
     close = nearest(field, map(str, row))
     texts = [name for name, value in row.items() if isinstance(value, str)]
     lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if len(row) == 1 and lists:
-        return f"jq -c '.[{json.dumps(lists[0])}][]' FILE > records.jsonl takes the records out"
+        return f"jq -c '.[{json.dumps(lists[0])}][]' FILE > records.jsonl extracts the records"
     if close.startswith("did you mean") or len(texts) < 2:
         return f"--text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
@@ -132,7 +132,7 @@ def field_hint(row: Mapping[str, Any], field: str) -> str:
 
 
 def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | str:
-    """Return the conversation of a record, or why it is none."""
+    """Return the conversation of a record, or the reason why it has none."""
     if form.field not in row:
         if other := form_of(row, ""):
             return f"a record of the {other.title} form among others"
@@ -149,13 +149,13 @@ def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | st
 
 
 def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a template may read beside the messages, under the names that transformers has for it."""
+    """Return a template's variables other than the messages, under transformers' names."""
     found = row.get("chat_template_kwargs") or {}
     if not isinstance(found, Mapping):
         raise NotAConversation(f"'chat_template_kwargs' is {type(found).__name__}, need an object")
     documents = row.get("documents") or None
     if not isinstance(documents, list | None) or not all(isinstance(one, Mapping) for one in documents or ()):
-        raise NotAConversation("'documents' holds something else than a list of objects")
+        raise NotAConversation("'documents' is not a list of objects")
     named = {"tools": read_tools(row), "documents": documents}
     return {**found, **{name: value for name, value in named.items() if value is not None}}
 
@@ -170,7 +170,7 @@ def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Any, number: int) -> Any:
-    """Return a turn as a message, with all fields that it has besides."""
+    """Return a turn as a message that keeps the turn's other fields."""
     if not isinstance(turn, Mapping) or "role" in turn:
         return turn
     speaker, text = turn.get("from"), turn.get("value")
@@ -195,17 +195,17 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(text, str):
             raise NotAConversation(f"{name!r} is {type(text).__name__}, need a string")
     if not texts["output"]:
-        raise NotAConversation("no 'output' beside the instruction")
+        raise NotAConversation("the instruction has no 'output'")
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise NotAConversation("'history' holds something else than a list of [instruction, answer]")
+        raise NotAConversation("'history' is not a list of [instruction, answer]")
     prompt = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
     pairs = [message for pair in [*history, [prompt, texts["output"]]] for message in _question_and_answer(*pair)]
     return read_messages([*_system(row), *pairs])
 
 
 def _completion(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Read what TRL calls prompt and completion, each a text or messages; of these, the prompt's are not learned."""
+    """Read TRL's prompt and completion, each a text or a list of messages; messages of the prompt are not learned."""
     prompt, completion = row.get("prompt"), row.get("completion")
     question, answer = _question_and_answer(prompt, completion)
     asked = prompt if isinstance(prompt, list) else [question]
@@ -229,7 +229,7 @@ def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what stands beside the turns in a field of its own."""
+    """Return the fields of the record other than its turns."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 

@@ -1,4 +1,4 @@
-"""A chat template at work on one conversation: the text, what the assistant writes of it, and what has no effect."""
+"""Render one conversation with a chat template: its text, the assistant's parts of it, and fields without effect."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from zerofit.data.limited import begin_step
 # what marks the assistant's words in a template (transformers' own return_assistant_tokens_mask)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MOST_CHARACTERS = 1 << 26  # of one text; a million tokens have about 2**22
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers takes for the first
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers reads as the first one
 
 Span = tuple[int, int]  # of characters
 
 
 class NotRendered(ValueError):
-    """Raised with the reason why a template does not take a conversation, or does not tell what is the assistant's."""
+    """Raised if a template rejects a conversation, or the assistant's part cannot be found; has the reason."""
 
 
 class Rendered(NamedTuple):
     """One conversation as text."""
 
     text: str
-    spans: Sequence[Span]  # what is learned, to the end of each turn
-    unused: Sequence[str]  # fields of the record that change nothing
+    spans: Sequence[Span]  # the learned text, to the end of each turn
+    unused: Sequence[str]  # fields of the record without effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Renderer:
-    """A template that writes conversations."""
+    """A template that renders conversations."""
 
     template: str
     origin: str  # "chat template chatml", as shown to the user
@@ -54,7 +54,7 @@ class Renderer:
                 raise NotRendered(f"{reason}: the assistant would learn to say nothing instead")
 
     def _without_effect(self, chat: ChatMessages, text: str) -> list[str]:
-        """Return the fields of messages, and what stands beside them, without which the text is the same."""
+        """Return the fields of messages, and the variables, that have no effect on the text."""
         fields = sorted({key for message in chat.messages for key in message} - {"role", "content", "weight"})
         unused = []
         for field in fields:
@@ -75,22 +75,22 @@ class Renderer:
             return False
 
     def _by_prefixes(self, chat: ChatMessages, text: str) -> list[Span]:
-        """Return where the assistant writes, of a template that does not mark it. Raises NotRendered."""
+        """Find the assistant's text if the template does not mark it. Raises NotRendered."""
         spans = []
         for n, message in enumerate(chat.messages):
             if _is_learned(message):
                 prompt, _ = self.written(replace(chat, messages=chat.messages[:n]), prompt=True)
                 answered, _ = self.written(replace(chat, messages=chat.messages[: n + 1]))
                 if not answered.startswith(prompt) or not text.startswith(answered):
-                    reason = f"the {self.origin} writes message {n + 1} otherwise once others follow"
-                    raise NotRendered(reason + ", so that what the assistant writes cannot be told from the rest")
+                    reason = f"the {self.origin} writes message {n + 1} differently if others follow"
+                    raise NotRendered(reason + ", so the assistant's text cannot be found")
                 spans.append((len(prompt), len(answered)))
         return spans
 
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
-        """Return the marked spans without those of messages that are only read. Raises NotRendered.
+        """Return the marked spans without those of messages that are not learned. Raises NotRendered.
 
-        A message has the spans by which its conversation has more than the one that ends before it.
+        The spans of a message are those that are added when it is appended to the messages before it.
         """
         silent = [n for n, one in enumerate(chat.messages) if one["role"] == "assistant" and not _is_learned(one)]
         dropped: set[int] = set()
@@ -121,7 +121,7 @@ class Renderer:
             raise
         except Exception as error:  # a template can raise anything
             what = " ".join(str(error).split())[:200]
-            raise NotRendered(f"the {self.origin} does not take this conversation: {what}") from None
+            raise NotRendered(f"the {self.origin} rejects this conversation: {what}") from None
         return "".join(blocks), spans
 
 
@@ -137,7 +137,7 @@ def _is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def _as_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as transformers hands it to a template, with reasoning under the names that templates read."""
+    """Return a message as transformers passes it to a template, with reasoning under the names that templates use."""
     shown = {key: value for key, value in message.items() if key != "weight"}
     reasoning = next((shown[name] for name in _REASONING if name in shown), None)
     if reasoning is None:

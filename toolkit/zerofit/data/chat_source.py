@@ -1,4 +1,4 @@
-"""Sources of conversations, whatever they are kept in."""
+"""Sources of conversations, in any kind of file."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ class ChatSource(Source):
 
     @abstractmethod
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
-        """Yield all conversations, and what is wrong with records that are none."""
+        """Yield all conversations, and for each invalid record the reason."""

@@ -1,4 +1,4 @@
-"""Conversations as tokens: a chat template, and which of the tokens the assistant writes."""
+"""Turn conversations into tokens with a chat template, and mark the tokens that the assistant writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = """{% if tools %}<|tools|>
 {% endgeneration %}{% else %}{{ message.content }}<|end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-CHAT_TEMPLATE = "chat_template.jinja"  # beside a model, as transformers has it
+CHAT_TEMPLATE = "chat_template.jinja"  # in a model's folder, as in transformers
 COPY_IT = (
     "--chat-template FILE: a copy that writes all messages and their tool_calls, "
     "with {% generation %} ... {% endgeneration %} around what the assistant writes"
@@ -46,21 +46,21 @@ class EncodedChat:
 
     ids: np.ndarray  # int64 (tokens,)
     targets: np.ndarray  # bool (tokens,): written by the assistant
-    unused: tuple[str, ...]  # fields of the record that change nothing
+    unused: tuple[str, ...]  # fields of the record without effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template and the tokenizer that reads what it writes."""
+    """A template and the tokenizer for its text."""
 
     text: str
     origin: str  # "chat template chatml", "chat template of /models/llama": as shown to the user
     tokenizer: Tokenizer
-    missing: tuple[str, ...] = ()  # tokens that it writes and the tokenizer does not have
+    missing: tuple[str, ...] = ()  # special tokens in the template that the tokenizer lacks
 
     @property
     def identity(self) -> str:
-        """A hash of all that decides which tokens a conversation becomes."""
+        """A hash of everything that determines the tokens of a conversation."""
         return text_digest(self.tokenizer.identity, self.text, repr(sorted(self._special_tokens().items())))
 
     @property
@@ -69,7 +69,7 @@ class ChatTemplate:
         return MARKED.search(self.text) is not None
 
     def encode_all(self, conversations: Sequence[ChatMessages]) -> list[EncodedChat | str]:
-        """Return the tokens of each conversation, or why it has none. Raises UserError for a template past limits."""
+        """Return the tokens of each conversation, or why it has none. Raises UserError if a template exceeds limits."""
         found = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
         rendered = [one if isinstance(one, str) else _bytes_safe(*one) for one in found]
         texts = [one[0] for one in rendered if not isinstance(one, str)]
@@ -95,8 +95,8 @@ class ChatTemplate:
         return _bytes_safe(found[0], (), ())[0]
 
     def _limited(self, work: Callable[[Renderer, ChatMessages], Any], chats: Sequence[ChatMessages]) -> list[Any]:
-        """Return what `work` makes of each conversation, or the reason why it makes nothing. Raises UserError."""
-        compiled("")  # what it imports is then not imported in every process anew
+        """Return the result of `work` for each conversation, or the reason why it failed. Raises UserError."""
+        compiled("")  # imports jinja once, before processes are forked
         renderer = Renderer(template=self.text, origin=self.origin, special_tokens=self._special_tokens())
 
         def attempt(chat: ChatMessages) -> Any:
@@ -108,7 +108,7 @@ class ChatTemplate:
         try:
             return list(limited(attempt, chats))
         except Exceeded as error:
-            hint = "--chat-template names another; a loop over the messages takes milliseconds"
+            hint = "use another one (--chat-template); an ordinary template takes milliseconds"
             raise UserError(_unusable(f"the {self.origin} {error}", hint=hint)) from None
 
     def _special_tokens(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class ChatTemplate:
     def _targets(
         self, ids: np.ndarray, places: np.ndarray, text: str, spans: Sequence[Span], unused: Sequence[str]
     ) -> EncodedChat:
-        """Mark the tokens of the spans, from the first that has a character of one to the last."""
+        """Mark the tokens that have characters of a span."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
         for start, stop in spans:
@@ -128,18 +128,18 @@ class ChatTemplate:
             last = int(inside[-1])
             ends = inside[special[inside]]
             if not self.marked and len(ends) and not text[places[ends[-1], 1] : stop].strip():
-                last = int(ends[-1])  # a turn ends with its special token: the new line after it is nobody's
+                last = int(ends[-1])  # a turn ends with its special token, without the newline after it
             targets[int(inside[0]) : last + 1] = True
         return EncodedChat(ids=ids, targets=targets, unused=tuple(unused))
 
 
 def _bytes_safe(text: str, spans: Sequence[Span], unused: Sequence[str]) -> tuple[str, Sequence[Span], Sequence[str]]:
-    """Replace halves of surrogate pairs, which a template can cut out of escapes and which have no bytes."""
+    """Replace halves of surrogate pairs: a template can produce them from escapes, but they have no UTF-8 bytes."""
     return text.encode("utf-8", "replace").decode(), spans, unused
 
 
 def _with_places(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return ids int64 (tokens,) of each text, and the characters that each token stands for, int64 (tokens, 2)."""
+    """Return the ids of each text, int64 (tokens,), and the range of characters of each token, int64 (tokens, 2)."""
     if tokenizer.loaded is None:
         return [_bytes_with_places(text) for text in texts]
     if not texts:
@@ -162,8 +162,8 @@ def open_chat_template(given: Path | None, tokenizer: Tokenizer) -> ChatTemplate
     """Return the given template (a file or a shipped one's name), else the tokenizer's own. Raises UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
-        message = f"--tokenizer {tokenizer.name} does not say which characters its tokens stand for"
-        hint = "take one with a tokenizer.json"
+        message = f"--tokenizer {tokenizer.name} does not return the characters of its tokens"
+        hint = "use one with a tokenizer.json"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     if given is not None:
         return _given(given, tokenizer)
@@ -187,7 +187,7 @@ def _given(given: Path, tokenizer: Tokenizer) -> ChatTemplate:
         _check(file, text)
     elif not template.turn_end.strip():
         message = f"the chat template {given} ends a turn with eos_token, which --tokenizer {tokenizer.name} lacks"
-        hint = "--chat-template chatml writes its own end; `bytes` has a template without this flag"
+        hint = "--chat-template chatml ends turns with its own token; --tokenizer bytes needs no --chat-template"
         raise UserError(_unusable(message, hint=hint))
     elif tokenizer.loaded and (missing := missing_tokens(str(given), tokenizer.loaded.get_vocab())):
         return replace(template, missing=tuple(missing))
@@ -195,7 +195,7 @@ def _given(given: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
-    """Read a run's tokenizer and chat template; return what writes them into a model's folder. Raises UserError."""
+    """Read a run's tokenizer and chat template; return a function that saves them to a folder. Raises UserError."""
     loaded = open_tokenizer(tokenizer).loaded
     text = _read(template_file(chat_template)) if chat_template is not None else None
 
@@ -217,7 +217,7 @@ def _read(file: Path) -> str:
 
 
 def _check(file: Path, text: str) -> None:
-    """Raise UserError for a template that is none; jinja computes constants when it reads it."""
+    """Raise UserError if a template is not valid; jinja evaluates constants while it compiles."""
     import jinja2
 
     def fault(text: str) -> list[Any]:
@@ -226,7 +226,7 @@ def _check(file: Path, text: str) -> None:
             compiled(text)
         except MemoryError:
             raise
-        except Exception as error:  # jinja's, RecursionError, and SyntaxError of the Python that jinja writes
+        except Exception as error:  # jinja's, RecursionError, and SyntaxError in the Python code that jinja writes
             line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
             return [getattr(error, "msg", None) or getattr(error, "message", None) or str(error), line]
         return []

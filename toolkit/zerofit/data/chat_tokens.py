@@ -1,4 +1,4 @@
-"""Tokens of conversations on the disk, with what the assistant has written of them; made once, mapped by all."""
+"""Tokens of conversations on disk, with a mask of the assistant's; written once, mapped by all processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 
-FORMAT = "chats-2"  # raise it when files, split rules or what is read of records change
+FORMAT = "chats-2"  # raise it when files, split rules or the fields read from records change
 AT_ONCE = 1024  # conversations, for the tokenizer's threads
 PARTS = ("ids", "targets", "starts")
 
@@ -33,14 +33,14 @@ class ChatTokens:
     ids: TokenFile  # uint16 or uint32 (tokens,)
     targets: TokenFile  # bool (tokens,): written by the assistant
     starts: TokenFile  # int64 (conversations + 1,): where each begins, and where the last one ends
-    unused: dict[str, int]  # fields of records that change nothing, and in how many conversations
+    unused: dict[str, int]  # fields of records without effect, and in how many conversations
 
 
 def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
-    """Open the tokens of a source's conversations by split: mapped if they were made before, else made now.
+    """Open the tokens of a source's conversations by split: map the cached files, or write them first.
 
-    Raises UserError with up to 20 records that are no conversations, or of which the template cannot tell what is the
-    assistant's, and as `Preparation.open` does.
+    Raises UserError with up to 20 records that are not conversations, or whose assistant's text cannot be found, and
+    as `Preparation.open` does.
     """
 
     def write(staging: Path, documents: int) -> None:
@@ -62,7 +62,7 @@ def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Repor
 
 
 def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
-    """Yield all conversations with their tokens. Raises UserError with what is wrong, at the end or from 20 on."""
+    """Yield all conversations with their tokens. Raises UserError with all problems, at the end or after the 20th."""
     problems: list[Problem] = []
     found = source.pieces(documents)
     while len(problems) < NAMED and (block := list(islice(found, AT_ONCE))):
@@ -101,7 +101,7 @@ class _ChatWriter:
         self._put("starts", np.array([self._end]))
 
     def close(self) -> None:
-        """Flush all to the disk."""
+        """Flush everything to disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -109,7 +109,7 @@ class _ChatWriter:
 
 
 def _read(folder: Path) -> dict[str, ChatTokens] | None:
-    """Return the tokens in a finished folder; None where there is none or its files have another size than noted."""
+    """Return the tokens in a finished folder; None if there is none, or a file does not have its recorded size."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):

@@ -1,4 +1,4 @@
-"""Samples of conversations: packed into rows without seeing each other, or each in a row of its own."""
+"""Samples of conversations: packed into rows without attention between them, or one per row."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BLOCK = 1 << 22  # tokens whose targets are counted at a time
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRows(Dataset):
-    """Row i: some conversations one after the other, each from position 0 on; labels are what the assistant says next.
+    """Row i: conversations one after the other, with positions from 0 in each; labels are the assistant's next tokens.
 
-    A conversation of n tokens takes n - 1 places (its last token is a label only). What is left of a row is padding,
-    a document of its own.
+    A conversation of n tokens takes n - 1 positions, since its last token is only a label. The rest of a row is padding
+    and counts as a separate document.
     """
 
     draws = False
@@ -38,7 +38,7 @@ class ChatRows(Dataset):
     documents: np.ndarray  # int64: conversations, row by row
     ends: np.ndarray  # int64 (rows,): where the conversations of each row end in `documents`
     row_targets: np.ndarray  # int64 (rows,): labels of each row that count
-    packed: bool  # whether batches say where each token stands in its own conversation
+    packed: bool  # whether batches have the position of each token in its conversation
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -69,11 +69,11 @@ class ChatRows(Dataset):
         return self.documents[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def lengths(self, index: int) -> list[int]:
-        """Return the places that each conversation of a row takes."""
+        """Return the number of positions that each conversation of a row takes."""
         return [len(self._conversation(int(document))[0]) - 1 for document in self.row(index)]
 
     def targets(self, indices: Integers) -> int:
-        """Count what the assistant says in these rows."""
+        """Count the assistant's tokens in these rows."""
         return int(self.row_targets[np.asarray(indices, dtype=np.int64)].sum())
 
     def _conversation(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,18 +85,18 @@ class ChatRows(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCounts:
-    """What became of the conversations of a split."""
+    """Counts of a split's conversations: used, truncated and dropped."""
 
     conversations: int
-    truncated: int  # longer than a sample: their ends are left out
-    dropped: int  # without anything of the assistant's in what is left
+    truncated: int  # longer than a sample, so cut off
+    dropped: int  # without any of the assistant's tokens after truncation
     rows: int
-    tokens: int  # places of the rows that are no padding
+    tokens: int  # positions of the rows without padding
     targets: int  # labels that count
 
 
 def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tuple[ChatRows, ChatCounts]:
-    """Return the samples of a split, and what became of its conversations."""
+    """Return the samples of a split, and the counts of its conversations."""
     starts = tokens.starts.array()
     whole = np.maximum(np.diff(starts) - 1, 0)  # places
     places = np.minimum(whole, seq_len)
@@ -119,12 +119,12 @@ def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tu
 
 
 def pack(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
-    """Return rows of numbers whose lengths fit into `room`: the longest first, each where the least room is left.
+    """Pack conversations (by number) into rows of length `room`: the longest first, each into the fullest row it fits.
 
-    (Best-fit decreasing: at most 11/9 of the fewest rows that are possible.)
+    (Best-fit decreasing: at most 11/9 of the smallest possible number of rows.)
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows that have so much room left
+    with_room: dict[int, list[int]] = {}  # remaining room -> rows
     rooms: list[int] = []  # its keys, in order
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
@@ -143,7 +143,7 @@ def pack(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
 
 
 def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return how many targets each part of these starts and lengths has, int64; parts are in order."""
+    """Return the number of targets in each part, int64; parts have these starts and lengths and are in order."""
     found = np.zeros(len(starts), dtype=np.int64)
     first = 0
     while first < len(starts):
@@ -157,15 +157,15 @@ def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray)
 
 
 def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int, progress: Reporter) -> Data:
-    """Open conversations as samples of `seq_len` tokens. Raises UserError where there is nothing to learn."""
+    """Open conversations as samples of `seq_len` tokens. Raises UserError if there is nothing to learn."""
     template = open_chat_template(run.chat_template, tokenizer)
     splits = open_chat_tokens(source, template, progress)
     made = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
     (train, counts), (valid, held_out) = made["train"], made["valid"]
     if not len(train) or not len(valid):
-        message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with words of an "
-        message += f"assistant within {seq_len:,} tokens; each needs one"
-        hint = "more conversations, or a larger --seq-len; `zerofit data` shows what a model sees"
+        message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with an "
+        message += f"assistant's answer within {seq_len:,} tokens; each split needs at least one"
+        hint = "use more conversations or a larger --seq-len; `zerofit data` shows the samples"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
     return Data(
         name=source.name,
@@ -195,10 +195,10 @@ def _notes(
         tokens = ", ".join(template.missing)
         notes.append(f"{tokens}: no tokens of --tokenizer {template.tokenizer.name}, so each becomes several")
     if counts.truncated:
-        notes.append(f"{counts.truncated:,} conversations are longer than a sample: their ends are left out")
+        notes.append(f"{counts.truncated:,} conversations are longer than a sample and are cut off")
     if counts.dropped:
-        notes.append(f"{counts.dropped:,} conversations are left out: the assistant says nothing in a sample's length")
+        notes.append(f"{counts.dropped:,} conversations are left out: no assistant's answer within a sample's length")
     if unused := train.tokens.unused:
         fields = ", ".join(f"{name} ({count:,} conversations)" for name, count in sorted(unused.items()))
-        notes.append(f"fields of the records that change nothing of what is learned: {fields}")
+        notes.append(f"fields of the records without effect on training: {fields}")
     return notes

@@ -1,4 +1,4 @@
-"""A conversation with a causal language model: each turn is rendered, answered and remembered."""
+"""A conversation with a causal language model: each turn is rendered with its history, and answered."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Chat:
 
     template: ChatTemplate
     longest: int | None  # tokens of a conversation; None without a limit
-    empty: GenerationRequest  # all that answers have in common; its prompt has no tokens
+    empty: GenerationRequest  # the settings of all answers; its prompt has no tokens
 
     def request(self, messages: list[Message]) -> GenerationRequest:
-        """Return the request for the next answer, of as many tokens as the model has room for.
+        """Return the request for the next answer, limited to the tokens that the model still has room for.
 
-        Raises UserError where it has none.
+        Raises UserError if it has room for none.
         """
         ids = self.template.tokenizer.encode(self.template.prompt(messages))
         if self.longest is not None and len(ids) >= self.longest:
@@ -54,10 +54,10 @@ class Chat:
 def open_chat(
     saved: SavedModel, tokenizer_name: str | None, given: Path | None, **drawing: Unpack[DrawingOptions]
 ) -> Chat:
-    """Open the chat template of a model, or the `given` one. Raises UserError where there is none."""
+    """Open the chat template of a model, or the `given` one. Raises UserError if there is none."""
     tokenizer = writers_tokenizer(saved, tokenizer_name)
     if saved.task != "causal-lm":
-        message = f"a model of the task {saved.task} does not chat"
+        message = f"a model for the task {saved.task} cannot chat"
         raise UserError(Problem(kind="cannot-generate", message=message, hint="--prompt TEXT", where="--chat"))
     own = saved.folder / CHAT_TEMPLATE
     template = open_chat_template(given or (own if own.is_file() else None), tokenizer)
@@ -90,7 +90,7 @@ def talk(
     device: torch.device,
     on_text: Callable[[str], None],
 ) -> Talk:
-    """Answer each of the user's turns; the next is taken when the answer is complete. Raises as `generate` does."""
+    """Answer each of the user's turns; the next one is read when the answer is complete. Raises as `generate` does."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     tokens, seconds = 0, 0.0
     for turn in turns:

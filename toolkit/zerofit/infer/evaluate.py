@@ -1,4 +1,4 @@
-"""Evaluation of a saved model: its data, checked against what it takes; loss, accuracy, perplexity as in training."""
+"""Evaluate a saved model: open data that matches its inputs; compute loss, accuracy and perplexity as in training."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_tex
 from zerofit.spec.run import Run
 
 LONGEST_LOSS = 700.0  # exp() of more overflows
-CHUNK_BYTES = 32 << 20  # of float32 logits at a time, beside the logits themselves
+CHUNK_BYTES = 32 << 20  # of logits converted to float32 at a time
 TOP = 5
 
 
 @contextmanager
 def scratch_folder(asked: Path | None) -> Iterator[Path]:
-    """Give a folder for what is written on the way, inside `asked` or among temporary files; it is removed afterwards.
+    """Create a folder for temporary files, in `asked` or the system's temporary folder; remove it afterwards.
 
-    Raises UserError where it cannot be made.
+    Raises UserError if it cannot be created.
     """
     try:
         if asked is not None:
             asked.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix="zerofit-", dir=asked)
     except OSError as error:
-        message = f"nothing can be written into {asked or 'the folder for temporary files'}: {error.strerror or error}"
+        message = f"cannot write to {asked or 'the folder for temporary files'}: {error.strerror or error}"
         problem = Problem(kind="unwritable", message=message, hint="name another folder", where="--offload-folder")
         raise UserError(problem) from None
     with folder as made:
@@ -77,23 +77,23 @@ def scratch_folder(asked: Path | None) -> Iterator[Path]:
 
 
 def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporter) -> Data:
-    """Open the data to evaluate on: that of `fields` (of Run), where they name none that of the training.
+    """Open the evaluation data: that named in `fields` (of Run), or by default that of the training.
 
-    Raises UserError with all that does not go with the model.
+    Raises UserError with everything that does not match the model.
     """
     problems = Problems()
     if saved.task == "gan":
-        hint = "the pictures of its run are in drawings.png, those of each epoch in drawings/"
-        problems.add("model-task", "a GAN has no labels to be right about", hint, "CKPT")
+        hint = "the generated images are in the run's drawings.png, those of each epoch in drawings/"
+        problems.add("model-task", "a GAN cannot be evaluated: it predicts no labels", hint, "CKPT")
     if saved.info is None and "data" not in fields:
-        message = f"{saved.folder} does not say what it was trained on"
-        problems.add("data-missing", message, f"--data {default_data(saved.task)}, for one", "--data")
+        message = f"{saved.folder} does not name its training data"
+        problems.add("data-missing", message, f"name data, for example --data {default_data(saved.task)}", "--data")
     reads = is_text(saved.task) and not fields.get("data", "").startswith("synthetic")
     tokenizer = problems.attempt(lambda: fields.get("tokenizer") or default_tokenizer(saved)) if reads else None
     trained_len = saved.info and saved.info.seq_len
     seq_len = fields.get("seq_len") or trained_len or min(DEFAULT_SEQ_LEN, saved.longest or DEFAULT_SEQ_LEN)
     if saved.longest is not None and seq_len > saved.longest:
-        message = f"{saved.folder} takes at most {saved.longest} tokens, got --seq-len {seq_len}"
+        message = f"{saved.folder} supports at most {saved.longest} tokens, not --seq-len {seq_len}"
         problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
     problems.raise_if_any()
     same = ("data", "text_field", "pair_field", "label_field", "target_len", "seed", "packing", "stream")
@@ -113,13 +113,13 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 
 
 def check_data(saved: SavedModel, data: Data) -> None:
-    """Raise UserError where the model was not made for such data: other classes or channels, more token ids."""
+    """Raise UserError if the data does not match the model: other classes or channels, or more token ids."""
     mine, theirs, problems = saved.inputs, data.inputs, Problems()
     if type(mine) is type(theirs) and isinstance(mine, ImageInputs | TableInputs):
         for what in ("classes", "channels" if isinstance(mine, ImageInputs) else "features"):
             if getattr(mine, what) != getattr(theirs, what):
-                message = f"the model has {getattr(mine, what)} {what}, --data {data.name} {getattr(theirs, what)}"
-                problems.add(what, message, "take data like that which it was trained on", "--data")
+                message = f"the model has {getattr(mine, what)} {what}, --data {data.name} has {getattr(theirs, what)}"
+                problems.add(what, message, "use data like the model's training data", "--data")
     elif (
         not isinstance(mine, ImageInputs | TableInputs)
         and not isinstance(theirs, ImageInputs | TableInputs)
@@ -130,19 +130,19 @@ def check_data(saved: SavedModel, data: Data) -> None:
 
 
 def too_many_ids(mine: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
-    """Return the problem of a tokenizer that gives ids which the model has no embedding for."""
-    message = f"the model has a vocabulary of {mine.vocab_size} ids, the tokenizer gives {ids}"
-    hint = "--tokenizer with the one that the model was trained with"
+    """Return the problem of a tokenizer with more ids than the model has embeddings."""
+    message = f"the model has a vocabulary of {mine.vocab_size} ids, the tokenizer has {ids}"
+    hint = "set --tokenizer to the one that the model was trained with"
     return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")
 
 
 def default_tokenizer(saved: SavedModel) -> str:
-    """Return the tokenizer beside the model, else the training's. Raises UserError where there is none."""
+    """Return the tokenizer in the model's folder, else that of its training. Raises UserError if there is none."""
     if has_tokenizer(saved.folder):
         return str(saved.folder)
     if saved.info:
         return saved.info.tokenizer
-    message, hint = f"{saved.folder} holds no tokenizer", "name it: --tokenizer FOLDER, or bytes"
+    message, hint = f"{saved.folder} contains no tokenizer", "name it: --tokenizer FOLDER, or bytes"
     raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
 
 
@@ -151,13 +151,13 @@ class EvalScores:
     """A model's scores on its validation samples, and how fast they were evaluated."""
 
     loss: float
-    accuracy: float | None  # None where nothing is right or wrong; of pixels where each has a class
+    accuracy: float | None  # None without right or wrong answers; of pixels in segmentation
     top5_accuracy: float | None  # of images
-    mean_iou: float | None  # intersection over union, where each pixel has a class
+    mean_iou: float | None  # intersection over union, in segmentation
     perplexity: float | None  # of text
     macro_f1: float | None = None  # of classes
     micro_f1: float | None = None  # of tags other than O
-    rouge1: float | None = None  # of texts that are written
+    rouge1: float | None = None  # of generated texts
     rouge2: float | None = None
     rouge_l: float | None = None
     samples: int
@@ -167,25 +167,25 @@ class EvalScores:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures:
-    """A judge of a batch's outputs."""
+    """Computes loss and right answers of a batch."""
 
     task: Task
-    dtype: torch.dtype  # of the numbers that images are given in
+    dtype: torch.dtype  # of image inputs
     own: bool = False  # a user's own model
-    own_loss: bool = False  # its forward takes labels and gives its loss
+    own_loss: bool = False  # its forward accepts labels and returns its loss
     loss: str | None = None  # "mse", or cross entropy
-    inputs: Inputs | None = None  # what the model is fed
+    inputs: Inputs | None = None  # of the model
 
     @property
     def classes(self) -> int:
-        """Classes that a table of `class_table` tells apart; 0 without one."""
+        """The number of classes in a table of `class_table`; 0 without one."""
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
-        """Return float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
+        """Return float64 (4,): summed loss, targets, right answers, and for images right ones among the top five.
 
-        Token ids (batch, seq_len) or images (batch, channels, size, size), and what else the model takes by name.
-        Labels of -100 do not count. Of labelled text and of pixels the table of `class_table` follows.
+        `x`: token ids (batch, seq_len) or images (batch, channels, size, size); `extra`: the model's other inputs by
+        name. Labels of -100 do not count. For labelled text and for pixels the table of `class_table` is appended.
         """
         if isinstance(self.inputs, NamedInputs):
             batch = {"inputs": x, "labels": labels, **extra}
@@ -204,7 +204,7 @@ class EvalFigures:
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own mean loss, weighted by the samples."""
-        if self.task == "causal-lm":  # as transformers has it: labels stand where their tokens do
+        if self.task == "causal-lm":  # as in transformers: labels have the positions of their tokens
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
             out = model(x, labels=labels)
@@ -213,7 +213,7 @@ class EvalFigures:
 
 
 def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: Inputs | None = None) -> EvalFigures:
-    """Return how this model is judged on such inputs, its weights being of this type."""
+    """Return the EvalFigures for a model with weights of this type and for these inputs."""
     own = saved.source.family == "custom"
     own_loss = own and "labels" in inspect.signature(model.forward).parameters
     loss = saved.info.loss if saved.info else None
@@ -221,7 +221,7 @@ def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: 
 
 
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """Return float64 (4,) as EvalFigures does, of logits (..., classes) and labels (...), piece by piece in float32."""
+    """Return float64 (4,) as EvalFigures does, for logits (..., classes) and labels (...), in chunks of float32."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)
@@ -237,7 +237,7 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
 
 
 def _pixel_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return what `cross_entropy_counts` does of pixels, image by image."""
+    """Return the `cross_entropy_counts` of pixels, computed one image at a time."""
     images = zip(logits, labels, strict=True)
     return torch.stack([cross_entropy_counts(one.movedim(0, -1), wanted, 1) for one, wanted in images]).sum(0)
 
@@ -264,9 +264,8 @@ def evaluate(
 ) -> EvalScores:
     """Evaluate the model over all validation samples, or `limit` of them, `micro` at a time.
 
-    An encoder-decoder writes what it is to write for `written` of them.
-
-    Raises RunFailed out of memory, and where the loss is not finite.
+    An encoder-decoder generates its text for `written` of them. Raises RunFailed if memory runs out or the loss is not
+    finite.
     """
     count = len(eval_indices(len(data.valid), limit))
     batches = eval_batches(data.valid, 0, 1, micro, limit, default_workers(data, 1))
@@ -302,9 +301,9 @@ def _rouge(model: nn.Module, data: Data, micro: int, count: int, device: torch.d
 def working_bytes(
     model: nn.Module, figures: EvalFigures, inputs: Inputs, micro: int, device: Device, whose: str
 ) -> int:
-    """Return bytes that evaluating `micro` samples takes beside the weights; 0 where it cannot be known.
+    """Return the bytes that evaluating `micro` samples needs besides the weights; 0 if unknown.
 
-    Raises UserError where the model cannot take such samples.
+    Raises UserError if the model does not support such samples.
     """
 
     def call(fake: nn.Module, on: torch.device) -> None:
@@ -320,7 +319,7 @@ def working_bytes(
         return activation_memory(model, torch.device("cpu" if device == "cpu" else "cuda"), call).peak
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--packing")) from None
-    except Exception as error:  # what a forward raises on a shape that it cannot take, or on values that are not there
+    except Exception as error:  # a forward can raise anything on an unsupported shape, or on values that fakes lack
         if figures.own:
             return 0
         if isinstance(inputs, ImageInputs):
@@ -329,7 +328,7 @@ def working_bytes(
             got, knob = f"rows of {inputs.features} features", "--data"
         else:
             got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
-        message = f"{whose} cannot take {got}: {reason_of(error)}"
+        message = f"{whose} does not support {got}: {reason_of(error)}"
         raise UserError(Problem(kind="model-shape", message=message, hint=knob, where=knob)) from error
 
 
@@ -339,7 +338,7 @@ def _scores(
     total, targets, right, near, *table = sums
     loss = total / max(targets, 1.0)
     if not math.isfinite(loss):
-        hint = "--dtype fp32, where fp16 overflows; else the weights themselves are not finite"
+        hint = "use --dtype fp32 if fp16 overflows; otherwise the weights themselves are not finite"
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
     answers = not figures.own_loss and figures.loss != "mse"  # there are right and wrong ones
     samples_per_s = samples / max(seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""Text generation with a causal language model or an encoder-decoder, told as it comes."""
+"""Text generation with a causal language model or an encoder-decoder; text is streamed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.models.inputs import NamedInputs, TextInputs
 from zerofit.models.scores import takes_cache
 from zerofit.spec.errors import Problem, Problems, UserError
 
-UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
+UNFINISHED = "\ufffd"  # what a tokenizer decodes from the first bytes of a character
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class GeneratedText:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt as its model's tokenizer has it."""
+    """A prompt as token ids of its model's tokenizer."""
 
     ids: tuple[int, ...]
     end_ids: frozenset[int]  # that end the text
     decode: Callable[[list[int]], str]
-    end_text: str = ""  # that ends the text, too, where no token does
-    begins_with: int | None = None  # what an encoder-decoder's text begins with: the prompt is its encoder's
+    end_text: str = ""  # text that also ends the answer, for models without an end token
+    begins_with: int | None = None  # first token of an encoder-decoder's answer; its encoder reads the prompt
 
 
 class DrawingOptions(TypedDict):
-    """Fields of GenerationRequest beside the prompt."""
+    """Fields of GenerationRequest other than the prompt."""
 
     max_new_tokens: int
     temperature: float
@@ -72,7 +72,7 @@ class GenerationRequest:
 def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max_new_tokens: int) -> Prompt:
     """Turn a prompt into token ids.
 
-    Raises UserError for a model that writes no text, a tokenizer that is not the model's, and a text too long for it.
+    Raises UserError if the model cannot write text, the tokenizer is not the model's, or the prompt is too long.
     """
     tokenizer = writers_tokenizer(saved, tokenizer_name)
     translates = saved.task == "seq2seq-lm"
@@ -86,8 +86,8 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     if not ids:
         problems.add("empty-prompt", "the prompt has no tokens", "give the text's first words", "--prompt")
     if translates and saved.longest is not None and max(len(ids), max_new_tokens) > saved.longest:
-        message = f"the prompt has {len(ids)} tokens and {max_new_tokens} are to be written; the model supports at most"
-        message += f" {saved.longest} of each"
+        message = f"the prompt has {len(ids)} tokens and --max-new-tokens is {max_new_tokens}"
+        message += f"; the model supports at most {saved.longest} of each"
         problems.add("too-long", message, "a shorter --prompt, or fewer --max-new-tokens", "--max-new-tokens")
     elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not translates:
         message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
@@ -110,7 +110,7 @@ def writers_tokenizer(saved: SavedModel, name: str | None) -> Tokenizer:
     if not writes or saved.source.family != "transformers":
         what = "a model of your own" if writes else f"a model of the task {saved.task}"
         hint = "name a causal language model or an encoder-decoder of transformers; `zerofit eval` supports this one"
-        problem = Problem(kind="cannot-generate", message=f"{what} writes no text", hint=hint, where="CKPT")
+        problem = Problem(kind="cannot-generate", message=f"{what} cannot write text", hint=hint, where="CKPT")
         raise UserError(problem)
     tokenizer = open_tokenizer(name or default_tokenizer(saved))
     if isinstance(saved.inputs, TextInputs | NamedInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
@@ -119,7 +119,7 @@ def writers_tokenizer(saved: SavedModel, name: str | None) -> Tokenizer:
 
 
 def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokenizer's end of a document, and what the model's own generation_config.json names."""
+    """Return the tokenizer's end of a document, and the end tokens in the model's generation_config.json."""
     try:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):  # it has none
@@ -134,7 +134,7 @@ def generate(
 ) -> GeneratedText:
     """Generate what follows the prompt; `on_text` gets each piece of text as it comes.
 
-    The same seed gives the same text. Raises RunFailed out of memory.
+    The same seed gives the same text. Raises RunFailed if memory runs out.
     """
     stream = _TextStreamer(request.prompt, on_text)
     prompt = torch.tensor([request.prompt.ids], device=device)
@@ -165,9 +165,9 @@ def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
 
 
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
-    """Return bytes beside the weights of this empty model: the forward of the prompt, and the KV cache of all tokens.
+    """Return the bytes that generation needs besides the weights: the prompt's forward, and the KV cache of all tokens.
 
-    While a token is added, the cache of one layer is there twice.
+    While a token is added, the cache of one layer exists twice.
     """
     on = torch.device("cpu" if device == "cpu" else "cuda")
     length, new = len(request.prompt.ids), request.max_new_tokens
@@ -202,8 +202,8 @@ class _TextStreamer(BaseStreamer):
         self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text
         self._end_text, self._ended = prompt.end_text, False
         self._prompt_seen = False
-        self._from = 0  # tokens before it have been sent for good
-        self._told = ""  # what has been sent of those from there on
+        self._from = 0  # tokens before this index have been sent
+        self._told = ""  # the text already sent of tokens from this index on
         self.tokens: list[int] = []
         self.text = ""
 
@@ -220,7 +220,7 @@ class _TextStreamer(BaseStreamer):
         self._tell(final=False)
 
     def end(self) -> None:
-        """Send what was held back."""
+        """Send the rest of the text."""
         self._tell(final=True)
 
     def _tell(self, final: bool) -> None:
@@ -236,11 +236,11 @@ class _TextStreamer(BaseStreamer):
         if new:
             self._on_text(new)
         if text.endswith("\n") and not self._end_text:
-            # the last token stays, since decoders look at the one before for spaces
+            # keep the last token, since decoding the next one needs it to place spaces
             self._from, self._told = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
-        """Return a text up to the end text, or up to what may become one."""
+        """Cut a text at the end text, or at its possible beginning."""
         text, end, _ = text.partition(self._end_text)
         self._ended = bool(end)
         if self._ended or final:

@@ -12,7 +12,7 @@ from zerofit.spec.reservations import free_for, gpu_claims, host_claims
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
-SHARE = 0.95  # of what is free, where nothing was said: others on the machine, and what grows
+SHARE = 0.95  # of the free memory, by default; the rest is for other processes and for what grows
 FLAG = "--max-memory"
 NO_LIMIT = 1 << 62
 SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
@@ -21,24 +21,23 @@ WORKSPACE = max(blas_workspace_bytes(kind) for kind in ("mi300x", "h100-80gb", "
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """Bytes that may be taken."""
+    """The bytes that may be used."""
 
-    memory: dict[Device, int]  # of GPUs, by number, and of the CPU; one that is not named is not used
-    disk: int | None = None  # of weights that stay on the disk; None: as many as there are
-    named: bool = True  # by --max-memory; else they are what is free
+    memory: dict[Device, int]  # of GPUs, by number, and of the CPU; other devices are not used
+    disk: int | None = None  # of weights that stay on disk; None: no limit
+    named: bool = True  # by --max-memory; else a share of the free memory
     reserved: Mapping[Device, int] = field(default_factory=dict)  # by other runs, and so not free
 
 
 def room(device: Device) -> int:
-    """Return the bytes that are kept free where something runs, for what is not counted."""
+    """Return the bytes reserved on a device that runs anything, for what is not counted."""
     return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
 
 
 def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits:
     """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}; None: most of what is free.
 
-    A device that is not named is not used; the disk is, unless "disk=0" is among them. Raises UserError with all that
-    is wrong.
+    Only the named devices are used, and the disk, unless the limits have "disk=0". Raises UserError with all problems.
     """
     import torch
 
@@ -64,8 +63,8 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
     problems.raise_if_any()
     disk = found.pop("disk", None)
     if not any(found.values()):
-        hint = "give a device memory, such as cpu=8GiB: layers on the disk are taken into it one by one"
-        raise UserError(Problem(kind="bad-value", message=f"{FLAG} {text} names no memory", hint=hint, where=FLAG))
+        hint = "give a device memory, such as cpu=8GiB; layers on disk are loaded into it one at a time"
+        raise UserError(Problem(kind="bad-value", message=f"{FLAG} {text} allows no memory", hint=hint, where=FLAG))
     return MemoryLimits(memory=found, disk=disk)
 
 

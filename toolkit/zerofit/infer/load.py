@@ -1,4 +1,4 @@
-"""Loading weights to where a placement has them; those on disk are read again at each forward, rewritten if need be."""
+"""Load weights to the devices of a placement; those left on disk are read at each forward, and rewritten if needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
     import transformers
 
     quantized = source_config(saved.source).get(QUANTIZED)
-    if quantized:  # which a model that is built to be trained has not
+    if quantized:  # a model that is built for training has no such config
         empty.config.quantization_config = quantized
     try:
         model, loaded = getattr(transformers, AUTO_CLASSES[saved.task]).from_pretrained(
@@ -117,23 +117,23 @@ def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, Stored
         found[name] = (key, held[key])
         if held[key].shape != tuple(tensor.shape):
             message = f"{name} is {held[key].shape} in {held[key].file.name}, {tuple(tensor.shape)} in the model"
-            problems.add("model-weights", message, "is the model's code what it was when it was trained?", "CKPT")
+            problems.add("model-weights", message, "has the model's code changed since it was trained?", "CKPT")
     problems.raise_if_any()
     _refuse(missing, saved)
     return found
 
 
 def _refuse(missing: list[str], saved: SavedModel) -> None:
-    """Raise UserError where the model has tensors that the files lack."""
+    """Raise UserError if the files lack tensors of the model."""
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        message = f"{saved.folder} lacks weights that the model has: {shown}"
+        message = f"{saved.folder} lacks weights of the model: {shown}"
         hint = "are config.json (or zerofit.json) and the weights of one model?"
         raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT"))
 
 
 class WeightRewrite:
-    """The rewrite that a saved model's files need so that each forward can read from them; perhaps none."""
+    """The changes to a saved model's files, if any, that let each forward read from them."""
 
     def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
         self._saved, self._empty, self._dtype = saved, empty, dtype
@@ -146,7 +146,7 @@ class WeightRewrite:
 
     @property
     def host_bytes(self) -> int:
-        """The most that merging experts takes in memory."""
+        """The largest memory that merging experts needs."""
         shapes = {name: tensor.shape for name, tensor in self._empty.state_dict().items()}
         largest = max((math.prod(shapes[part.source]) for part in self._merged), default=0)
         return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
@@ -184,7 +184,7 @@ class WeightRewrite:
         return self._dtype if own is None else own.dtype
 
     def _merge(self, part: PublishedTensor) -> Tensor:
-        """Return one tensor of the model out of several of the files, as transformers puts them together."""
+        """Merge several stored tensors into one of the model, as transformers does."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -201,7 +201,7 @@ class WeightRewrite:
 
 
 def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
-    """Return the tensors of the model that the files hold in several (a mixture's experts, one by one)."""
+    """Return the tensors of the model that the files store in parts (a mixture's experts, one by one)."""
     if saved.source.family != "transformers":
         return []
     several = [part for part in PublishedModel(empty, transformers=True).parts if len(part.outputs) > 1]

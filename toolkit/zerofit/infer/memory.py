@@ -1,4 +1,4 @@
-"""Memory: what a forward will take, by running it on fake tensors; the peak of this process and of its GPUs."""
+"""Measure memory: of a forward, by running it on fake tensors, and the peak of this process and its GPUs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _LARGE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes that a call takes beside the model's weights."""
+    """Bytes that a call needs in addition to the model's weights."""
 
-    peak: int  # alive at once at the most
-    kept: int  # of the tensors that it gave back
+    peak: int  # largest sum of live tensors
+    kept: int  # of the tensors that it returned
 
 
 def activation_memory(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
-    """Return what `call(model, device)` takes, run on fake tensors: nothing is computed and nothing allocated.
+    """Return the memory that `call(model, device)` needs. It runs on fake tensors, so nothing is computed or allocated.
 
-    The model may be on the meta device and stays as it is. What a kernel takes for itself is not seen. Raises what the
-    call raises, and RuntimeError where the model asks for values.
+    The model may be on the meta device and is not changed. Kernels' own workspaces are not counted. Raises what the
+    call raises, and RuntimeError if the model reads values of tensors.
     """
     try:
         return _run(model, device, call)
@@ -64,7 +64,7 @@ def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory
 
 
 class _ActivationMeter(TorchDispatchMode):
-    """Counts the storages that ops have made and that are still alive; `peak` is the most, in bytes."""
+    """Counts the bytes of storages that ops created and that are still alive; `peak` is the largest count."""
 
     def __init__(self, weights: Iterable[Tensor]):
         super().__init__()
@@ -87,8 +87,8 @@ class _ActivationMeter(TorchDispatchMode):
 def return_freed_memory_at_once() -> None:
     """Return large blocks to the system as soon as they are freed (glibc; elsewhere nothing happens).
 
-    By default glibc raises that limit to 32 MiB as it sees such blocks freed, and then keeps gaps between smaller ones:
-    some 200 MB after a few forwards of a language model.
+    By default glibc raises its limit for "large" to 32 MiB once such blocks are freed. It then keeps the gaps between
+    smaller blocks: about 200 MB after a few forwards of a language model.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -98,9 +98,9 @@ def return_freed_memory_at_once() -> None:
 
 
 def start_counting(gpus: Iterable[int]) -> int:
-    """Forget former peaks, of these GPUs too, and return the resident memory of this process now, in bytes.
+    """Reset the peaks of this process and of these GPUs; return the resident memory of this process in bytes.
 
-    Where forgetting is not allowed, the peak is that of the whole process, and so is what is returned.
+    If the peak of the process cannot be reset, it counts from the process's start, and that peak is returned.
     """
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
@@ -109,5 +109,5 @@ def start_counting(gpus: Iterable[int]) -> int:
 
 
 def peak_device_bytes(gpus: Iterable[int]) -> int | None:
-    """Return the most that was allocated on one of these GPUs since `start_counting`; None where there are none."""
+    """Return the largest allocation on one of these GPUs since `start_counting`; None without GPUs."""
     return max((torch.cuda.max_memory_allocated(gpu) for gpu in gpus), default=None)

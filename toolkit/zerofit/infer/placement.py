@@ -25,7 +25,7 @@ from zerofit.spec.units import shown_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
+# shares of the allowed memory to try: accelerate's map can need more than its limit, so the next try gets less
 SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
 
 
@@ -35,57 +35,57 @@ class DeviceRow:
 
     device: Device
     modules: tuple[str, ...]
-    weights: int  # that stay there
-    layer: int = 0  # the largest that is taken in from elsewhere while it runs
+    weights: int  # that stay on it
+    layer: int = 0  # the largest layer that is copied to it from memory or disk while it runs
     working: int = 0  # activations, logits, the loss, the KV cache
     allowed: int | None = None  # None: no limit
 
     @property
     def needed(self) -> int:
-        """All of it, with room for what is not counted where something runs."""
+        """The total, with a reserve for what is not counted if anything runs on the device."""
         return self.weights + self.layer + self.working + (room(self.device) if self.working or self.layer else 0)
 
     @property
     def fits(self) -> bool:
-        """Whether it is no more than is allowed."""
+        """Whether the total is within the limit."""
         return self.allowed is None or self.needed <= self.allowed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its figures as JSON."""
+        """Return the figures as JSON."""
         sizes = ("weights", "layer", "working", "needed", "allowed")
         return {"device": self.device, **{f"{name}_bytes": getattr(self, name) for name in sizes}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A device map and what it takes."""
+    """A device map and the memory that it needs."""
 
     device_map: dict[str, Device]  # module (or parameter) -> device, for accelerate
-    main: Device  # the first GPU, else "cpu": where layers of memory and disk are taken to run
+    main: Device  # the first GPU, else "cpu": layers in memory and on disk are copied to it to run
     rows: tuple[DeviceRow, ...]
-    largest: str  # the module with most weights that is taken to the main device; "" where nothing is
+    largest: str  # the module with most weights among those copied to the main device; "" if none is
 
     @property
     def fits(self) -> bool:
-        """Whether every device has what it needs."""
+        """Whether every device has enough memory."""
         return all(row.fits for row in self.rows)
 
     @property
     def gpus(self) -> list[int]:
-        """The GPUs that hold any of it."""
+        """The GPUs with any part of the model."""
         return [row.device for row in self.rows if isinstance(row.device, int)]
 
     @property
     def execution_device(self) -> torch.device:
-        """Where inputs go and outputs come from."""
+        """The device of inputs and outputs."""
         return torch.device("cpu" if self.main == "cpu" else f"cuda:{self.main}")
 
 
 def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
-    """Build the model in evaluation mode, its parameters on the meta device in this type.
+    """Build the model in evaluation mode, with parameters of this type on the meta device.
 
-    Batch norms stay in float32, as their kernels take them beside lower precision. Buffers of other than transformers
-    models are real, since they may hold what no file does. Raises UserError where it cannot be built.
+    Batch norms stay in float32, which their kernels support with inputs of lower precision. Only transformers' models
+    get fake buffers, since others' buffers may contain values that no file has. Raises UserError if it cannot be built.
     """
     try:
         if saved.source.family == "transformers":
@@ -93,7 +93,7 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
                 model = build(saved.source, None, {})
             config = cast("PreTrainedModel", model).config
             if hasattr(config, "output_router_logits"):
-                config.output_router_logits = False  # the router's loss is a matter of training
+                config.output_router_logits = False  # only training uses the router's loss
             return model.to(dtype).eval()
         assert saved.info is not None  # see open_saved
         with init_empty_weights():
@@ -109,10 +109,10 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
 
 
 def block_classes(model: nn.Module) -> list[str]:
-    """Return the names of the classes of which a module is never spread over devices.
+    """Return the names of the module classes that are never split over devices.
 
-    transformers names its own. Elsewhere these are the outermost of those of a model's own classes that occur more
-    than once (a ResNet's bottlenecks, a Transformer's layers).
+    transformers lists them for its models. For others these are the outermost of the model's own classes that occur
+    more than once (a ResNet's bottlenecks, a Transformer's layers).
     """
     known = getattr(model, "_no_split_modules", None)
     if known is not None:
@@ -124,8 +124,8 @@ def block_classes(model: nn.Module) -> list[str]:
 def loads_whole(model: nn.Module) -> list[str]:
     """Return the names of the classes whose modules get all their weights at once from memory or disk, before they run.
 
-    transformers' modules only use weights of their own. Others may use those of their parts without calling them
-    (torch's attention does), so that a block takes all of its weights.
+    transformers' modules use only their own weights. Other modules may use those of their children without calling them
+    (torch's attention does), so all weights of a block are loaded at once.
     """
     return [] if hasattr(model, "_no_split_modules") else block_classes(model)
 
@@ -140,15 +140,15 @@ def _repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
 
 
 def main_device(limits: MemoryLimits) -> Device:
-    """Return where a model runs if any of it fits there: the first GPU that may be used, else the CPU."""
+    """Return the device on which a model runs: the first GPU that may be used, else the CPU."""
     return min((d for d, size in limits.memory.items() if isinstance(d, int) and size), default="cpu")
 
 
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
-    """Spread a model that has no weights yet over GPUs, then memory, then disk, with `working` bytes left to run in.
+    """Place a model without weights on GPUs, then in memory, then on disk; leave `working` bytes for its forward.
 
-    Only transformers' models go over several GPUs: what other models do between their parts is not known. Where
-    nothing fits, the placement that needs least is given.
+    Only transformers' models are split over several GPUs, since it is not known what other models do between their
+    layers. If nothing fits, the placement that needs least memory is returned.
     """
     gpus = sorted(d for d, size in limits.memory.items() if isinstance(d, int) and size)
     if not hasattr(model, "_no_split_modules"):
@@ -169,10 +169,10 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
-    """Return accelerate's map; buffers that it leaves out of modules it takes apart go to the device that runs them.
+    """Return accelerate's map, completed by the buffers and single parameters of modules that it splits.
 
-    So do single parameters, since dispatch_model brings in whole modules. None where accelerate 1.15 raises
-    IndexError, which it does for some sizes if parameters are tied.
+    These go to the device that runs the module, since dispatch_model loads only complete modules. None if accelerate
+    1.15 raises IndexError, as it does for some sizes if parameters are tied.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
@@ -222,7 +222,7 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
 
 
 def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device) -> tuple[int, str]:
-    """Return bytes and name of the module that takes most to the main device for its forward."""
+    """Return bytes and name of the largest module that is copied to the main device for its forward."""
     stays = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
     whole = loads_whole(model)
     best = (0, "")
@@ -235,7 +235,7 @@ def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device
 
 
 def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
-    """Return where the map has a parameter or buffer: the longest of its entries that covers it."""
+    """Return the device of a parameter or buffer: that of the longest matching entry of the map."""
     while name not in device_map:
         if not name:
             return None
@@ -244,29 +244,29 @@ def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
 
 
 def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> None:
-    """Raise DoesNotFit where a device lacks memory; `knobs` are the flags that make the forward smaller."""
+    """Raise DoesNotFit if a device has too little memory; `knobs` are flags that reduce the forward's memory."""
     for row in placement.rows:
         if row.fits:
             continue
         allowed = shown_bytes(row.allowed or 0)
         if row.device == "disk":
-            message = f"{shown_bytes(row.weights)} of weights have no place in memory, and the disk may hold {allowed}"
-            hint = "allow the disk (leave disk= out of --max-memory), more memory, or --dtype bf16"
+            message = f"{shown_bytes(row.weights)} of weights do not fit in memory; allowed on disk: {allowed}"
+            hint = "allow the disk (leave disk= out of --max-memory) or more memory, or use --dtype bf16"
         else:
             parts = [f"weights {shown_bytes(row.weights)}"] if row.weights else []
             parts += [f"the largest layer ({placement.largest}) {shown_bytes(row.layer)}"] if row.layer else []
             parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
-            message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
+            message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}); allowed: {allowed}"
             asked = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
             hint = f"{asked} or more, {knobs} or --dtype bf16"
             if not limits.named:
                 message += f", {SHARE:.0%} of what is free{beside_reserved(limits.reserved.get(row.device, 0))}"
-                hint = f"{knobs} or --dtype bf16; {asked} starts it all the same"
+                hint = f"{knobs} or --dtype bf16; {asked} starts it anyway"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 
 
 def table_rows(placement: Placement) -> list[dict[str, str]]:
-    """Return rows that show which device holds what, how much that is, and what else it needs."""
+    """Return table rows: each device with its layers, their size, and the other memory that it needs."""
     return [
         {
             "device": str(row.device),
@@ -282,7 +282,7 @@ def table_rows(placement: Placement) -> list[dict[str, str]]:
 
 
 def compact_names(names: tuple[str, ...]) -> list[str]:
-    """Return names in their order, with runs of numbered ones as one: "model.layers.0-21"."""
+    """Return names in order, with consecutive numbers merged: "model.layers.0-21"."""
     out: list[tuple[str, int | None, int | None]] = []
     for name in names:
         found = re.fullmatch(r"(.*\.)(\d+)", name)

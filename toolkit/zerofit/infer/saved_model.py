@@ -1,4 +1,4 @@
-"""Saved models: from a folder that a user names to what the model is and takes, and where its weights lie."""
+"""Saved models: find the model in a user's folder, its inputs, and the files of its weights."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
 from zerofit.spec.named_code import refuse_foreign_code
 
 MODEL = "model"  # the trained model in a run's folder
-IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
+IMAGE_SIZE = 224  # pixels, for a classifier whose config has no size: it supports any
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """A trained model on the disk; nothing but headers and configs of it has been read."""
+    """A trained model on disk, of which only headers and configs have been read."""
 
     folder: Path
     source: ModelSource
     task: Task
-    inputs: Inputs  # what it takes; its vocabulary can hold more ids than the training's tokenizer gave
-    longest: int | None  # tokens it takes at most; None without a limit
+    inputs: Inputs  # its vocabulary can have more ids than the training's tokenizer
+    longest: int | None  # largest number of tokens; None without a limit
     info: ModelInfo | None  # None for a model that zerofit has not written
     weights: StoredWeights
 
 
 def find_folder(path: Path, report: Reporter) -> Path:
-    """Return the folder that is meant: a run's `model/`, a model's folder, else a checkpoint's, a run's newest one.
+    """Return the folder to open: a run's `model/`, a model's folder, a checkpoint, or else a run's newest checkpoint.
 
-    Checkpoints are verified, byte by byte, with a warning for damaged ones that are newer. Raises UserError "no-model",
-    or "damaged-checkpoint" where one is named that is not whole.
+    Checkpoints are verified byte by byte, with a warning for each newer, damaged one. Raises UserError "no-model", or
+    "damaged-checkpoint" if `path` is an incomplete checkpoint.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -76,16 +76,16 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
-    """Open a model's folder. Raises UserError where it is not known what model that is, or weights lack.
+    """Open a model's folder. Raises UserError if the kind of model is unknown or weights are missing.
 
-    A model whose zerofit.json names a callable of somebody's own is refused unless `trust_model_code`.
+    A model whose zerofit.json names a user's Python code is refused unless `trust_model_code`.
     """
     info, weights = read_model_info(folder), read_weights(folder)
     try:
         if (folder / "config.json").is_file():
             return _transformers(folder, info, weights)
         if info is None:
-            message = f"{folder} has weights, but neither config.json nor zerofit.json says of which model"
+            message = f"{folder} has weights, but no config.json or zerofit.json that names the model"
             hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
         source = find(info.model)
@@ -101,8 +101,8 @@ def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) 
     source = find(str(folder.absolute()))  # a folder may have the name of a model
     assert source.task != "custom"  # see catalog.config_task
     if gives_loss(source.task) and source.task != "seq2seq-lm":
-        message = f"{folder} holds a model of the task {source.task}, which `zerofit eval` and `generate` do not feed"
-        hint = "take transformers' own pipelines; the folder is one that they read"
+        message = f"{folder} is a model for the task {source.task}, which `zerofit eval` and `generate` do not support"
+        hint = "use transformers' pipelines, which can read this folder"
         raise UserError(Problem(kind="model-task", message=message, hint=hint, where="CKPT"))
     config = make_config(source, None, {})
     longest = None if source.task == "image" else max_positions(config)
@@ -132,16 +132,16 @@ def _inputs(source: ModelSource, config: Any, longest: int | None) -> Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The place of one tensor."""
+    """Where one tensor is stored."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None for one that is not written by us (8-bit floats)
+    dtype: torch.dtype | None  # None for a type that zerofit does not write (8-bit floats)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """A model's weights on the disk, by name."""
+    """A model's weights on disk, by name."""
 
     tensors: dict[str, StoredTensor]
     pickled: bool  # written by torch.save, and not in the safetensors format
@@ -157,21 +157,21 @@ class StoredWeights:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder holds files of weights under the names that transformers gives them."""
+    """Return whether a folder contains weight files with transformers' names."""
     return any((folder / name).is_file() for name in NAMES)
 
 
 def read_weights(folder: Path) -> StoredWeights:
-    """Return what the files in a model's folder hold, from their headers alone.
+    """Return the weights in a model's folder; only the files' headers are read.
 
-    Raises UserError: "weights-missing", "weights-damaged", or of a pickle "unsafe-file" or "damaged-file".
+    Raises UserError: "weights-missing", "weights-damaged", or for a pickle "unsafe-file" or "damaged-file".
     """
     try:
         names = weight_names(folder)
     except Unreadable as error:
         raise _damaged(folder, error.reason) from None
     if not names:
-        message = f"{folder} holds no weights: none of {', '.join(NAMES)}"
+        message = f"{folder} contains no weights: none of {', '.join(NAMES)}"
         raise UserError(Problem(kind="weights-missing", message=message, hint="is the copy complete?", where="CKPT"))
     problems = Problems()
     for name in names:
@@ -217,7 +217,7 @@ def _pickle(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a torch file, mapped to memory and not read."""
     held = load(file)
     if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
-        raise _damaged(file, "it holds something else than tensors by name")
+        raise _damaged(file, "it is not a dictionary of tensors")
     return {
         name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in held.items()
     }

@@ -1,4 +1,4 @@
-"""From a folder to a model in place: the steps that evaluating and generating text share."""
+"""Open a saved model and load it to its devices: the steps that `eval` and `generate` share."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from zerofit.spec.units import shown_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """The places of a model's weights, and the memory taken since before they were loaded."""
+    """Where a model's weights are, and the memory used since before they were loaded."""
 
     device_map: dict[str, Device]
-    placement: tuple[DeviceRow, ...]  # what was forecast for each device
+    placement: tuple[DeviceRow, ...]  # the forecast for each device
     dtype: Precision  # of the weights
-    step: int | None  # optimizer steps that the model was trained for; None where nobody knows
+    step: int | None  # optimizer steps that the model was trained for; None if unknown
     peak_host_bytes: int
-    host_bytes_before: int  # the interpreter, libraries and data; a limit for the CPU is about what comes on top of it
+    host_bytes_before: int  # the interpreter, libraries and data; the CPU's limit applies to memory beyond this
     peak_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,12 +58,12 @@ class PlacementResult:
 
 @dataclass(kw_only=True)
 class InferenceSession:
-    """One saved model on its way to its devices."""
+    """One saved model, while it is loaded to its devices."""
 
     saved: SavedModel
     dtype: torch.dtype
     limits: MemoryLimits
-    scratch: Path  # for what is written on the way
+    scratch: Path  # folder for temporary files
     report: Reporter
     _before: int = field(init=False, default=0)
 
@@ -74,13 +74,13 @@ class InferenceSession:
 
     @property
     def main(self) -> Device:
-        """Where the model would run: what its memory beside the weights is counted for."""
+        """The device on which the model would run; its activations are counted there."""
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
-        """Decide where weights go with `working` bytes left beside them, tell it, and bring them there.
+        """Decide where weights go, leaving `working` bytes free; report the placement, and load them.
 
-        Raises DoesNotFit before anything is loaded; `knobs` are the flags that would make the work smaller.
+        Raises DoesNotFit before anything is loaded; `knobs` are flags that reduce the memory of the forward.
         """
         placement = place(self.empty, self.limits, working)
         self.report.table("where the model's weights go", table_rows(placement))
@@ -91,9 +91,9 @@ class InferenceSession:
         return model, placement
 
     def _readable(self, placement: Placement) -> SavedModel:
-        """Return the model in files that each forward can read from, if any of it stays on the disk.
+        """If weights stay on disk, rewrite files that a forward cannot read as they are; return the model's files.
 
-        Raises DoesNotFit where putting together what the files hold in parts takes more than the CPU may take.
+        Raises DoesNotFit if merging tensors that are stored in parts needs more memory than the CPU is allowed.
         """
         if "disk" not in placement.device_map.values():
             return self.saved
@@ -102,14 +102,14 @@ class InferenceSession:
             return self.saved
         needed, allowed = rewriting.host_bytes, self.limits.memory.get("cpu")
         if allowed is not None and needed > allowed:
-            message = f"merging one layer's experts takes {shown_bytes(needed)} of host memory, allowed are"
-            message += f" {shown_bytes(allowed)}"
+            message = f"merging one layer's experts needs {shown_bytes(needed)} of host memory"
+            message += f"; allowed: {shown_bytes(allowed)}"
             hint = f"--max-memory cpu={-(-needed >> 20)}MiB or more"
             raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
         return rewriting.write(self.scratch, self.report)
 
     def result(self, placement: Placement) -> PlacementResult:
-        """Return where weights lay and the peak memory until now."""
+        """Return where the weights are and the peak memory so far."""
         return PlacementResult(
             device_map=placement.device_map,
             placement=placement.rows,
@@ -124,12 +124,11 @@ class InferenceSession:
 def open_model(
     folder: Path, dtype: Precision | None, scratch: Path, report: Reporter, trust_model_code: bool = False
 ) -> tuple[SavedModel, torch.dtype]:
-    """Return the model in a folder that `find_folder` gave, and its weights' type.
+    """Return the model in a folder from `find_folder`, and the type of its weights.
 
-    A checkpoint is exported first, and adapters are merged into their model.
-
-    Without `dtype` it is the type that the weights are saved in. Comes before all that makes large tensors: a hole that
-    one leaves in the heap would be filled, page by page, by what runs later.
+    A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the type is that of the
+    saved weights. Call it before large tensors are created: later allocations would fill the holes that they leave in
+    the heap, page by page.
     """
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):
