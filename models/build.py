@@ -140,8 +140,8 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
     """Return the logits for token ids (batch, seq_len) or images (batch, channels, size, size), and the router's loss.
 
-    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine, which is called. The second
-    value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are further
+    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine; zerofit calls the wrapper. The
+    second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are further
     arguments of the model (position_ids for sequence parallelism).
     """
     inner = getattr(model, "module", model)

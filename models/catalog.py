@@ -197,7 +197,7 @@ def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
 
 
 def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
-    """Raise ModelError for a model of which only the decoder would be built."""
+    """Raise ModelError if only the decoder of the model would be built."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
     named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))

@@ -1,7 +1,7 @@
-"""Equal layers of a transformers model, of which only a few need to be traced.
+"""Find equal layers in a transformers model; only a few of them need to be traced.
 
-The config's number of layers is not enough (Swin's counts stages, which all differ, and a hybrid's counts layers of
-several kinds), so that the built model is inspected.
+The config's number of layers is not enough, so the built model is inspected. (Swin's number counts stages, which all
+differ; a hybrid's counts layers of several kinds.)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "profiles"
 
 
 def shipped_profile(model: str, device: str, precision: str, seq_len: int | None = None) -> Profile | None:
-    """Return the shipped profile of a model; None where there is none of this device, precision and length.
+    """Return the shipped profile of a model; None if there is none for this device, precision and length.
 
     `device` is "cpu" or "cuda"; without `seq_len` the length is the one that zerofit takes by itself.
     """

@@ -230,5 +230,5 @@ def test_a_tokenizer_without_places_is_refused(tmp_path):
 
     tokenizer = open_tokenizer("bytes")
     object.__setattr__(tokenizer, "loaded", Slow())
-    with pytest.raises(UserError, match="which characters"):
+    with pytest.raises(UserError, match="does not return the characters"):
         open_chat_template(None, tokenizer)

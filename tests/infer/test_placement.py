@@ -113,7 +113,7 @@ def test_a_gpu_that_holds_no_layer_is_the_one_that_lacks_memory(llama):
 
 def test_no_disk_means_no_disk(llama):
     placement = place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}, disk=0), WORKING)
-    with pytest.raises(DoesNotFit, match="the disk may hold 0 B"):
+    with pytest.raises(DoesNotFit, match="allowed on disk: 0 B"):
         refuse_misfit(placement, MemoryLimits(memory={}), "")
 
 

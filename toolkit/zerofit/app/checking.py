@@ -181,7 +181,7 @@ class CheckResult:
 
 
 def find_files(names: Sequence[str]) -> list[str]:
-    """Return the files behind names; a folder stands for every JSON in it with keys of DeepSpeed.
+    """Return the named files; for a folder, every JSON in it with keys of DeepSpeed.
 
     Raises UserError if a folder has none.
     """

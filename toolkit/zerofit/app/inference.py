@@ -81,7 +81,7 @@ class Generation(GeneratedText, PlacementResult):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatResult(Talk, PlacementResult):
-    """The turns of a conversation with a model, and where its weights lay."""
+    """The turns of a conversation with a model, and where its weights were."""
 
 
 class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):

@@ -110,7 +110,7 @@ class KnobSimulations:
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
 
     def _slowdowns(self, turned: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
-        """Return by how much longer a step takes with each change of the same work, as far as formulas can tell."""
+        """Return how much slower a step is with each change that keeps the same work, if formulas can forecast it."""
 
         def step_s(one: PreparedSimulation) -> float | None:
             return traced_step_s(one.job, one.inputs, one.cluster, report)

@@ -24,7 +24,7 @@ OURS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_
 
 @dataclass(frozen=True, kw_only=True)
 class GivenValue:
-    """A value and its line; the value is None if only running the program would tell it."""
+    """A value and its line; the value is None if it is known only when the program runs."""
 
     value: Any
     line: int

@@ -239,7 +239,7 @@ class EventConsole:
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
-        """Show a phase; where there is no terminal, one that differs only in its seconds is said now and then."""
+        """Show a phase. Without a terminal, a phase that differs only in its seconds is printed now and then."""
         self._update(description=text)
         if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_said > PHASE_EVERY_S):
             self._phase, self._phase_said = _topic(text), time.monotonic()

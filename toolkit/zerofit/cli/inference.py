@@ -132,7 +132,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
 
 
 def _typed_turns(until_text: ExitStack, as_json: bool) -> Iterator[str]:
-    """Yield what the user says until /exit or the end of standard input, and end the line of each answer."""
+    """Yield the user's messages until /exit or the end of standard input; print a newline after each answer."""
     until_text.close()
     typed = sys.stdin.isatty() and sys.stdout.isatty()
     if typed:

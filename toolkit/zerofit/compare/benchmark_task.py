@@ -341,7 +341,7 @@ class GanPair(nn.Module):
 
 
 def noise_planes(latent_size: int, size: int) -> int:
-    """Return how many planes of size x size hold a latent vector."""
+    """Return the number of planes of size x size that a latent vector needs."""
     return -(-latent_size // size**2)
 
 

@@ -66,7 +66,7 @@ class Renderer:
             if self._same(replace(chat, variables=rest), text):
                 unused.append(name)
         weighted = any("weight" in one for one in chat.messages if one["role"] != "assistant")
-        return [*unused, "messages.weight of others than the assistant"] if weighted else unused
+        return [*unused, "messages.weight (except the assistant's)"] if weighted else unused
 
     def _same(self, chat: ChatMessages, text: str) -> bool:
         try:

@@ -115,7 +115,7 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class HfSet(Source):
-    """Rows of a `datasets.Dataset`, of which `what` is read."""
+    """Rows of a `datasets.Dataset`; only the column `what` is read."""
 
     name: str
     train: Any

@@ -70,7 +70,7 @@ class JsonLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSet(FileSet):
-    """Files of records, each a document, of which `what` is read."""
+    """Files of records, each a document; only `what` is read from them."""
 
     what: str  # a field, or a format of conversations
 

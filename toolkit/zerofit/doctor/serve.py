@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-MARK = "zerofit-answers "  # before each answer, since a remote shell may print lines of its own
+MARK = "zerofit-answers "  # before each answer, since a remote shell may print other lines
 GRACE_S = 5.0  # to remove its files
 Say = Callable[[str], None]
 

@@ -1,6 +1,6 @@
-"""Meeting of a launcher's processes before their run starts: they report, and the first gives orders.
+"""Let a launcher's processes meet before their run starts: they report, and the first one sends orders.
 
-It uses torch's TCPStore at a port that all of them know: torchrun's own store, else one of the first process.
+It uses torch's TCPStore on a known port: torchrun's store, or else one that the first process opens.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to a rank's share of the experts, of which fewer ranks have copies."""
+        """Whether it belongs to a rank's experts, which fewer ranks have copies of."""
         return self.group >= EXPERTS
 
     def bytes(self, element: int) -> int:

@@ -123,7 +123,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.exchanged[self.segments[-1].key] += sent
 
     def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:
-        """Return a replacement for torch's `save_on_cpu`: saved tensors are dropped, and allocated anew in backward."""
+        """Return a replacement for torch's `save_on_cpu`: saved tensors are freed, and allocated again in backward."""
 
         def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
             self.on_host[self.segments[-1].key[1]] += tensor.nbytes

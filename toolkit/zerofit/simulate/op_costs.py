@@ -31,9 +31,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def added_to(func: Any, args: Any, caller: FrameType | None) -> Tensor | None:
-    """Return the older gradient if this op is autograd adding up two of them; `caller`: the op's frame in Python.
+    """Return the older gradient if this op is autograd's sum of two gradients; `caller`: the op's frame in Python.
 
-    Autograd adds in place if nobody else holds the older one (torch/csrc/autograd/input_buffer.cpp, accumulate), but
+    Autograd adds in place if there is no other reference to the older one (autograd/input_buffer.cpp, accumulate), but
     makes a new tensor while a dispatch mode is active. An addition in a node's own formula is mistaken for one.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():

@@ -1,4 +1,4 @@
-"""Simulate the device's streams and events: which memory each uses, and which work the host knows to be done.
+"""Simulate the device's streams and events: the memory that each uses, and the work that the host knows is done.
 
 The host runs ahead of the device. It knows that a stream's work is done after waiting for it, by `synchronize()`, for a
 value (`item()`) or for a copy without `non_blocking`. Work that this stream has waited for is then done, too. `query()`

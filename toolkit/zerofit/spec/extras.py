@@ -11,7 +11,7 @@ _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "huggingface_hub":
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None where it is not installed. Imports nothing."""
+    """Return the version of an installed distribution; None if it is not installed. Imports nothing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -241,7 +241,7 @@ class Run(BaseModel):
     )
     fit: bool = _option(
         False,
-        "choose all that is not given: the fastest layout, batch split and DeepSpeed JSON that fit",
+        "choose every setting that is not given: the fastest layout, batch split and DeepSpeed JSON that fit",
     )
     ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)", le=MOST_RANKS)
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
@@ -261,7 +261,7 @@ class Run(BaseModel):
     keep_last: PositiveInt = _option(3, "number of newest checkpoints to keep")
     keep_every: NonNegativeInt = _option(0, "also keep the checkpoint of every Nth step; 0: none")
     resume: str = _option(
-        "auto", "checkpoint to resume from; auto: the run folder's newest complete one; never: start at step 0"
+        "auto", "checkpoint to resume from; auto: the run folder's newest complete one; never: start from scratch"
     )
 
     # watching

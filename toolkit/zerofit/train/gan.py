@@ -30,7 +30,7 @@ DRAWINGS = 64
 
 
 class GanTrainer(EngineTrainer):
-    """Trainer of a discriminator, which tells images from drawings, and of the generator that makes the drawings.
+    """Trainer of a generator of images, and of a discriminator between real and generated images.
 
     The recorded loss is the sum of both networks' losses; `loss_d` and `loss_g` are recorded too.
     """

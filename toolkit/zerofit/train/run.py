@@ -203,7 +203,7 @@ def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | N
 def _seed_rank(job: Job, coords: RankCoords) -> None:
     """Seed dropout differently on data parallel ranks and stages, and the same on tensor parallel ranks.
 
-    After a resume in another layout random states start anew: those in the checkpoint belong to other ranks.
+    After a resume in another layout random states are seeded again: those in the checkpoint belong to other ranks.
     """
     own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
     own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32

@@ -129,7 +129,7 @@ def _large_sets(bench: Bench) -> dict[str, dict[str, Any]]:
 
 
 def epochs_within(hours: float, samples: int, samples_per_s: float) -> float:
-    """Return how many epochs of so many samples these hours mean."""
+    """Return the number of epochs of `samples` samples in `hours` hours."""
     return hours * 3600 * samples_per_s / samples
 
 

@@ -40,7 +40,7 @@ class DocumentComparison:
 def compare_documents(
     numbers: Sequence[str] = (), *, output: Path | None = None, on_event: OnEvent | None = None
 ) -> DocumentComparison:
-    """Repeat the experiments of the documents, or of these alone, and write a page of their figures beside ours.
+    """Repeat the experiments of all documents, or of those in `numbers`; write a page that compares their figures.
 
     The same call continues after a kill, and keeps what was measured.
 

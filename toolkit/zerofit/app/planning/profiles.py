@@ -89,7 +89,7 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
-    """Return the profile that ships of what is wanted; None where it was made by another version than is installed."""
+    """Return the shipped profile for a request; None if another version than the installed one made it."""
     own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.savings != NOTHING_SAVED)
     if any(own):
         return None

@@ -38,9 +38,9 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
 
 
 def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> float | None:
-    """Return the seconds of a job's step on a cluster, whose model is traced now where no profile of it was kept.
+    """Return the seconds of a job's step on a cluster; trace the model if no profile is stored.
 
-    None where no rate or formula describes the step, or the model cannot be traced.
+    None if no rate or formula describes the step, or the model cannot be traced.
     """
     if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
         return None
@@ -54,7 +54,7 @@ def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) 
 
 
 def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
-    """Return the seconds of a job's step on a cluster; None where no profile, rate or formula describes it."""
+    """Return the seconds of a job's step on a cluster; None if no profile, rate or formula describes it."""
     layout, calibration = PlannedLayout.of(job), read_calibration(cluster.device.kind)
     unknown = job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None
     if unknown or layout.setting not in profile.costs or (cluster.on_cpu and calibration is None):

@@ -44,7 +44,7 @@ class BatchShapes:
 def script_facts(
     target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
-    """Return what a result says about a script besides its memory."""
+    """Return a result's facts about a script, other than its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
     models = [engine.module] if engine else phases.models or [nn.Module()]

@@ -1,7 +1,7 @@
 """Patch torch so that a script's tensors are real on the host and fake on the device.
 
-The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.patches`. Each
-says why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
+The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.patches`. The
+docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
 """
 
 from __future__ import annotations
