@@ -3,7 +3,7 @@
     python docs/site.py            # needs the packages of the extra `docs`, and no network
 
 Pages are copied to build/pages, which mkdocs.yml names. Links out of docs/ then lead to the copied page, to a copied
-picture, or to the file in the repository. The reference is written there too, so that it cannot differ from the code.
+picture, or to the file in the repository. The reference is written there too, so it cannot differ from the code.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def build(
     torch's global generator, or those of a pretrained folder. `args` override the keys of a transformers config, or are
     keyword arguments of other models. Without inputs a model has its published shape.
 
-    `stored`: cast and move each parameter as soon as it has its values, so that only one layer needs extra memory. (A
+    `stored`: cast and move each parameter as soon as it has its values, so only one layer needs extra memory. (A
     user's model that cannot be deferred, see `why_whole`, is built first.) `keep`: names of the parameters to store
     (None: all); the others are on meta.
     """
@@ -141,7 +141,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     """Return the logits for token ids (batch, seq_len) or images (batch, channels, size, size), and the router's loss.
 
     The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine; zerofit calls the wrapper. The
-    second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are further
+    second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are other
     arguments of the model (position_ids for sequence parallelism).
     """
     inner = getattr(model, "module", model)
@@ -260,7 +260,7 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         message = f"{source.name} needs the values of tensors in its forward ({reason_of(error)})"
-        hint = "its memory cannot be forecast, so that zerofit can neither plan nor train it"
+        hint = "its memory cannot be forecast, so zerofit can neither plan nor train it"
         raise ModelError("model-values", message, hint) from None
     except Exception as error:  # models raise any type of error for a wrong shape or config
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")

@@ -127,7 +127,7 @@ def _has_parameters(module: nn.Module) -> bool:
 def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
     """Make a long sequence run in groups up to each pooling, and return the groups.
 
-    They are not registered with the model, so that its names do not change.
+    They are not registered with the model, so its names do not change.
     """
     groups: list[list[nn.Module]] = [[]]
     for layer in features:

@@ -1,7 +1,7 @@
 """Building a model without memory for all of it: the constructor runs on fake tensors, and its ops are replayed.
 
 All tensor ops of the constructor are recorded and replayed in the same order; each tensor exists only while an op needs
-it. All random numbers are drawn in the constructor's order, even if a later op overwrites them, so that the weights are
+it. All random numbers are drawn in the constructor's order, even if a later op overwrites them, so the weights are
 bit for bit the same.
 """
 
@@ -175,7 +175,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.ops: list[_Op] = []
-        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that addresses are not reused
+        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so addresses are not reused
 
     def ref(self, tensor: Tensor) -> _Ref:
         """Describe a fake tensor."""

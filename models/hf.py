@@ -52,7 +52,7 @@ def transformers_model(
 ) -> nn.Module:
     """Build a transformers model on the current default device: pretrained, or with random initial weights.
 
-    Parameters are `stored` module by module, or tensor by tensor from files, so that the full fp32 model is never in
+    Parameters are `stored` module by module, or tensor by tensor from files, so the full fp32 model is never in
     memory. `keep`: see `materialise`.
 
     Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
@@ -341,7 +341,7 @@ def _exact_ranges() -> Iterator[None]:
 def _gathered_with_children() -> Iterator[None]:
     """Let a module initialise its children's parameters under ZeRO-3, as GPT-2's blocks initialise `c_proj`.
 
-    Before 5.23 transformers only gathers a module's own parameters, so that it would write to empty tensors.
+    Before 5.23 transformers only gathers a module's own parameters, so it would write to empty tensors.
     (transformers/integrations/deepspeed.py: initialize_weights_zero3)
     """
     from transformers import PreTrainedModel

@@ -1,6 +1,6 @@
 """Images as rows of patches with a grid of positions: the inputs of Qwen's vision-language models.
 
-The models read the grids' values to split attention and place tokens. All samples have one image of one size, so that
+The models read the grids' values to split attention and place tokens. All samples have one image of one size, so
 these values are known on the host, as numpy arrays that also work with fake tensors.
 """
 

@@ -258,7 +258,7 @@ class RotaryBlock(nn.Module):
         self.block, self.rotary = (
             block,
             rotary,
-        )  # without parameters, so that all blocks can have it
+        )  # without parameters, so all blocks can have it
         self.config = config
         self.first_position = 0  # of this rank's tokens, if each rank has a part of the sequence
         kinds = getattr(config, "layer_types", None)
@@ -339,7 +339,7 @@ class BertEmbeddingSum(nn.Module):
 class Matrix(nn.Module):
     """The weight of a linear layer, without its bias.
 
-    DeepSpeed counts a tied layer's parameters in the gradient norm on only one stage, so that a bias in it would not
+    DeepSpeed counts a tied layer's parameters in the gradient norm on only one stage, so a bias in it would not
     be counted.
     """
 

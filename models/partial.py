@@ -94,7 +94,7 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
 def head_modules(model: nn.Module) -> list[str]:
     """Return the modules of a text classifier's head, or [] for other models.
 
-    The head is new or for other classes, so that it is trained together with adapters, as in peft.
+    The head is new or for other classes, so it is trained together with adapters, as in peft.
     """
     if not type(model).__name__.endswith(HEADED):
         return []

@@ -163,7 +163,7 @@ def _linear_4bit() -> type[nn.Module]:
     """Return a variant of bitsandbytes' 4-bit layer that does not keep the gathered weight for backward.
 
     bitsandbytes 0.50.2 keeps the weight's bytes of forward in the graph (autograd/_functions.py, MatMul4Bit). ZeRO-3
-    gathers weights for forward and again for backward, so that all full weights would be in memory after forward. Here
+    gathers weights for forward and again for backward, so all full weights would be in memory after forward. Here
     backward uses the bytes that the parameter has at that time.
     """
     base: Any = library().Linear4bit

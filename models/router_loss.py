@@ -1,6 +1,6 @@
 """The load balancing loss of a mixture's routers when its layers are on several pipeline stages.
 
-It depends on sums over all layers' routers (Fedus et al., 2021, equations 4 to 6), so that no stage can compute its
+It depends on sums over all layers' routers (Fedus et al., 2021, equations 4 to 6), so no stage can compute its
 part alone. The sums are passed on with the hidden states, and their gradients come back.
 """
 

@@ -28,7 +28,7 @@ def tabled_classes(inputs: Inputs | None) -> int:
 def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return a confusion matrix, float64 (classes * classes,): counts of label i predicted as j (label -100: ignored).
 
-    Its shape does not depend on values, so that it can be simulated. Pixels' logits have their classes in dimension 1.
+    Its shape does not depend on values, so it can be simulated. Pixels' logits have their classes in dimension 1.
     """
     spread = logits.movedim(1, -1) if are_dense(logits, labels) else logits
     best, labels = spread[..., :classes].float().argmax(-1).reshape(-1), labels.reshape(-1)

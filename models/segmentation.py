@@ -19,7 +19,7 @@ def are_dense(logits: Tensor, labels: Tensor) -> bool:
 def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """Return the sum over images of the mean cross entropy over labelled pixels, float32.
 
-    Each image has the same weight, so that the loss does not depend on the layout.
+    Each image has the same weight, so the loss does not depend on the layout.
     """
     how = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
     pixels = functional.cross_entropy(logits.float(), labels, **how)

@@ -1,4 +1,4 @@
-"""Profiles of named models that ship with zerofit (profiles/*.xz), so that a plan for one of them needs no torch.
+"""Profiles of named models that ship with zerofit (profiles/*.xz), so a plan for one of them needs no torch.
 
 A file has the models of one family on one kind of device, in one precision, at one length:
 FAMILY-DEVICE-PRECISION.xz at the length that zerofit takes without --seq-len, FAMILY-DEVICE-PRECISION-TOKENS.xz at
@@ -44,7 +44,7 @@ def shipped_settings(model: str) -> list[str]:
 
 
 def profile_file(family: str, device: str, precision: str, seq_len: int | None = None) -> Path:
-    """Return where the profiles of a family lie."""
+    """Return the file of a family's profiles."""
     return FOLDER / ("-".join([family, device, precision, *([str(seq_len)] if seq_len else [])]) + ".xz")
 
 

@@ -1,6 +1,6 @@
 """MLPs that process a long sequence in tiles and recompute each tile in backward.
 
-An MLP's saved activations are several times as wide as its input. Each token is independent, so that tiling does not
+An MLP's saved activations are several times as wide as its input. Each token is independent, so tiling does not
 change the result.
 """
 

@@ -1,6 +1,6 @@
 """zerofit: train CNNs and Transformers that no longer fit, through the DeepSpeed engine.
 
-Names are loaded on first use, so that `import zerofit` is fast and does not import torch.
+Names are loaded on first use, so `import zerofit` is fast and does not import torch.
 """
 
 from __future__ import annotations

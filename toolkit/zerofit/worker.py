@@ -127,7 +127,7 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
     with collector_off():
         from zerofit.train.process_group import start, stop
 
-        gc.freeze()  # imported objects stay, so that no garbage collection (DeepSpeed calls some) has to traverse them
+        gc.freeze()  # imported objects stay, so no garbage collection (DeepSpeed calls some) has to traverse them
     job = Job.read(folder)
     start(timeout=timedelta(minutes=30))
     from zerofit.models.without_dynamo import without_dynamo

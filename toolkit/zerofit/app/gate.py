@@ -109,7 +109,7 @@ class MemoryGate:
         )
 
     def free_on(self, cluster: Cluster, output: Path) -> Cluster:
-        """Return the cluster with the free memory of the host that has least of it per rank."""
+        """Return the cluster with the free memory of the host that has the least per rank."""
         return _free(cluster, self._rooms(cluster.ranks, output) or [room_here(range(cluster.gpus), output)])
 
     def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
@@ -294,7 +294,7 @@ def _needs(worst: Simulation) -> str:
 
 
 def _host_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
-    """Return the verdict on the host's memory with GPUs, in the phase where its ranks need most of it."""
+    """Return the verdict on the memory of a host with GPUs, in the phase in which its ranks need most."""
     ranks, phases = [found.of(rank).record for rank in room.ranks], dict[str, int]()
     for record in ranks:
         for name, size in record.host_phases.items():

@@ -1,7 +1,7 @@
 """Training in processes that a launcher has started: deepspeed, torchrun, srun, mpirun, accelerate.
 
 The first process prepares and supervises the run, like `zerofit train` on one machine, and starts a guard for its own
-rank. The other processes wait for it and become the guards of their ranks (`watch.follow`).
+rank. The other processes wait for it and then become the guards of their ranks (`watch.follow`).
 """
 
 from __future__ import annotations

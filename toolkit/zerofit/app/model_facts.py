@@ -1,4 +1,4 @@
-"""Facts about a model that a start needs, read once and stored, so that later starts need not import transformers."""
+"""Facts about a model that a start needs, read once and stored, so later starts need not import transformers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) reads a
 pretends to have sections. A section that is read into a pydantic class has the fields of that class. Optimizers and
 schedulers have the parameters of their constructors.
 
-`python -m zerofit.check.derive` prints the catalogue as JSON. Importing DeepSpeed takes seconds, so that
+`python -m zerofit.check.derive` prints the catalogue as JSON. Importing DeepSpeed takes seconds, so
 `zerofit.check.catalog` stores the result.
 """
 

@@ -67,7 +67,7 @@ def apply(document: Document, edits: Iterable[Edit]) -> str:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the outermost spans, last first, so that removing one does not shift the others."""
+    """Return the outermost spans, last first, so removing one does not shift the others."""
     kept: list[tuple[int, int]] = []
     for start, end in sorted(set(spans)):
         if not kept or start >= kept[-1][1]:

@@ -1,6 +1,6 @@
 """Export of a checkpoint to a model for other tools: a Hugging Face folder, or one safetensors file.
 
-Tensors are read and written one by one, so that only the largest tensor must fit the memory. Needs no engine or device.
+Tensors are read and written one by one, so only the largest tensor must fit the memory. Needs no engine or device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frozen weights, which are not in checkpoints: a checksum, so that other weights are not used by mistake."""
+"""Frozen weights, which are not in checkpoints: a checksum, so other weights are not used by mistake."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Merging of a model's trained part with its frozen weights, which are rebuilt from their source.
 
-Frozen weights are built in groups, like pipeline stages, so that the model may be larger than memory. peft merges each
+Frozen weights are built in groups, like pipeline stages, so the model may be larger than memory. peft merges each
 layer's adapters.
 """
 

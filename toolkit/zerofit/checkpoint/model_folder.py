@@ -117,7 +117,7 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
 class TensorFile:
     """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
 
-    Wide types come first, so that every tensor is aligned.
+    Wide types come first, so every tensor is aligned.
     """
 
     def __init__(self, path: Path, entries: list[TensorEntry]):

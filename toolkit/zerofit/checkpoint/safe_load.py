@@ -26,7 +26,7 @@ class InertLossScaler:
     """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
 
 
-# Classes in DeepSpeed's files, and their replacements, so that reading a checkpoint does not import DeepSpeed (which
+# Classes in DeepSpeed's files, and their replacements, so reading a checkpoint does not import DeepSpeed (which
 # takes seconds). Creating a replacement runs no code.
 REPLACEMENTS: dict[str, type] = {
     # runtime/zero/stage_1_and_2.py and bf16_optimizer.py, `param_slice_mappings`

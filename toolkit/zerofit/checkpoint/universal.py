@@ -8,7 +8,7 @@
 
 DeepSpeed's own converter writes only the files for its source's stage. This one writes those that stages 1 and 2 read
 (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir) and those that stage 3 reads
-(runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), so that each of them can load it.
+(runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), so each of them can load it.
 """
 
 from __future__ import annotations

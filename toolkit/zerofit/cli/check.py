@@ -99,7 +99,7 @@ class CheckReports:
 @click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads it; guessed from the file")
 @click.option("--training-args", metavar="FILE", help=ARGS_HELP)
 @click.option("--accelerate-config", metavar="FILE", help=ACCELERATE_HELP)
-@click.option("--strict", is_flag=True, help="exit with 1 where there are only warnings")
+@click.option("--strict", is_flag=True, help="exit with 1 also for warnings")
 @click.option("--fix", is_flag=True, help="write FILE.fixed.json and print the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and which defaults matter")
@@ -227,7 +227,7 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
 
 
 def _show_explained(report: CheckReport) -> None:
-    """Print what each key does, on standard error where the resolved JSON has standard output."""
+    """Print what each key does; to standard error if the resolved JSON goes to standard output."""
     from zerofit.check.explain import shown
 
     console = err() if report.resolved else out()

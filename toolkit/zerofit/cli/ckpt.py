@@ -175,7 +175,7 @@ def show_verdict(result: VerifyResult) -> None:
 
 
 def show_converted(result: ConvertResult) -> None:
-    """Print where it is, and how it is loaded."""
+    """Print its path, and how to load it."""
     console = out()
     written = f"{result.out}, universal checkpoint {result.tag}, {shown_bytes(result.bytes)}"
     print_verdict(console, True, "WRITTEN", "", written)
@@ -184,7 +184,7 @@ def show_converted(result: ConvertResult) -> None:
 
 
 def show_export(result: ExportResult) -> None:
-    """Print where it is, and its files."""
+    """Print its path and its files."""
     console = out()
     print_verdict(console, True, "WRITTEN", "", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
     print_facts(console, [("files", ", ".join(result.files))], indent=9)

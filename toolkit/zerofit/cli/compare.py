@@ -272,7 +272,7 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
 
 
 def show_laboratory(result: Laboratory) -> None:
-    """Print where the page is, and of each experiment its question and how many rows ran."""
+    """Print the path of the page, and for each experiment its question and the number of rows that ran."""
     console = out()
     print_verdict(console, True, "DONE", "", f"{len(result.experiments)} experiments in {result.written[0]}")
     for done in result.experiments:
@@ -283,7 +283,7 @@ def show_laboratory(result: Laboratory) -> None:
 
 
 def show_documents(result: DocumentComparison) -> None:
-    """Print where the page is, and each document's figures with ours."""
+    """Print the path of the page, and each document's figures next to ours."""
     console = out()
     print_verdict(console, True, "DONE", "", f"{len(result.documents)} documents in {result.written[0]}")
     for document in result.documents:

@@ -34,7 +34,7 @@ from zerofit.cli.terminal import SafeText, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
-STATUS_EVERY_S = 10.0  # between lines of a status where there is no terminal
+STATUS_EVERY_S = 10.0  # between lines of a status without a terminal
 PHASE_EVERY_S = 14.0  # between lines of one phase
 TASK_EVERY_S = 5.0  # between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
@@ -156,7 +156,7 @@ class EventConsole:
     def __init__(self, log_every: int = 10) -> None:
         self.console = err()
         self.live = self.console.is_terminal
-        self._log_every = log_every  # steps between lines of metrics where there is no terminal
+        self._log_every = log_every  # steps between lines of metrics without a terminal
         self._status_said = self._phase_said = -inf
         self._phase = self._ranks = ""
         self._tasks: dict[str, _PlainTask] = {}
@@ -294,7 +294,7 @@ class _PlainTask:
         self._say(f"{event.text}{of} ...")
 
     def show(self, event: Event) -> None:
-        """Say how far the task is, where that is due."""
+        """Print the task's progress if a line is due."""
         now = time.monotonic()
         if event.ended:
             done = f", {_amount(event.done, event.unit)}" if event.done else ""

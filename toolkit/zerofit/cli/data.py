@@ -25,7 +25,7 @@ FIELDS = ("text_field", "tokenizer", "chat_template", "packing", "seq_len")
 def data(path: str, show: int, as_json: bool, **options: Any) -> None:
     """Show what a language model sees of PATH: a file of text or JSON lines, or what --data takes.
 
-    What it learns to write is green (between ⟦ and ⟧ where there are no colours), what it only reads is dim.
+    Learned text is green (between ⟦ and ⟧ without colours); text that is only read is dim.
     Conversations are recognised, rendered, packed and counted as a training would. Exit code 2: bad lines, by number.
     """
 

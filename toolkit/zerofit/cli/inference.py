@@ -28,9 +28,9 @@ DATA_FIELDS = (
     *("pair_field", "label_field", "target_len", "generate_samples"),
 )
 HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
-OFFLOAD_HELP = "where weights are put that no file holds as they are needed [a temporary folder]"
-MEMORY_HELP = "0=20GiB,cpu=60GiB: no device but these (and the disk: disk=0 forbids it) [what is free]"
-NEW_TOKENS_HELP = "tokens to write at most [128, with --chat 512 for each answer]"
+OFFLOAD_HELP = "folder for weights that have to be rewritten before they are read from disk [a temporary folder]"
+MEMORY_HELP = "0=20GiB,cpu=60GiB: use only these devices, and the disk unless disk=0 [the free memory]"
+NEW_TOKENS_HELP = "most tokens to write [128, with --chat 512 for each answer]"
 TEMPERATURE_HELP = "0: the likeliest token each time"
 TOP_P_HELP = "draw among the likeliest tokens that have this probability together"
 placement_options = add_options(  # where weights may go

@@ -139,7 +139,7 @@ async def models(
 
 
 def _with_knobs(result: Simulation, report: OnEvent) -> Simulation:
-    """Simulate changes where the run does not fit."""
+    """Also simulate changes if the run does not fit."""
     if not result.fits:
         result.knobs(report)
     return result

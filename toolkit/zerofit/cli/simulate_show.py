@@ -41,7 +41,7 @@ def show(result: Simulation, details: bool) -> None:
 
 
 def _needs(result: Simulation) -> str:
-    """Return what is needed of what is there: of the device, or of host memory where that is too small."""
+    """Return the line with needed and available memory: of the device, or of the host if that is too small."""
     needed, there = _needed(result), result.device_total_bytes
     of = f"needs {shown_bytes(needed)} of {shown_bytes(there)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
@@ -203,7 +203,7 @@ def show_knobs(result: Simulation, details: bool) -> None:
 
 
 def _cost(row: KnobResult) -> str:
-    """Return the forecast of how much slower a change makes a step; "" where it is unknown."""
+    """Return the forecast of how much slower a change makes a step; "" if unknown."""
     if row.slowdown is None:
         return ""
     if row.slowdown >= 1:

@@ -320,7 +320,7 @@ def _peak_rss() -> int:
 
 
 class GanPair(nn.Module):
-    """A DCGAN pair as one model with one loss, so that every strategy can train it.
+    """A DCGAN pair as one model with one loss, so every strategy can train it.
 
     Inputs are images with planes of noise appended (batch, channels + planes, size, size); it returns a loss per sample
     (batch,). Both networks step at once: the discriminator's loss does not reach the generator, and the generator's

@@ -81,7 +81,7 @@ def for_run(document: Document) -> Document:
         if get(config, path) is not None:
             put(config, path, "auto")
     left_out = [STEPS] if {"bf16", "fp16"} & config.keys() else [STEPS, "bf16.enabled", "fp16.enabled"]
-    for path in left_out:  # missing in the file, so that other programs use their own values
+    for path in left_out:  # missing in the file, so other programs use their own values
         put(config, path, "auto")
     config.pop("zero_force_ds_cpu_optimizer", None)  # only for programs that pass their own optimizer
     return replace(document, root=replace(document.root, data=config))

@@ -34,7 +34,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
     if partial.lora and (partial.train or partial.freeze):
         problems.add(
             "conflict",
-            "--lora freezes the model, so that --train and --freeze cannot be combined with it",
+            "--lora freezes the model, so --train and --freeze cannot be combined with it",
             "give --lora, or patterns",
             "--train" if partial.train else "--freeze",
         )

@@ -81,7 +81,7 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
     if layout.zero_stage == 0:
         problems.add(
             "layout",
-            f"{name} at ZeRO stage 0: DeepSpeed averages the gradient norm over ranks with different experts, so that "
+            f"{name} at ZeRO stage 0: DeepSpeed averages the gradient norm over ranks with different experts, so "
             "it is too small and clips too late",
             "use --ds-config zero1, zero2 or zero3",
             "zero_optimization.stage",
@@ -149,7 +149,7 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.optimizer == "muon" and layout.pp > 1:
         problems.add(
             "layout",
-            "muon with --pipeline: DeepSpeed cannot find embedding and head by name, so that Muon trains them too",
+            "muon with --pipeline: DeepSpeed cannot find embedding and head by name, so Muon trains them too",
             "use another optimizer, or leave --pipeline at 1",
             "--optimizer",
         )

@@ -166,7 +166,7 @@ def eval_indices(n: int, limit: int | None) -> np.ndarray:
 
 
 def eval_targets(dataset: Dataset, limit: int | None) -> int:
-    """Count the labels of an evaluation over all ranks, by which the summed loss is divided."""
+    """Count the labels of an evaluation over all ranks; the summed loss is divided by this count."""
     return dataset.targets(eval_indices(len(dataset), limit))
 
 

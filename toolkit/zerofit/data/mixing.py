@@ -1,7 +1,7 @@
 """Settings shared by the images of a step: their current size, and how they are mixed (MixUp, CutMix).
 
 An image is mixed with the previous one in the global batch, the first with the last, as in torchvision. A rank with a
-part of the batch makes one extra sample, so that the images do not depend on the number of ranks.
+part of the batch makes one extra sample, so the images do not depend on the number of ranks.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class _TextWindows(Dataset):
         starts = np.asarray(indices, dtype=np.int64) * stride
         real = np.minimum(len(row) - starts, width)
         full = (len(row) - width) // stride + 1 if len(row) >= width else 0
-        # A view of all complete windows, so that each window is copied as one block.
+        # A view of all complete windows, so each window is copied as one block.
         step = row.itemsize
         whole = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
         windows = np.full((len(starts), width), self.pad_id, dtype=np.int64)

@@ -229,7 +229,7 @@ def open_text(run: Run, argument: str) -> Source:
 
 
 def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
-    """Return (path relative to the fixed part of the pattern, path), so that a moved folder keeps split and cache."""
+    """Return (path relative to the fixed part of the pattern, path), so a moved folder keeps split and cache."""
     full = str(Path(pattern).expanduser())
     found = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
     if not found:

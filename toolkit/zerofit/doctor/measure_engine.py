@@ -39,7 +39,7 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
     `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and one
-    without an engine. Every parameter stays gathered, so that no collective is measured: on a CPU the host itself sends
+    without an engine. Every parameter stays gathered, so no collective is measured: on a CPU the host itself sends
     them, and on a GPU it would wait for one this small, while a model gathers during its kernels
     (benchmarks/gpu/README.md). `gradient_s` is the difference of a full step under stage 1: a hook, the bucket, the
     norm and the gathering of the new parameter. On a GPU this consists of launches, which are measured elsewhere.
@@ -54,7 +54,7 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     if watch.device.type == "cpu":
         engines["gradient_s"] = _engine(watch.device, 1)
     without, taken = [], {name: [] for name in engines}
-    for _ in range(STEPS):  # alternating, so that other load on the machine affects all of them alike
+    for _ in range(STEPS):  # alternating, so other load on the machine affects all of them alike
         without.append(_timed(watch, lambda: plain(x).sum(), lambda loss: loss.backward()))
         for name, engine in engines.items():
             taken[name].append(_timed(watch, partial(_forward, engine, x), partial(_step, engine)))

@@ -142,7 +142,7 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
-    """Return operands for one call after another, each at another address, so that caches do not have them."""
+    """Return operands for one call after another, each at another address, so caches do not have them."""
     size = dtype.itemsize * sum(map(math.prod, shapes))
     count = max(1, min(MOST_OPERANDS, POOL // size))
     first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]

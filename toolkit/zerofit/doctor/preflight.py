@@ -56,7 +56,7 @@ class Preflight:
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed, so that a run would fail."""
+        """Whether a check failed, so a run would fail."""
         return any(check.status == FAIL for check in self.checks)
 
 

@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, so that a killed command leaves no ranks training."""
+"""Processes that end with the process that started them, so a killed command leaves no ranks training."""
 
 from __future__ import annotations
 

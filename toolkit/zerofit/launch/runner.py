@@ -91,7 +91,7 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
     file.write_text("".join(f"{name}={value}\n" for name, value in plain.items()), encoding="utf-8")
     env = {k: v for k, v in os.environ.items() if PLAIN.fullmatch(v) or not k.startswith(EXPORTED)}
     env["PATH"] = os.pathsep.join(p for p in env.get("PATH", os.defpath).split(os.pathsep) if PLAIN.fullmatch(p))
-    # absolute, so that the runner's folder prefixes do not apply (runner.py, main)
+    # absolute, so the runner's folder prefixes do not apply (runner.py, main)
     env |= {"DS_ENV_FILE": str(file), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     env["PDSH_SSH_ARGS_APPEND"] = f"{env.get('PDSH_SSH_ARGS_APPEND', '')} {ALIVE}".strip()
     return env

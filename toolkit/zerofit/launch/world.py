@@ -125,7 +125,7 @@ def is_first(env: Mapping[str, str]) -> bool:
 
 
 def leave_world(env: MutableMapping[str, str]) -> None:
-    """Remove the launcher's variables, so that child processes do not wait for the other ranks."""
+    """Remove the launcher's variables, so child processes do not wait for the other ranks."""
     for names in NAMES:
         for name in (names.rank, names.size, names.local_rank, *names.local_sizes):
             env.pop(name, None)

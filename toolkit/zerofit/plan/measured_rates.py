@@ -11,7 +11,7 @@ from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel
 
 WITH_PRODUCTS = ("product", "convolution", "attention")
-NEARNESS = 4  # exponent of a point's nearness in its weight, so that the nearest dominate
+NEARNESS = 4  # exponent of a point's nearness in its weight, so the nearest dominate
 ALIGNED = 8  # 16-bit elements in 16 bytes: tensor cores run at full speed if rows are multiples of this
 HALF = ("float16", "bfloat16")
 SAME = 1e-3  # difference of logarithms below which sizes are equal

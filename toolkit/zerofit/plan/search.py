@@ -229,7 +229,7 @@ def _count(misfits: dict[str, Misfits], one: Misfits) -> None:
 
 
 def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
-    """Time a layout; speed has three digits, so that the simplest of nearly equal layouts comes first."""
+    """Time a layout; speed has three digits, so the simplest of nearly equal layouts comes first."""
     step = timer.step(layout)
     if correct:
         step = step.scaled(correct(layout, step.step_s) / step.step_s)

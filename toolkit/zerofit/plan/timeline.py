@@ -70,7 +70,7 @@ class TimelineEvent(NamedTuple):
 class StageTimeline:
     """One pipeline stage's layers on one rank, and the passes of a micro batch through one of its parts.
 
-    Compared by identity, so that results derived from it can be cached. A stage has one part, with DualPipeV two.
+    Compared by identity, so results derived from it can be cached. A stage has one part, with DualPipeV two.
     """
 
     layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of forward

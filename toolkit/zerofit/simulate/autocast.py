@@ -40,7 +40,7 @@ def policies() -> dict[str, str]:
 
 
 class CastCache:
-    """Weights in the lower type, kept until the outermost autocast ends, so that each is cast once."""
+    """Weights in the lower type, kept until the outermost autocast ends, so each is cast once."""
 
     def __init__(self, device: str):
         self.device = device  # type of device as Python sees it

@@ -46,7 +46,7 @@ def document_numbers(position_ids: Tensor) -> Tensor:
 
 
 PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
-# padded samples: assume a shorter one in each batch, so that there is a mask; full ones need less memory
+# padded samples: assume a shorter one in each batch, so there is a mask; full ones need less memory
 PADDED_MASKING = {
     **MASKING,
     "fast_all": lambda tensor: False,
@@ -151,7 +151,7 @@ def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]
     """
 
     def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if key.shape[1] % sp:  # repeat key and value heads, so that each rank has one
+        if key.shape[1] % sp:  # repeat key and value heads, so each rank has one
             key = key.repeat_interleave(sp // key.shape[1], dim=1)
             value = value.repeat_interleave(sp // value.shape[1], dim=1)
         out = attention(*(_gather(t, sp) for t in (query, key, value)), *args, **kwargs)

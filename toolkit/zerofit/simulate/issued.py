@@ -57,7 +57,7 @@ class IssuedLog:
         """Record a collective on the stream of its group; `handles`: the objects that wait for it."""
         stream = self._communicators.setdefault(ranks.name, -1 - len(self._communicators))
         self.items.append(work._replace(stream=stream, behind=work.stream, ranks=ranks))
-        for handle in handles:  # kept alive, so that no other object gets its id
+        for handle in handles:  # kept alive, so no other object gets its id
             self._awaited[id(handle)] = handle, stream, len(self.items)
 
     def wait_for(self, handle: object, stream: int) -> None:

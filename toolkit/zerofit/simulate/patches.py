@@ -112,7 +112,7 @@ def packed_samples(packed: bool = False) -> None:
 def no_padding(padded: bool = False) -> None:
     """Let transformers find that a mask of ones, which BART makes itself, hides nothing. (transformers.masking_utils)
 
-    `padded`: samples end early, so that masks hide something.
+    `padded`: samples end early, so masks hide something.
     """
     from transformers import masking_utils
 
@@ -321,7 +321,7 @@ def constants() -> None:
 
 
 def backend_keys() -> None:
-    """Give fakes the CPU's dispatch keys, so that `.data =` works between devices; their `.device` stays their own.
+    """Give fakes the CPU's dispatch keys, so `.data =` works between devices; their `.device` stays their own.
 
     (torch.Tensor._make_subclass)
     """

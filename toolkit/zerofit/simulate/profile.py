@@ -122,7 +122,7 @@ def _traced(
     with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits, linear:
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
         if not all(("forward", unit) in few.before for unit in range(len(subject.units))):
-            # e.g. SqueezeBERT calls its blocks' forward directly, so that no hook runs: the model becomes one layer
+            # e.g. SqueezeBERT calls its blocks' forward directly, so no hook runs: the model becomes one layer
             subject = replace(subject, units=[ModelSection(name="model", start=None)])
             few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]

@@ -67,7 +67,7 @@ def overheads(
     """Return a rank's memory on this device besides its reserved memory, given its communicators.
 
     `convolution_bytes`: input, weights and output of its largest convolution. `libraries`: what a rank on a CPU
-    imports, a key of CPU_PROCESS_BYTES; "" where it is unknown.
+    imports, a key of CPU_PROCESS_BYTES; "" if unknown.
     """
     if device.kind == "cpu":
         low, high = CPU_PROCESS_BYTES.get(libraries, (CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES))

@@ -86,7 +86,7 @@ class Task:
 
 
 def shielded(on_event: OnEvent) -> OnEvent:
-    """Return a callback that logs the first exception of `on_event` instead of raising, so that the run continues."""
+    """Return a callback that logs the first exception of `on_event` instead of raising, so the run continues."""
     failed = False
 
     def tell(event: Event) -> None:

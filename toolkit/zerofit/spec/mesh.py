@@ -77,7 +77,7 @@ def pipeline_parts(stages: int, schedule: PipelineSchedule) -> int:
 def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple[int, ...]:
     """Return the indices of a pipeline stage's parts.
 
-    In DualPipeV each stage has two: activations pass the stages forth and back, so that the first stage has both the
+    In DualPipeV each stage has two: activations pass the stages forth and back, so the first stage has both the
     first and the last part (runtime/pipe/dualpipev.py).
     """
     return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)

@@ -173,7 +173,7 @@ def run_and_exit(work: Callable[[], object]) -> None:
                 failed = True
         os._exit(120 if failed and status == 0 else status)
 
-    atexit.register(end)  # registered first, so that it runs after the handlers of modules that `work` imports
+    atexit.register(end)  # registered first, so it runs after the handlers of modules that `work` imports
     try:
         work()
         status = 0

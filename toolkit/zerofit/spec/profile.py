@@ -165,7 +165,7 @@ class Profile:
     """A model's costs at one sequence length (or image size), for all traced settings.
 
     `costs` maps a setting such as "bf16/checkpointing=0/tp=1/sp=1" to one LayerCost for each of `layers`; "/ep=8" at
-    the end is for experts on 8 ranks. Profiles compare by identity, so that derived values can be cached.
+    the end is for experts on 8 ranks. Profiles compare by identity, so derived values can be cached.
     """
 
     model: str

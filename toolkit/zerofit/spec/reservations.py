@@ -1,4 +1,4 @@
-"""Memory reservations of the runs on this machine, so that a new run does not count on memory that another will use.
+"""Memory reservations of the runs on this machine, so a new run does not count on memory that another will use.
 
 Each run has a file in the cache, under the machine's boot id, since hosts may share the cache. A file counts while the
 process that wrote it lives.

@@ -204,7 +204,7 @@ class Job:
     def from_dict(cls, value: Any) -> Job:
         """Return the job from its `to_dict`. Raises ValueError for other data.
 
-        Unknown fields of the run are ignored, so that checkpoints of other versions can be read.
+        Unknown fields of the run are ignored, so checkpoints of other versions can be read.
         """
         run = value.get("run") if isinstance(value, dict) else None
         if isinstance(run, dict):

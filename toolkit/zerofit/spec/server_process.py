@@ -26,7 +26,7 @@ class ServerProcess:
     def __init__(self, module: str, answers: bool = False):
         """Start a process that runs `serve` of a module; with `answers` it writes a line of JSON for each request."""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open while the server runs
-        # the same import path as here; a new session, so that only this process gets Ctrl-C
+        # the same import path as here; a new session, so only this process gets Ctrl-C
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, module],

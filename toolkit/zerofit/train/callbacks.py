@@ -88,7 +88,7 @@ class Callback:
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
-    """Return the callbacks' methods of this name that are overridden, so that others cost nothing."""
+    """Return the callbacks' methods of this name that are overridden, so others cost nothing."""
     return [getattr(one, method) for one in callbacks if getattr(type(one), method) is not getattr(Callback, method)]
 
 

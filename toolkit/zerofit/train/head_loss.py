@@ -1,4 +1,4 @@
-"""A language model's head that returns the loss instead of logits, so that few logits exist at a time."""
+"""A language model's head that returns the loss instead of logits, so few logits exist at a time."""
 
 from __future__ import annotations
 

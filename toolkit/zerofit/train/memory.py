@@ -26,13 +26,13 @@ class RankMemory:
         forget_resident_peak()
 
     def slots(self) -> list[float]:
-        """Return a slot per rank, zero except this rank's figures, so that a sum over ranks fills all slots."""
+        """Return a slot per rank, zero except this rank's figures, so a sum over ranks fills all slots."""
         mine = self._look()
         before = FIGURES * dist.get_rank()
         return [0.0] * before + mine + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)
 
     def most(self, slots: Sequence[float]) -> MeasuredMemory:
-        """Return the device memory of the rank that uses most of it, and the host memory of the one that uses most."""
+        """Return the largest device memory and the largest host memory of any rank."""
         figures = [round(figure) for figure in slots]
         rows = [figures[first : first + FIGURES] for first in range(0, len(figures), FIGURES)]
         allocated, reserved, outside, _, _ = max(rows, key=lambda row: row[1] + row[2])

@@ -1,4 +1,4 @@
-"""One record per step: losses are averaged over ranks in blocks, so that metrics cost almost nothing.
+"""One record per step: losses are averaged over ranks in blocks, so metrics cost almost nothing.
 
 A block is about half a second of steps. One all-reduce exchanges its losses. It also tells every rank whether a loss
 was not finite and whether a rank was asked to save or stop.

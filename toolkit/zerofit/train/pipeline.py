@@ -163,7 +163,7 @@ class PipelineTrainer(EngineTrainer):
         return loss + routers
 
     def _targets_loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the weighted loss of logits, or of hidden states where the loss applies the head itself."""
+        """Return the weighted loss of logits, or of hidden states if the loss applies the head itself."""
         labels, weight = target
         if not torch.is_grad_enabled():
             found = self._head.of(logits, labels) if self._head else counts(logits, labels)
@@ -235,7 +235,7 @@ def _count_once(module: PipelineModule, coords: RankCoords) -> None:
 
 
 class _Staged(PipelineModule):
-    """PipelineModule with given stage bounds, so that no rank builds every layer to find them."""
+    """PipelineModule with given stage bounds, so no rank builds every layer to find them."""
 
     def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
         self._bounds, layout = bounds, job.layout

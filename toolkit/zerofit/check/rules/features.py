@@ -170,7 +170,7 @@ FEATURES = (
         path="flops_profiler.profile_step",
         when=lambda c: c.on("flops_profiler.enabled") and (c.number("flops_profiler.profile_step") or 1) < 0,
         message="flops_profiler.profile_step is {value}",
-        why="DeepSpeed counts steps from 0, so that nothing is profiled",
+        why="DeepSpeed counts steps from 0, so nothing is profiled",
         fix="use 1, or a step after the warm-up",
         source="runtime/engine.py:3583",
     ),

@@ -209,7 +209,7 @@ OPTIMIZER_RULES = (
         path="optimizer.type",
         when=lambda c: c.optimizer == "Adafactor" and c.stage > 0,
         message=lambda c: f"Adafactor at ZeRO stage {c.stage}",
-        why="ZeRO flattens the matrices, so that Adafactor stores one number per weight instead of one per row and "
+        why="ZeRO flattens the matrices, so Adafactor stores one number per weight instead of one per row and "
         "column, and its step size depends on the number of ranks",
         fix="use stage 0, or bitsandbytes' AdamW8bit, whose states can be partitioned",
         source="runtime/zero/stage_1_and_2.py:560, stage3.py:1172; torch/optim/_adafactor.py",

@@ -267,7 +267,7 @@ EXPERTS = (
         path=f"{EP}.enabled",
         when=lambda c: c.on(f"{EP}.enabled") and c.stage == 0 and bool(c.number("gradient_clipping")),
         message="expert_parallel with gradient_clipping and without ZeRO",
-        why="DeepSpeed averages the gradient norm over ranks with different experts: it is too small, so that it clips "
+        why="DeepSpeed averages the gradient norm over ranks with different experts: it is too small, so it clips "
         "too late",
         fix="use ZeRO stage 1, 2 or 3",
         source="runtime/utils.py:413-419",

@@ -264,7 +264,7 @@ PRECISION = (
         path="torch_autocast.enabled",
         when=lambda c: c.on("torch_autocast.enabled") and _mode(c) != "fp32",
         message=lambda c: f"torch_autocast and {_mode(c)} are both on",
-        why="DeepSpeed applies both: it casts the parameters too, so that autocast has no fp32 weights",
+        why="DeepSpeed applies both: it casts the parameters too, so autocast has no fp32 weights",
         fix="keep one",
         source="runtime/torch_autocast.py:111",
     ),

@@ -74,7 +74,7 @@ SCHEDULER_RULES = (
         path="scheduler.type",
         when=lambda c: c.word("scheduler.type") == "ReduceLROnPlateau" and not _wrapped(c),
         message="ReduceLROnPlateau cannot be used from the JSON",
-        why="DeepSpeed passes it the constant batch size as its metric, so that the learning rate keeps falling",
+        why="DeepSpeed passes it the constant batch size as its metric, so the learning rate keeps falling",
         fix="use one of DeepSpeed's",
         source="runtime/engine.py:3543",
     ),

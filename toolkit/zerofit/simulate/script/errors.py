@@ -8,7 +8,7 @@ from zerofit.spec.errors import Problem
 
 
 class ScriptStop(BaseException):
-    """Enough optimizer steps were seen. Not an Exception, so that a script does not catch it."""
+    """Enough optimizer steps were seen. Not an Exception, so a script does not catch it."""
 
 
 class NotSimulated(BaseException):

@@ -1,7 +1,7 @@
 """Track the ops of a user's script: host tensors are real; device tensors and parameters are fake.
 
 So the script's own data, samplers, tokenizers and collators run unchanged. Fake copies of integers
-and masks on the device keep their values, and ops on them are computed, so that a script branches correctly.
+and masks on the device keep their values, and ops on them are computed, so a script branches correctly.
 """
 
 from __future__ import annotations
