@@ -33,7 +33,7 @@ def shipped_profile(model: str, device: str, precision: str, seq_len: int | None
 
 
 def shipped_settings(model: str) -> list[str]:
-    """Return what is shipped of a model, in words: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens"."""
+    """Return the settings of a model's shipped profiles in words: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens"."""
     found = []
     for file in sorted(FOLDER.glob(f"{NAMED[model].family}-*.xz")) if model in NAMED else ():
         device, precision, *length = file.stem.removeprefix(f"{NAMED[model].family}-").split("-")

@@ -290,7 +290,7 @@ def _needs(worst: Simulation) -> str:
     kind, size = max(worst.breakdown.items(), key=lambda pair: pair[1])
     total = worst.reserved_bytes + sum(one.bytes for one in worst.overheads)
     phase = worst.peak_phase if worst.peak_step < 0 else f"{worst.peak_phase} of step {worst.peak_step + 1}"
-    return f"{worst.run.model} needs {shown_bytes(total)} per rank in {phase}, {shown_bytes(size)} of it {kind}"
+    return f"{worst.run.model} needs {shown_bytes(total)} per rank in {phase} ({shown_bytes(size)} are {kind})"
 
 
 def _host_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:

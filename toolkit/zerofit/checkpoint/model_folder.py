@@ -166,7 +166,7 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
         found = str(error)
     if found != expected:
         message = f"{path.name} differs from what was written"
-        hint = "check the disk, and export again; nothing was kept"
+        hint = "check the disk, and export again; the damaged export was removed"
         raise RunFailed(Problem(kind="export-damaged", message=message, hint=hint, where=str(path)))
 
 

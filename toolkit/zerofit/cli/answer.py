@@ -41,7 +41,7 @@ R = TypeVar("R", bound="Result | dict[str, Any]")
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], interrupted: str = "") -> R:
     """Do a command's work and print its answer. Errors end the process with their exit code.
 
-    `interrupted`: how to continue after Ctrl-C, for work without checkpoints.
+    `interrupted`: a hint that is printed after Ctrl-C, for commands without checkpoints.
     """
     with _stoppable():
         try:

@@ -93,7 +93,7 @@ def github(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def workflow_command(kind: str, text: str, **properties: object) -> str:
-    """Return a command of GitHub's workflows, with what would end a property or the line escaped."""
+    """Return a GitHub workflow command; characters that would end a property or the line are escaped."""
     listed = [f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items()]
     return f"::{kind} {','.join(listed)}::{_escaped(text)}"
 

@@ -137,7 +137,7 @@ def _write_config(result: Simulation, path: Path) -> None:
     fitting = [row for row in result.tried if row.fits and row.config]
     best = min(fitting, key=lambda row: row.cost_rank, default=None)
     if best is None or best.config is None:
-        click.echo("note: no DeepSpeed JSON written, since no fitting change needs another one", err=True)
+        click.echo("note: no DeepSpeed JSON written, since no change that fits modifies the JSON", err=True)
         return
     write_for_trainer(best.config, path)
     click.echo(f"wrote {path}, the DeepSpeed JSON of {best.change}", err=True)

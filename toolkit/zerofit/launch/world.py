@@ -180,9 +180,8 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
         if member.local_rank == 0:
             hosts.append([])
         if not hosts or member.local_rank != len(hosts[-1]) or member.host != (hosts[-1] or [member])[0].host:
-            message = (
-                f"rank {rank} is local rank {member.local_rank} on {member.host}, but ranks of a host have to follow"
-            )
+            message = f"rank {rank} is local rank {member.local_rank} on {member.host}, but ranks of a host must be"
+            message += " consecutive"
             hint = "distribute ranks host by host: mpirun --map-by slot, srun -m block"
             problems.add(KIND, f"{message} each other", hint, member.host)
             break

@@ -68,7 +68,7 @@ class RankPass:
 
     @cached_property
     def parameters(self) -> int:
-        """Parameter elements of the stage with most, on one rank."""
+        """Parameter elements on one rank of the largest stage."""
         return max(self.elements_of(stage) for stage in self.stages)
 
     @cached_property

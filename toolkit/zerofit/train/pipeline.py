@@ -223,7 +223,7 @@ def _even_norms(engine: Any) -> None:
 
 
 def _count_once(module: PipelineModule, coords: RankCoords) -> None:
-    """Mark which parameters this rank adds to the gradient norm where DeepSpeed clips in fp32 without ZeRO.
+    """Mark the parameters that this rank adds to the gradient norm, for DeepSpeed's clipping in fp32 without ZeRO.
 
     DeepSpeed would count only split parameters, and all others on the first stage (runtime/utils.py:394).
     """

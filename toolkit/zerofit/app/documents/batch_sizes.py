@@ -24,7 +24,7 @@ TEXT = f"""`{MODEL}` ({PARAMETERS:,} parameters) on scikit-learn's {SAMPLES:,} t
 with momentum 0.9. Of the remaining digits 180 are for validation and 179 for the test. The test score is from the
 epoch with the best validation score. Seconds are of one rank, without evaluation. A time with "~" is
 extrapolated from the epochs that were trained. All sizes have the learning rate {LR}."""
-TUNED_TEXT = f"""Each size was run with {LR} and with {LEAST_RATES} times its square root. Its row is of the
+TUNED_TEXT = f"""Each size was run with {LR} and with {LEAST_RATES} times its square root. Its row shows the
 learning rate that reached {LOWER} in the fewest seconds. The sizes {SMALL} were tuned over {FEW} epochs."""
 LARGE_TEXT = f"""Forecasts by `zerofit plan` for {GPUS} V100, the oldest GPUs of the catalogue; the document's are not
 given. The last columns are the epochs that 40 hours (COCO) and 40 days (Open Images) would then mean."""

@@ -115,7 +115,7 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
         have = ", ".join(shipped_settings(wanted.model))
         message = f"no profile of {wanted.model} ships for these options, and tracing it needs {error.name}, which is "
         message += "not installed"
-        hint = f"{missing.hint}; what ships of {wanted.model}: {have}" if have else missing.hint
+        hint = f"{missing.hint}; shipped profiles of {wanted.model}: {have}" if have else missing.hint
         raise UserError(Problem(kind=missing.kind, message=message, hint=hint, where="MODEL")) from error
 
 

@@ -107,7 +107,7 @@ PRECISION = (
         path="fp16.min_loss_scale",
         when=lambda c: _dynamic(c) and _at_most_zero(c.number("fp16.min_loss_scale")),
         message="fp16.min_loss_scale is {value}; allowed: a whole number from 1",
-        why="DeepSpeed refuses it: at a loss scale of 0 every gradient is lost",
+        why="DeepSpeed refuses it: a loss scale of 0 makes every gradient zero",
         fix="use 1, or remove the key",
         source="runtime/precision_config.py:196",
     ),

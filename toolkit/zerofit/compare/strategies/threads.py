@@ -42,7 +42,7 @@ def train(work: BenchmarkTask):
 
 
 def _add_up(together: Sequence[Tensor]) -> None:
-    """Leave the sum of all gradients with the first of a parameter's replicas."""
+    """Store the sum of all replicas' gradients in the first replica."""
     first, *others = (one.grad for one in together)
     for gradient in others:
         if first is not None and gradient is not None:
