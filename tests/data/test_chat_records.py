@@ -125,8 +125,8 @@ def test_older_and_shorter_forms_are_the_same_calls():
     [
         ({"function": {"arguments": "{}"}}, "names no function"),
         ({"function": {"name": "f", "arguments": "{oops"}}, "not JSON"),
-        ({"function": {"name": "f", "arguments": "[1]"}}, "must be an object, not list"),
-        ({"function": {"name": "f", "arguments": 5}}, "must be an object, not int"),
+        ({"function": {"name": "f", "arguments": "[1]"}}, "list, need an object"),
+        ({"function": {"name": "f", "arguments": 5}}, "int, need an object"),
         ("f()", "names no function"),
     ],
 )
