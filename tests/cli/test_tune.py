@@ -57,7 +57,7 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
 
     code, again, err = tune(tmp_path, "--output", "tuned")  # as a tuner that was killed at its end
     assert code == 0, err
-    assert f"{len(answer['trials'])} earlier trials of this run found" in err
+    assert f"found {len(answer['trials'])} earlier trials of this run" in err
     assert [row["measured_step_s"] for row in again["trials"]] == [row["measured_step_s"] for row in answer["trials"]]
 
     argv = [sys.executable, "-m", "zerofit.cli", "train", "tuned/run.yaml", "--json"]

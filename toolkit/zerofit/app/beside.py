@@ -22,7 +22,7 @@ def read(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> Companio
     try:
         return read_companion(str(given), read_text(Path(given))[0], accelerate=accelerate)
     except SyntaxFault as fault:
-        message = f"{given} does not parse at line {fault.line}, column {fault.column}: {fault.message}"
+        message = f"{given} has a syntax error at line {fault.line}, column {fault.column}: {fault.message}"
         problem = Problem(kind="syntax", message=message, where=f"{given}:{fault.line}:{fault.column}")
         raise UserError(problem) from None
     except (OSError, UnicodeDecodeError) as error:

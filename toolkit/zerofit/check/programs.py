@@ -103,5 +103,5 @@ def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str
         return f"its distributed_type is {kind}: Accelerate does not use DeepSpeed with it"
     named = config.get("deepspeed")
     if program.kind and isinstance(named, str):
-        return f"zerofit check --training-args {file} checks {named}, which it names, together with it"
+        return f"zerofit check --training-args {file} checks it together with its DeepSpeed JSON, {named}"
     return f"it names no DeepSpeed JSON{' (key deepspeed)' if program.kind else ''}: give that file"

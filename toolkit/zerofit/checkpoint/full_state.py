@@ -264,7 +264,7 @@ class FullState:
             yield index
 
     def _check_names(self) -> None:
-        """Refuse names that lead out of a folder, since `convert` writes files with these names."""
+        """Refuse names that point outside the folder, since `convert` writes files with these names."""
         kinds = {kind for shards in self._shards.values() for shard in shards for kind in shard.where}
         for name in (*self.names, *self._buffers, *self.ties, *kinds):
             if not stays_inside(name):

@@ -83,7 +83,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
 def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Path) -> Iterator[int]:
     """Write one engine's files into `folder`; yield the bytes of each tensor.
 
-    FullState has refused names that lead out of the folder.
+    FullState has refused names that point outside the folder.
     """
     try:
         counters, optimizer = _counters(source), _optimizer_globals(source)

@@ -114,7 +114,7 @@ def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def _rows(results: Iterable[CheckResult | UnreadFile]) -> Iterator[tuple[str, str, int, int, str, str]]:
-    """Yield severity, file, line, column, code and text of findings, the same of several places once."""
+    """Yield severity, file, line, column, code and text of findings; equal findings at several places only once."""
     for result in results:
         if isinstance(result, UnreadFile):
             yield "error", result.file, result.line, 1, result.problem.kind, result.problem.message

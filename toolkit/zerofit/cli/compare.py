@@ -174,7 +174,7 @@ def batch_size(
 @step_options
 @common_options
 def scaling(model: str, as_json: bool, anyway: bool, hostfile: Path | None, strategy: str, **options: Any) -> None:
-    """Train on 1 to --ranks ranks, weak (the batch grows with them) and strong (it does not): their efficiency."""
+    """Measure weak scaling (the batch grows with the ranks) and strong scaling (it does not) on 1 to --ranks ranks."""
     from zerofit.app.comparing.comparisons import compare_scaling
 
     def work(events: EventConsole) -> Comparison[ScalingRow]:

@@ -1,4 +1,4 @@
-"""The screen of `zerofit simulate`: the verdict, one line a fact, what would fit; tables with `--details`."""
+"""Print the result of `zerofit simulate`: the verdict, one fact per line, changes that fit; `--details` adds tables."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def _notes(
     ]
     if template.missing:
         tokens = ", ".join(template.missing)
-        notes.append(f"{tokens}: no tokens of --tokenizer {template.tokenizer.name}, so each becomes several")
+        notes.append(f"{tokens}: not in --tokenizer {template.tokenizer.name}, so each is split into several tokens")
     if counts.truncated:
         notes.append(f"{counts.truncated:,} conversations are longer than a sample and are cut off")
     if counts.dropped:

@@ -27,7 +27,7 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
 def template_file(given: Path) -> Path:
     """Return the file of a template that is given by name or by path. Raises UserError for an unknown name.
 
-    A file in the current folder wins over a shipped template of its name.
+    A file in the current folder takes precedence over a shipped template with its name.
     """
     name = str(given)
     if given.expanduser().is_file() or len(given.parts) > 1 or given.suffix in (".jinja", ".jinja2", ".j2", ".txt"):

@@ -271,7 +271,7 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
 
 
 def _representatives(mine: Sequence[_Placed]) -> list[int]:
-    """Choose the layers to look at, since in a run of equal layers live bytes are linear.
+    """Choose the layers to evaluate; among consecutive equal layers, live bytes change linearly.
 
     The peak is in the first or the last of them; a few of the last show how buckets fill.
     """

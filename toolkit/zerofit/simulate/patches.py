@@ -233,7 +233,7 @@ def data_setter() -> None:
 
 
 def pieces_of_ranks() -> None:
-    """Keep ZeRO-3 from making a fake for each rank's piece of a gather or reduction: minutes with hundreds of ranks.
+    """Keep ZeRO-3 from creating a fake for each rank's part of a collective: with hundreds of ranks it takes minutes.
 
     (deepspeed.runtime.zero.stage3, AllGatherCoalescedHandle of deepspeed.runtime.zero.partition_parameters)
     """

@@ -183,9 +183,9 @@ def _extrapolated(
 ) -> tuple[RankRecord, float] | None:
     """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
 
-    The line goes through the last two. The error is the largest relative error at the first number, of the highest
-    peak, host memory and bytes on NVMe. It is infinite if there is no such peak. Returns None if host memory is not
-    linear.
+    The line goes through the last two. The error is the line's relative error at the first number: the largest of those
+    of the highest peak, host memory and bytes on NVMe. It is infinite if there is no such peak. Returns None if host
+    memory is not linear.
     """
     first, few, more = records
 

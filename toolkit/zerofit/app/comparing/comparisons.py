@@ -289,7 +289,7 @@ def _show(report: Reporter, name: str, text: str) -> None:
 
 
 def _chosen(names: Sequence[str], place: str, problems: Problems) -> list[Strategy]:
-    """Return the named strategies after "single", whose weights the others are compared with."""
+    """Return "single" and then the named strategies; weights are compared with those of "single"."""
     for name in names:
         if name not in STRATEGIES:
             problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), place)

@@ -129,7 +129,7 @@ def _doubled(done: Done) -> list[Figure]:
         f"two devices make half as many steps: after epoch 1 they are at {first[1]}, one device at {first[0]}. "
         "Digits are easier than clothes"
     )
-    why_s = "one device has both processor cores already, and two send 43 MiB of gradients in each step"
+    why_s = "one device already uses both processor cores, and two devices also send 43 MiB of gradients in each step"
     return [
         Figure(name=f"{name}: test accuracy", theirs="0.92 -> 0.89", ours=accuracies, why=why),
         Figure(name=f"{name}: an epoch", theirs="13.7 -> 8.4 s", ours=f"{seconds} s", why=why_s),

@@ -47,7 +47,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 def document(bench: Bench) -> TeachingDocument:
-    """Share its network out in each way, and train one of each other kind through DeepSpeed's engine."""
+    """Split the document's network in each way; train one network of each other kind with DeepSpeed's engine."""
     halves = bench.compare("003-2-ranks", NETWORK, "strategies", strategies=["model-parallel"], ranks=2, **STEPPED)
     both = bench.compare("003-4-ranks", NETWORK, "strategies", strategies=["ddp", "hybrid"], ranks=4, **STEPPED)
     kept, missing = train_all(bench)

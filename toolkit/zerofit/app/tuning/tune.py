@@ -86,7 +86,7 @@ def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Repo
     deadline, store = time.monotonic() + 60 * minutes if minutes else math.inf, TrialStore(job)
     search = Search(job.candidates, store.trials())
     if search.trials:
-        report.note(f"{len(search.trials)} earlier trials of this run found ({store.path})")
+        report.note(f"found {len(search.trials)} earlier trials of this run ({store.path})")
     report.note(f"{len(job.candidates)} configurations fit by forecast")
     while len(search.trials) < trials and deadline - time.monotonic() > LEAST_S:
         candidate = search.next()

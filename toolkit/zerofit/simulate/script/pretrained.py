@@ -96,7 +96,7 @@ def pretrained(meter: ScriptTracker) -> None:
 def flash_attention(meter: ScriptTracker) -> None:
     """Use torch's flash attention instead of the flash_attn package, whose kernels have no shape rule.
 
-    It is the same algorithm and keeps the same tensors. Unlike there, padded and packed batches need a mask.
+    It is the same algorithm and keeps the same tensors. Unlike flash_attn, padded and packed batches need a mask.
     (transformers.PreTrainedModel._check_and_adjust_attn_implementation)
     """
     original = PreTrainedModel._check_and_adjust_attn_implementation
