@@ -203,7 +203,7 @@ def materialise(model: nn.Module, seed: int, keep: set[str] | None = None, store
     """Initialise a transformers model that was built on the meta device, in place.
 
     `keep` names the parameters to keep in memory (None: all); the others stay on meta. The weights are exactly those of
-    `build` after `torch.manual_seed(seed)`, then cast if `stored` says so. A tied parameter is kept if any of its
+    `build` after `torch.manual_seed(seed)`, then cast as `stored` requests. A tied parameter is kept if any of its
     names is in `keep`. All buffers become real, on the CPU, since they are small.
     """
     torch.manual_seed(seed)

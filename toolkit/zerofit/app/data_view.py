@@ -1,4 +1,4 @@
-"""Data as a model sees it: the tokens of samples, and which of them it learns."""
+"""Show data as a model receives it: the tokens of samples, and which of them are learned."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def chat(
 ) -> ChatResult:
     """Talk with a causal language model; `on_event` gets each piece of an answer as an event of kind "text".
 
-    `turns` are what the user says; each is taken when the answer to the one before is complete. The chat template is
+    `turns` are the user's messages; each is read when the answer to the previous one is complete. The chat template is
     the model's own unless `chat_template` names one (`chatml`, `llama3`, ..., or a file). The other keyword arguments
     are those of `generate`; `max_new_tokens` limits each answer.
 

@@ -38,7 +38,7 @@ class Companion:
     kind: str  # "trainer", "axolotl" or "accelerate"
     values: Mapping[str, GivenValue] = field(default_factory=dict)
     open: bool = False  # the command may get more arguments than this file shows
-    one_thread: str | None = None  # the launcher that gives each rank one thread, and its place
+    one_thread: str | None = None  # the launcher that sets one thread per rank, and its place
 
     def get(self, name: str) -> Any:
         """Return a value, or None if it is missing or unknown."""
@@ -56,7 +56,7 @@ class Companion:
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks that it starts, or None if it does not say."""
+        """The number of ranks that it starts, or None if it does not set one."""
         each, nodes = (_first(self, names) for names in (("num_gpus", "nproc_per_node"), ("num_nodes", "nnodes")))
         return each * (nodes or 1) if each else _first(self, ("num_processes",))
 

@@ -67,7 +67,7 @@ def _always(c: CheckSubject) -> bool:
 
 # surprising defaults of DeepSpeed 0.19.8, and when they matter
 DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
-    (f"{ZERO}.stage", _always, "no ZeRO: every rank holds all states"),
+    (f"{ZERO}.stage", _always, "no ZeRO: every rank has all states"),
     ("gradient_clipping", _always, "gradients are clipped to this norm; 0 switches it off (0 in releases before 2026)"),
     ("gradient_accumulation_steps", _always, "1, or computed from the other two batch sizes"),
     ("steps_per_print", _always, "nothing is printed (every 10 steps in older releases)"),

@@ -47,7 +47,7 @@ class TargetHardware:
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
     asked: tuple[Asked, ...] = ()  # from flags and companion files
     guessed: bool = False  # whether the reader was guessed from the file
-    one_thread: str | None = None  # the launcher that gives each rank one thread, and its place
+    one_thread: str | None = None  # the launcher that sets one thread per rank, and its place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A checkpoint as the full model, independent of the ranks and the layout that wrote it.
 
-Each rank's index (`ranks/rank-*.json`, from `train.shard_index`) tells which file has which shard of a parameter. This
+Each rank's index (`ranks/rank-*.json`, from `train.shard_index`) lists the file of each shard of a parameter. This
 module does not depend on ZeRO stages.
 """
 

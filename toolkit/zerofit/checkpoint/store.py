@@ -157,7 +157,7 @@ def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
     damage = [d for name, mark in manifest.files.items() if (d := _look(checkpoint, name, mark))]
     step = step_of(checkpoint)
     if step is not None and step != manifest.step:
-        message = f"the folder is named for step {step}, but its manifest is of step {manifest.step}"
+        message = f"the folder is named for step {step}, but its manifest is for step {manifest.step}"
         damage.append(Damage(file=MANIFEST, kind="misplaced", message=message))
     return manifest, damage
 

@@ -40,13 +40,13 @@ CLEAN, WARNINGS, ERRORS = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """The findings, and what the flags ask for."""
+    """The findings, and the output that the flags request."""
 
     result: CheckResult
     explained: list[KeyRow] | None = None
     new_text: str | None = None  # fixed or migrated; None: not asked for
     written: str | None = None  # None: nothing changed
-    undecided: tuple[str, ...] = ()  # errors that the new text still has, with their ways out
+    undecided: tuple[str, ...] = ()  # errors that the new text still has, with their fixes
     migrated: Migrated | None = None
     resolved: ResolvedConfig | None = None
 

@@ -1,4 +1,4 @@
-"""Findings of `zerofit check` as people, GitHub's workflows and SARIF readers see them."""
+"""Print the findings of `zerofit check` for people, GitHub workflows and SARIF readers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
-    """Print what a checkpoint holds: step, model, layout, precision, versions, size."""
+    """Print a checkpoint's contents: step, model, layout, precision, versions, size."""
     _answer(path, lambda it, on_event: it.describe(on_event=on_event), as_json, show_description)
 
 
@@ -89,7 +89,7 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, other models as one safetensors file.
 
-    Adapters (--lora) are written as a peft folder. With --merge, PATH may be a peft folder, too.
+    Adapters (--lora) are written as a peft folder. With --merge, PATH may also be a peft folder.
     """
     _answer(path, lambda it, on_event: it.export(out, on_event=on_event, **options), as_json, show_export)
 

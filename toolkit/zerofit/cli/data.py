@@ -1,4 +1,4 @@
-"""`zerofit data`: what a model sees of a data set, and what it learns of it."""
+"""`zerofit data`: the samples of a data set, and which of their tokens the model learns."""
 
 from __future__ import annotations
 

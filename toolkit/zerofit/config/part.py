@@ -48,18 +48,18 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         what = (
             "Muon orthogonalises full matrices, but an adapter is two factors of one"
             if partial.lora
-            else ("Muon with frozen weights was not tested to train as on one device")
+            else ("Muon with frozen weights was not compared with training on one device")
         )
         problems.add("conflict", f"{asked}: {what}", "use --optimizer adamw", "--optimizer")
     if layout.ep > 1:
-        message = f"{asked} with --expert-parallel {layout.ep} was not tested to train as on one device"
+        message = f"{asked} with --expert-parallel {layout.ep} was not compared with training on one device"
         problems.add("layout", message, "leave --expert-parallel at 1", asked)
     if run.mlp_chunk and run.lora_dropout:
         message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
     for path in _WHOLE_MODEL:
         if get(config, path):
-            message = f"{asked} with {path} was not tested to train as on one device"
+            message = f"{asked} with {path} was not compared with training on one device"
             problems.add("layout", message, "remove the key", path)
 
 
@@ -89,7 +89,7 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         message = f"{asked} with --dora at ZeRO stage 3: peft needs the norm of full weights, but these are partitioned"
         problems.add("layout", message, "use --ds-config zero2, or leave --dora out", "--dora")
     if run.compile:
-        message = f"{asked} with --compile was not tested to train as on one device"
+        message = f"{asked} with --compile was not compared with training on one device"
         problems.add("layout", message, "leave --compile out", "--compile")
 
 

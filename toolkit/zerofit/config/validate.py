@@ -51,7 +51,7 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
         if asked is True or (asked and asked != 1):
             problems.add(
                 "layout",
-                f"{path} with {used} was not tested to train as on one device",
+                f"{path} with {used} was not compared with training on one device",
                 f"remove the key, or {instead}{used}",
                 path,
             )
@@ -127,7 +127,7 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.compile and layout.combined:
         problems.add(
             "layout",
-            "--compile with --expert-parallel or more than one kind of parallelism was not tested to train as on one "
+            "--compile with --expert-parallel or more than one kind of parallelism was not compared with training on one "
             "device",
             "leave it out",
             "--compile",
@@ -142,7 +142,7 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.optimizer == "muon" and layout.ep > 1:
         problems.add(
             "layout",
-            "muon with --expert-parallel was not tested to train as on one device",
+            "muon with --expert-parallel was not compared with training on one device",
             "use another optimizer, or leave --expert-parallel at 1",
             "--optimizer",
         )
@@ -222,7 +222,7 @@ def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
         if degree > 1 and has_head(facts.task):
             problems.add(
                 "layout",
-                f"{name} {degree}: {what} has a head and padded samples, which were not tested to train as on one "
+                f"{name} {degree}: {what} has a head and padded samples, which were not compared with training on one "
                 "device",
                 f"leave {name} at 1; use ZeRO stages 1 to 3 and offload instead",
                 name,

@@ -24,7 +24,7 @@ def cache_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
-    """Hold the lock file `path`. `text` ("another process ...") is shown while another process holds it.
+    """Hold the lock file `path`. `text` ("another process ...") is shown while another process has the lock.
 
     The operating system releases the lock when a process dies.
     """

@@ -1,4 +1,4 @@
-"""Image files: how to find them, and their pixels as people see them."""
+"""Image files: find them, and decode their pixels as image viewers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of hosts from their facts: each host alone, compared with each other, and with this machine."""
+"""Checks of hosts from their facts: each host by itself, with the other hosts, and with this machine."""
 
 from __future__ import annotations
 

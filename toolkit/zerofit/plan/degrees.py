@@ -83,7 +83,7 @@ def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[
 
 
 def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
-    """Return the model types that tensor or sequence parallelism supports, alone or `beside` another dimension."""
+    """Return the model types that tensor or sequence parallelism supports; `beside`: next to another dimension."""
     if degrees.tp > 1:
         return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
     return SEQUENCE_PARALLEL_TYPES

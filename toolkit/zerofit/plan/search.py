@@ -91,7 +91,7 @@ def search(
     best = _best(timed, top, request.every)
     near = [] if request.every else [_fastest(one, timer, correct) for one in too_large[: top - len(best)]]
     ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in (*best, *near)]
-    if correct is None and not cluster.on_cpu:  # the error figures are of uncorrected forecasts
+    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts
         ranked = [replace(one, errors=errors_of(profile.task, one.layout.offload)) for one in ranked]
     return PlanResult(
         model=profile.model,

@@ -2,7 +2,7 @@
 
 Ranks differ only in the gradients they keep. A rank keeps those of parameters that overlap its partition, from the
 moment the first of them is reduced. The last layers come first, while activations are still alive.
-Line numbers are of DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
+Line numbers refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations

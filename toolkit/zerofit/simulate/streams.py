@@ -1,7 +1,7 @@
 """Simulate the device's streams and events: the memory that each uses, and the work that the host knows is done.
 
 The host runs ahead of the device. It knows that a stream's work is done after waiting for it, by `synchronize()`, for a
-value (`item()`) or for a copy without `non_blocking`. Work that this stream has waited for is then done, too. `query()`
+value (`item()`) or for a copy without `non_blocking`. Work that this stream has waited for is then also done. `query()`
 returns False until then. If it is called again without new work, the host is in a waiting loop, and it returns True.
 """
 

@@ -110,7 +110,7 @@ def find_hosts(asked: HostRequest) -> tuple[Host, ...]:
 def _check_conflicts(asked: HostRequest, problems: Problems) -> None:
     """Add problems for flags that need or exclude each other."""
     if not (asked.hostfile or asked.nodes) and asked.runner != "slurm":
-        message = "no hosts: a launch needs --hostfile, it never uses this machine alone"
+        message = "no hosts: `zerofit launch` needs --hostfile; it never uses only this machine"
         problems.add("hostfile", message, "set --hostfile FILE; on this machine use `zerofit train`", "--hostfile")
     if asked.hostfile and asked.nodes:
         problems.add("conflict", "--hostfile and --nodes are both given", "use one of them", "--nodes")

@@ -22,7 +22,7 @@ HOURS = {"COCO": (115_000, 40.0), "Open Images": (1_740_000, 40.0 * 24)}  # samp
 GPU, GPUS = "v100-16gb", 8
 TEXT = f"""`{MODEL}` ({PARAMETERS:,} parameters) on scikit-learn's {SAMPLES:,} training digits of 8x8 pixels, SGD
 with momentum 0.9. Of the remaining digits 180 are for validation and 179 for the test. The test score is from the
-epoch with the best validation score. Seconds are of one rank, without evaluation. A time with "~" is
+epoch with the best validation score. Seconds are for one rank, without evaluation. A time with "~" is
 extrapolated from the epochs that were trained. All sizes have the learning rate {LR}."""
 TUNED_TEXT = f"""Each size was run with {LR} and with {LEAST_RATES} times its square root. Its row shows the
 learning rate that reached {LOWER} in the fewest seconds. The sizes {SMALL} were tuned over {FEW} epochs."""

@@ -40,7 +40,7 @@ are those of Brown et al. (2020)."""
 
 
 def document(bench: Bench) -> TeachingDocument:
-    """Train its network in each of its ways, and forecast what needs GPUs."""
+    """Train the document's network with each of its strategies, and forecast the experiments that need GPUs."""
     costs, large = _data_parallel(bench), _large_trainings(bench)
     small = costs["simplecnn-112"]
     one, eight = large["ResNet-50, 1 GPU"], large["ResNet-50, 8 GPUs"]

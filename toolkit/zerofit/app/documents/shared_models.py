@@ -28,7 +28,10 @@ SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads":
 SMALL_BERT["vocab_size"] = 512
 PIXELS = {"data": "digits", "image_size": 32, "global_batch": 32}
 TEXT = {"data": "synthetic", "seq_len": 64, "global_batch": 16}
-SLOW = "VGG's many parameters take seconds a step on processor cores. Its few steps' losses include dropout."
+SLOW = (
+    "VGG has so many parameters that a step takes seconds on a CPU, so we trained few steps. Their losses include "
+    "dropout."
+)
 # by the document's name of the network
 TRAININGS: dict[str, dict[str, Any]] = {
     "Transformer": {"model": "llama-tiny", **TEXT, "steps": 40},

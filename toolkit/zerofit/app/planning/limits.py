@@ -60,7 +60,7 @@ def fewest(question: PlanQuestion, cluster: Cluster, full: int | None = None) ->
 
 
 def remedies_of(question: PlanQuestion, cluster: Cluster) -> list[str]:
-    """Return what would make the model fit, if nothing does."""
+    """Return changes that would make the model fit, if no layout fits."""
     found = []
     more = fewest(question, cluster, max(cluster.gpus, cluster.device.node.gpus))
     if more is not None and more.ranks > cluster.ranks:

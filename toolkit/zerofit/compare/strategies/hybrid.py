@@ -1,4 +1,4 @@
-"""Train hybrid: a pair of ranks holds a model, and the pairs divide the batch."""
+"""Train hybrid: a pair of ranks shares one model, and the pairs divide the batch."""
 
 import torch.distributed as dist
 
@@ -10,7 +10,7 @@ STAGES = 2
 
 
 def train(work: BenchmarkTask):
-    """Train model parallel within a pair; average gradients with the ranks that hold the same layers in other pairs."""
+    """Train model parallel within a pair; average gradients with the ranks that have the same layers in other pairs."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % STAGES:
