@@ -127,8 +127,8 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.compile and layout.combined:
         problems.add(
             "layout",
-            "--compile with --expert-parallel or more than one kind of parallelism was not compared with training on one "
-            "device",
+            "--compile with --expert-parallel or more than one kind of parallelism was not compared with training on "
+            "one device",
             "leave it out",
             "--compile",
         )

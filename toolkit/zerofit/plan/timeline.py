@@ -86,7 +86,7 @@ class StageTimeline:
     sent: Point = NOTHING  # activation for the next part
     logits: Point = NOTHING  # output of the last part
     blocks: tuple[Point, ...] = ()  # the largest activation of each kind of layer
-    ep: int = 1  # ranks that hold the experts together
+    ep: int = 1  # ranks among which the experts are divided
     factors: int = 0  # numbers that Adafactor keeps of full parameters
     still: int = 0  # number of first layers without a backward, since nothing up to them is trained
     calls: tuple[tuple[ModuleCall, ...], ...] = ()  # of each layer's forward; places are in `layers`, then in `packed`
@@ -212,7 +212,7 @@ class _Placed:
         pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
         self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
         self.copied = (False,) * len(matrices + vectors) + (True,) * len(tied) + (False,) * len(frozen)
-        self.shift = shift  # bytes that its backward holds more than in the trace
+        self.shift = shift  # bytes that its backward needs beyond those of the trace
         self.early = early  # elements of a tied matrix whose gradient is in the head's backward, not the embedding's
 
     @property

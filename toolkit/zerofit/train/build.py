@@ -51,7 +51,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 
 
 def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
-    """Make batch norms of a built model see all ranks' samples, if the run asks for it, or compute in float32."""
+    """Make batch norms of a built model use the samples of all ranks, if the run requests it, or compute in float32."""
     if job.run.sync_batch_norm:
         synchronize_batch_norms(model)
     elif job.precision != "fp32":

@@ -127,7 +127,7 @@ def inner_optimizer(engine: Any) -> Any:
 def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
     """Return the states of a master by kind; {} for optimizers that keep numbers per block, row or column.
 
-    Only the engine's own files hold those, for the layout that wrote them (checkpoint/compatible.py).
+    Those are only in the engine's own files, for the layout that wrote them (checkpoint/compatible.py).
     """
     inner = inner_optimizer(engine)
     of_blocks = isinstance(inner, torch.optim.Adafactor) or type(inner).__module__.startswith("bitsandbytes.")

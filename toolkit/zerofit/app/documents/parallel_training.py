@@ -20,11 +20,11 @@ STEPS = EPOCHS * CLASSES * TRAIN // BATCH
 IMAGES, PASSES = 1_400_000, 90  # of ResNet-50's training
 GPU = "v100-16gb"
 WAYS_TEXT = """80 of scikit-learn's digits, enlarged to 3x112x112 and randomly cropped and flipped, as every
-image folder is. One device is one CPU rank with one core; the other ways share the batch of 32 among two ranks.
+image folder is. One device is one CPU rank with one core; the other strategies split the batch of 32 over two ranks.
 `torch.nn.DataParallel` needs two CUDA devices: `threads` does the same by hand on a CPU, and the next table
 forecasts it for GPUs. Autocast with GradScaler is `amp-fp16`, DeepSpeed is `zero2`."""
-ROUNDING = """Weights of the ways that share the batch differ from those of one device by rounding only: sums are
-taken in another order, and training amplifies it. `amp-fp16` computes products in 16 bits."""
+ROUNDING = """If a strategy splits the batch, its weights differ from those of one device only by rounding: sums have
+another order, and training amplifies the difference. `amp-fp16` computes products in 16 bits."""
 THREADS_TEXT = """torch's own `nn.DataParallel` runs on fake tensors for two GPUs, and zerofit notes what every
 operation allocates on each of them and what they copy to each other in one step, for the batch of both GPUs
 together. The last column is what a rank of DistributedDataParallel sends with a ring all-reduce of 2 ranks: its

@@ -1,15 +1,15 @@
-"""Train with torch.nn.DataParallel: one process, a thread per device; every step copies weights out, gradients in."""
+"""Train with torch.nn.DataParallel: one process, a thread per device; each step copies weights to the devices and gradients back."""
 
 import torch
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
 NEEDS = """needs two CUDA devices in one process, but there are fewer. On a CPU it only calls the model, and its parts
-refuse (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `threads` does the same by hand"""
+fail (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `threads` does the same by hand"""
 
 
 def train(work: BenchmarkTask):
-    """Train with one more line than on one device."""
+    """Train as on one device, with one more line."""
     if len(work.devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))
     model = torch.nn.DataParallel(work.model(), device_ids=work.devices)

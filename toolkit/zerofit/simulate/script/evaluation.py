@@ -19,7 +19,7 @@ _WORTH_SAYING = 1 << 20  # bytes
 def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
     """Evaluate a few batches if a transformers.Trainer's arguments ask for evaluation between steps.
 
-    If batches leave tensors on the device, a note says how much all of them would leave.
+    If batches leave tensors on the device, a note reports the bytes that all batches would leave.
     """
     args, dataset = trainer.args, trainer.eval_dataset
     if args.eval_strategy == "no" or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
