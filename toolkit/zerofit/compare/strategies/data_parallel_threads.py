@@ -1,4 +1,4 @@
-"""Train with torch.nn.DataParallel: one process, a thread per device; each step copies weights to the devices and gradients back."""
+"""Train with torch.nn.DataParallel: one process, a thread per device; weights are copied out and gradients in."""
 
 import torch
 
