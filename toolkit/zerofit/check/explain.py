@@ -92,7 +92,7 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         lambda c: c.stage == 3,
-        "save_16bit_model writes nothing (zerofit gathers by itself)",
+        "save_16bit_model writes nothing (zerofit gathers the weights itself)",
     ),
     (f"{OPTIMIZER}.pin_memory", lambda c: c.offload("optimizer"), "page-locked (false in older releases)"),
     (f"{PARAM}.pin_memory", lambda c: c.offload("param"), "page-locked (false in older releases)"),

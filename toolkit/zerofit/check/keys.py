@@ -81,7 +81,7 @@ def _crowd(path: str, number: int, catalog: Catalog) -> Finding:
     return Finding(
         code="unknown-key",
         path=path,
-        message=f"{number:,} more unknown keys from here on {_in(parent)}",
+        message=f"{number:,} more unknown keys after this one {_in(parent)}",
         why=_of_unknown(parent, catalog),
         fix="remove them: a configuration has a few dozen keys",
     )

@@ -95,7 +95,7 @@ def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
 
 
 def where_to_look(program: Program, config: Mapping[str, Any], file: str) -> str:
-    """Return what to check instead of a program's file: the DeepSpeed JSON that it names, if any."""
+    """Return a hint to check the DeepSpeed JSON that a program's file names, if any, instead of this file."""
     if program.kind == "accelerate":
         kind = config.get("distributed_type")
         if kind in (None, "DEEPSPEED"):

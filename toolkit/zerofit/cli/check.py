@@ -51,7 +51,7 @@ class CheckReport:
     resolved: ResolvedConfig | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints for one file."""
+        """Return the JSON for one file."""
         found = self.result.to_dict()
         if self.explained is not None:
             found["explained"] = [row.as_dict() for row in self.explained]
@@ -82,7 +82,7 @@ class CheckReports:
         return WARNINGS if any(not isinstance(one, UnreadFile) and one.findings for one in self.results) else CLEAN
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the JSON for `--json`."""
         found = [report.to_dict() for report in self.reports]
         return {"files": found} if self.several else found[0]
 

@@ -106,7 +106,7 @@ def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
 
 
 def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool, show: Callable[[R], None]) -> R:
-    """Answer with what the work makes of the checkpoint at `path`."""
+    """Run `work` on the checkpoint at `path` and print its result."""
 
     def checked(console: EventConsole) -> R:
         from zerofit.app.checkpoints import Checkpoint

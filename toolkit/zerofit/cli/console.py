@@ -349,7 +349,7 @@ def _amount(n: int, unit: str) -> str:
 
 
 def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
-    """Print what was found, worst first, and how to mend it; `hosts` is how many were examined."""
+    """Print the findings, worst first, each with its fix; `hosts` is how many were examined."""
     groups = _grouped(checks)
     indent = 2 + max((len(f"{same[0].status:4} {same[0].name}") for same in groups), default=0)
     for same in groups:

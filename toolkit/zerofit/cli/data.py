@@ -23,7 +23,7 @@ FIELDS = ("text_field", "tokenizer", "chat_template", "packing", "seq_len")
 @run_options(FIELDS)
 @AS_JSON
 def data(path: str, show: int, as_json: bool, **options: Any) -> None:
-    """Show what a language model sees of PATH: a file of text or JSON lines, or what --data takes.
+    """Show the samples that a language model gets from PATH: a file of text or JSON lines, or a value of --data.
 
     Learned text is green (between ⟦ and ⟧ without colours); text that is only read is dim.
     Conversations are recognised, rendered, packed and counted as a training would. Exit code 2: bad lines, by number.

@@ -89,7 +89,7 @@ def _show_findings(result: dict[str, Any]) -> None:
 
 
 def _show_report(result: dict[str, Any]) -> None:
-    """Print what an issue needs, without names of hosts, the user's home and process numbers."""
+    """Print the facts for an issue report, without host names, the user's home and process numbers."""
     installed = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
     versions = ", ".join(f"{name} {installed.get(name, 'not installed')}" for name in REPORTED)
     print(
@@ -132,7 +132,7 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
 
 
 def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
-    """Return what the ranks have measured. Raises RunFailed."""
+    """Return the measurements of the ranks. Raises RunFailed."""
     from zerofit.doctor.measured import MeasurementJob, measured, together
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -147,7 +147,7 @@ def _with_knobs(result: Simulation, report: OnEvent) -> Simulation:
 
 @cache
 def _limiter() -> anyio.CapacityLimiter:
-    """Return what lets one call work at a time: two simulations would need the host memory of both."""
+    """Return a lock for one call at a time: two simulations would need twice the host memory."""
     return anyio.CapacityLimiter(1)
 
 

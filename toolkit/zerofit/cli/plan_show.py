@@ -90,7 +90,7 @@ def _title(result: PlanResult) -> str:
 
 
 def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the model, what was assumed, and what step times were corrected by."""
+    """Yield the model, the assumptions, and the measurements that corrected step times."""
     result = plan.result
     length = f", {result.seq_len:,} tokens" if result.seq_len else ""
     yield "model", f"{result.model}, {result.parameters / 1e9:.3g} B parameters, {result.precision}{length}"
@@ -195,7 +195,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _outlook(one: Outlook) -> Iterator[tuple[str, str]]:
-    """Yield how long the best layout trains, for how much, and when it should be saved."""
+    """Yield the best layout's training time, its price, and when to save checkpoints."""
     good = one.goodput
     if one.hours is not None and one.train_h is not None:
         span = f" ({_hours(one.hours_range[0])} to {_hours(one.hours_range[1])})" if one.hours_range else ""
@@ -235,7 +235,7 @@ def _time(seconds: float) -> str:
 
 
 def _lacks(fit: Fit) -> str:
-    """Return what a layout lacks that does not fit."""
+    """Return the memory that a layout lacks to fit."""
     place = "" if fit.exceeded == "device" else f" {fit.exceeded}"
     return f"lacks {shown_bytes(fit.lacking_bytes)}{place}"
 

@@ -80,7 +80,7 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
 
 
 def _run(run: SimulatedRun) -> str:
-    """Return what was simulated, in the words of the flags."""
+    """Describe the simulated run with its flags."""
     fed, size = run.input, f"{run.seq_len} tokens"
     if isinstance(fed, ImageInputs):
         size = f"{fed.channels}x{fed.size}x{fed.size}"
@@ -99,7 +99,7 @@ def _run(run: SimulatedRun) -> str:
 
 
 def _seen(run: SimulatedScript) -> str:
-    """Return what was seen of a script."""
+    """Describe the simulated script."""
     seen = run.facts
     words = [f"{seen.model} of {seen.parameters:,} parameters"]
     if seen.trained_parameters < seen.parameters:
@@ -113,7 +113,7 @@ def _seen(run: SimulatedScript) -> str:
 
 
 def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
-    """Yield what the longest batches need, how the script ended, and what was replaced in it."""
+    """Yield the memory of the longest batches, how the script ended, and the parts of it that were replaced."""
     found = run.longest
     if found:
         fits = "fits" if found.fits else "does not fit"
@@ -128,7 +128,7 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
 
 
 def _details(console: Console, result: Simulation) -> None:
-    """Print what is outside of torch, the phases, the breakdown of the peak, and the collectives."""
+    """Print the memory outside of torch, the phases, the breakdown of the peak, and the collectives."""
     facts = [("verdict", result.because)]
     if result.device != "cpu":
         shown = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"

@@ -205,7 +205,7 @@ class BenchmarkTask:
             write_text(self._progress, text)
 
     def told(self) -> dict[str, Any]:
-        """Return what was measured in this process."""
+        """Return the measurements of this process."""
         return {**self._measure.told(), **self.notes}
 
 

@@ -48,7 +48,7 @@ def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
 
 
 def begin_step() -> None:
-    """Allow `SECONDS` of processor time from here on; then the system kills the process."""
+    """Allow `SECONDS` of processor time from now on; after that the system kills the process."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
 
 

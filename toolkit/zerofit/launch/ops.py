@@ -49,7 +49,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 
 
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
-    """Return what is missing for this DeepSpeed JSON's NVMe offload; `found`: parts on another machine, else here."""
+    """Return what this JSON's NVMe offload needs but lacks; `found`: parts on another machine, else here."""
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
     nvme = [part for part, one in blocks.items() if isinstance(one, Mapping) and one.get("device") == "nvme"]

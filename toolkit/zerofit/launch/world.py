@@ -172,8 +172,8 @@ class Member:
 def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
     """Return the hosts of these processes, in the order of their ranks; local rank 0 starts the next host.
 
-    Hosts with the same name (containers) get a number. Raises UserError if ranks are distributed in turns, software
-    differs, or a rank sees only one GPU.
+    Hosts with the same name (containers) get a number. Raises UserError if ranks are distributed round-robin
+    over hosts, software differs, or a rank sees only one GPU.
     """
     problems, hosts = Problems(), list[list[Member]]()
     for rank, member in enumerate(members):

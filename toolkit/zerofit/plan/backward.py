@@ -40,7 +40,7 @@ class LiveMemory(NamedTuple):
 
 
 def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
-    """Return what is alive besides persistent memory at moments that can be a backward's peak, for any micro batch.
+    """Return the live memory, without the persistent, at moments that can be a backward's peak, for any micro batch.
 
     `graded`: elements with gradients from before, if these wait for the last micro batch (stages 0 and 1).
     """

@@ -22,7 +22,7 @@ _ENDING = "<B1 | B1 B1> "
 
 @lru_cache(maxsize=1024)
 def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
-    """Return what a stage does in a step, as words.
+    """Return the actions of a stage in a step as words.
 
     "F0" is the forward of the next micro batch through its first part, "B1" the backward through its second part.
     "<F0" queues receiving the input of F0, "F0>" sending its output. EXCHANGE sends and receives all that is queued.

@@ -75,7 +75,7 @@ def goodput(interval_s: float, failures: Failures) -> float:
 
 
 def spare_nodes(expected: float, certainty: float) -> int:
-    """Return how many nodes cover those in repair, `expected` on average, with this certainty (Poisson)."""
+    """Return the spare nodes that replace those in repair (`expected` on average) with this probability (Poisson)."""
     if expected > 500:  # exp(-expected) is nearly 0: use a normal distribution
         return math.ceil(expected + NormalDist().inv_cdf(certainty) * math.sqrt(expected))
     term = total = math.exp(-expected)

@@ -78,7 +78,7 @@ def outlook_of(
     seq_len: int | None,
     cluster: Cluster,
 ) -> Outlook:
-    """Return how long the work lasts, and what it costs. The number of steps is rounded up."""
+    """Return the duration and the cost of the work. The number of steps is rounded up."""
     found = goodput_of(work.reliability.failures(parameters, layout, cluster))
     samples, price = work.samples_of(seq_len), work.price(cluster)
     if samples is None:

@@ -40,7 +40,7 @@ class PersistentMemory(NamedTuple):
 
 
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
-    """Return what is kept of a rank's layers at its ZeRO stage; `tied`: elements of a matrix tied to another one."""
+    """Return the persistent memory of a rank's layers at a ZeRO stage; `tied`: elements of a tied matrix."""
     if layout.zero_stage == 3:
         found = _partitioned(line, layout, device, tied)
     elif layout.zero_stage:

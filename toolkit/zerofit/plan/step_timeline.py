@@ -283,7 +283,7 @@ class _KindTime(NamedTuple):
 
 
 def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
-    """Return how many elements of gradients are reduced after how many layers of backward."""
+    """Return the number of gradient elements that are reduced after each number of layers of backward."""
     found, done = {}, 0
     for group in groups:
         for _ in range(group.groups):

@@ -302,7 +302,7 @@ class Timer:
     def _accumulate(
         self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return what the engine does with gradients after the first micro batch, and after each later one.
+        """Return the engine's work on gradients after the first micro batch, and after each later one.
 
         Stages 2 and 3 reduce them each time; below, autograd adds them to those of earlier micro batches. Offloaded
         gradients are accumulated on the host. At stage 3 each rank has its share there (stage3.py:2015), at stage 2 the

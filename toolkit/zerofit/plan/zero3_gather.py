@@ -34,7 +34,7 @@ class LayerFetches(NamedTuple):
 
 
 def fetches(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LayerFetches], list[LayerFetches]]:
-    """Return what is gathered for each layer, in forward and in backward.
+    """Return the gathers of each layer, in forward and in backward.
 
     If a layer has more elements than may be live and than the reuse distance, its backward gathers some parameters
     again after the recomputation.

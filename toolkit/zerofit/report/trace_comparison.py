@@ -45,7 +45,7 @@ class TraceComparison:
     picture: Path
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit plot --trace --json` prints."""
+        """Return the JSON of `zerofit plot --trace --json`."""
         rows = [{**field_data(row), "off_s": row.off_s} for row in self.rows]
         return {**field_data(self, "rows", "picture"), "rows": rows, "picture": str(self.picture)}
 

@@ -192,7 +192,7 @@ class _Busy:
                 self._ends.append((start, end))
 
     def within(self, start: float, end: float) -> float:
-        """Return how long it was running between two moments."""
+        """Return the time for which it was running between two moments."""
         first = max(0, bisect_right(self._ends, (start, math.inf)) - 1)
         total = 0.0
         for begun, ended in self._ends[first:]:

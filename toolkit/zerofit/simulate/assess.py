@@ -108,7 +108,7 @@ def _beside(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) ->
 
 
 def _libraries(run: Run) -> str:
-    """Return what a rank imports, as CPU_PROCESS_BYTES has it; "" with torch.compile, whose memory is unknown."""
+    """Return a rank's imports as a key of CPU_PROCESS_BYTES; "" with torch.compile, whose memory is unknown."""
     family = source_of(run).family
     if run.compile or family == "custom":
         return ""

@@ -103,7 +103,7 @@ class CollectiveCalls:
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit simulate --json` prints of it."""
+        """Return its part of `zerofit simulate --json`."""
         return field_data(self, "step")
 
 

@@ -79,7 +79,7 @@ class SimulatedScript:
         return any(note.bound for note in self.facts.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit simulate --json` prints of it."""
+        """Return its part of `zerofit simulate --json`."""
         longest = {"longest": field_data(self.longest)} if self.longest else {}
         return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **longest}
 
@@ -110,7 +110,7 @@ class KnobResult:
 
     @classmethod
     def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:
-        """Return what a change needs, from its simulation."""
+        """Return the memory that a change needs, from its simulation."""
         names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
         figures = {name: getattr(found, name) for name in names}
         return cls(change=change, config=config, cost_rank=cost_rank, **figures)
@@ -174,7 +174,7 @@ class Simulation:
         return self.tried
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit simulate --json` prints; "knobs" are the simulated changes."""
+        """Return the JSON of `zerofit simulate --json`; "knobs" are the simulated changes."""
         left_out = ["tried", "timeline", "simulate_knobs"]
         left_out += [name for name in ("stages", "picture", "trace", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}

@@ -224,7 +224,7 @@ class TuneResult:
         return self.seq_len / self.measured.sample_s if self.seq_len else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit tune --json` prints."""
+        """Return the JSON of `zerofit tune --json`."""
         speed = {name: getattr(self, name) for name in ("step_s", "samples_per_s", "tokens_per_s")}
         memory = {"peak_bytes": self.measured.trial.peak_bytes, "fits": True}
         return {

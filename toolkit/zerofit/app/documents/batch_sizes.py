@@ -67,7 +67,7 @@ def _rows(bench: Bench, name: str, **options: Any) -> Sequence[SizeRow]:
 
 
 def reached(row: SizeRow, target: float) -> tuple[int, float] | None:
-    """Return the epoch after which a score was reached, and the seconds until then."""
+    """Return the epoch after which a score was reached, and the seconds that it took."""
     points = ((point["epoch"], point["seconds"]) for point in row.curve or () if point["accuracy"] >= target)
     return next(points, None)
 
@@ -161,7 +161,11 @@ def _figures(fixed: Sequence[SizeRow], tuned: Sequence[SizeRow], large: dict[str
     before, after = first_size(fixed, LOWER), first_size(tuned, LOWER)
     why = f"0.99 is 179 of 180 validation digits; with one learning rate the best size has {right}. "
     moved = before.split()[0] != after.split()[0]
-    why += "Which size is first depends on the learning rate: each tuned by itself, it is another one." if moved else ""
+    why += (
+        "The fastest size depends on the learning rate: with tuned rates it is another one."
+        if moved
+        else ""
+    )
     figures = [
         Figure(
             name="first size to 0.99",

@@ -31,7 +31,7 @@ class DocumentComparison:
     written: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit compare documents --json` prints."""
+        """Return the JSON of `zerofit compare documents --json`."""
         found = [document.to_dict() for document in self.documents]
         return {"kind": "documents", "documents": found, "written": list(self.written)}
 

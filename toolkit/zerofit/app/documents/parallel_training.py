@@ -58,7 +58,7 @@ def document(bench: Bench) -> TeachingDocument:
                 name="DataParallel: memory of the first GPU against the second",
                 theirs="a drawback",
                 ours=uneven,
-                why="Forecast of tensors for two GPUs; kernels' workspaces come on top.",
+                why="Forecast of tensors for two GPUs, without kernels' workspaces.",
             ),
             Figure(
                 name="DataParallel: sent by the first GPU in a step",
@@ -166,7 +166,7 @@ def _ways(bench: Bench) -> Evidence:
 
 
 def enlarged_digits(folder: Path) -> Path:
-    """Write some of scikit-learn's digits as image files of 112x112 pixels, unless they are there."""
+    """Write some of scikit-learn's digits as image files of 112x112 pixels, unless they exist."""
     from PIL import Image
     from sklearn.datasets import load_digits
 

@@ -67,7 +67,7 @@ def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) ->
 
 
 def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> tuple[str, str]:
-    """Return what the simulation could not do, and a hint."""
+    """Return a message about what cannot be simulated, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
     first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
@@ -184,7 +184,7 @@ def _is_plain_bug(error: BaseException, meter: ScriptTracker) -> bool:
 
 
 def no_training(target: ScriptTarget, how: str, phases: ScriptPhases, *, failed: bool) -> UserError:
-    """Return the error for a script that ended by itself without an optimizer step."""
+    """Return the error for a script that exited without an optimizer step."""
     said, hint = f"{target.command.script} {how}", RETRY
     if failed:
         message = f"{said} before it trained"
