@@ -69,7 +69,7 @@ def memory_groups() -> list[Path]:
 
 
 def oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory, from its control groups."""
+    """Return the number of processes killed for lack of memory, as counted by this process's control groups."""
     files = [group / name for group in memory_groups() for name in ("memory.events", "memory.oom_control")]
     return sum(_statistic(file, "oom_kill") for file in (*files, Path("/proc/vmstat")))
 

@@ -161,11 +161,7 @@ def _figures(fixed: Sequence[SizeRow], tuned: Sequence[SizeRow], large: dict[str
     before, after = first_size(fixed, LOWER), first_size(tuned, LOWER)
     why = f"0.99 is 179 of 180 validation digits; with one learning rate the best size has {right}. "
     moved = before.split()[0] != after.split()[0]
-    why += (
-        "The fastest size depends on the learning rate: with tuned rates it is another one."
-        if moved
-        else ""
-    )
+    why += "The fastest size depends on the learning rate: with tuned rates it is another one." if moved else ""
     figures = [
         Figure(
             name="first size to 0.99",
