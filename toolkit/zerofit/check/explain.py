@@ -100,7 +100,7 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     ("fp16.initial_scale_power", lambda c: c.fp16, "the scale starts at two to this power"),
     ("bf16.check_grad_overflow", lambda c: c.bf16, "steps with an infinite gradient are skipped"),
     ("data_types.grad_accum_dtype", lambda c: c.bf16 or c.fp16, "gradients are summed in the model's own type"),
-    ("communication_data_type", lambda c: c.bf16 or c.fp16, "gradients travel in the model's own type"),
+    ("communication_data_type", lambda c: c.bf16 or c.fp16, "gradients are sent in the model's own type"),
     (
         "optimizer.params.adam_w_mode",
         lambda c: c.optimizer == "adam",

@@ -39,7 +39,7 @@ LATENCIES = {
     "hook_s": "ZeRO-3's hooks, a parameter",
     "gradient_s": "the engine's work, a gradient",
     "link_latency_s": "small all-reduce",
-    "call_s": "small all-gather, of many at once",
+    "call_s": "small all-gather, many at once",
 }
 
 

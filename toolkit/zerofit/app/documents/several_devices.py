@@ -126,7 +126,7 @@ def _doubled(done: Done) -> list[Figure]:
     )
     first = ["-" if not row.curve else f"{row.curve[0]['test_accuracy']:.2f}" for row in done.compared.rows]
     why = (
-        f"two devices make half as many steps: after epoch 1 they are at {first[1]}, one device at {first[0]}. "
+        f"two devices take half as many steps: after epoch 1 they are at {first[1]}, one device at {first[0]}. "
         "Digits are easier than clothes"
     )
     why_s = "one device already uses both processor cores, and two devices also send 43 MiB of gradients in each step"
