@@ -86,7 +86,7 @@ async def simulate_script(
 ) -> dict[str, Any]:
     """Run a training script on fake tensors for two steps, forecast its memory, and simulate changes if needed.
 
-    It executes the script as it is, in the folder that the server was started in. HF Trainer, Accelerate, TRL,
+    It executes the unmodified script in the server's working directory. HF Trainer, Accelerate, TRL,
     DeepSpeed and plain torch work.
     """
 

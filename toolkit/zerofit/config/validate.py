@@ -190,7 +190,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
     if run.mlp_chunk and run.compile:
         problems.add(
             "layout",
-            "--mlp-chunk with --compile: whether it saves memory was not tested, since the compiler decides what to keep",
+            "--mlp-chunk with --compile may not save memory (not tested): the compiler decides what to keep",
             "leave one of them out",
             "--mlp-chunk",
         )

@@ -1,4 +1,4 @@
-"""Forecasts for GPUs that are not there: hours by `zerofit plan`."""
+"""Forecasts for GPUs that this machine does not have: hours by `zerofit plan`."""
 
 from __future__ import annotations
 
