@@ -183,7 +183,7 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
             message = f"rank {rank} is local rank {member.local_rank} on {member.host}, but ranks of a host must be"
             message += " consecutive"
             hint = "distribute ranks host by host: mpirun --map-by slot, srun -m block"
-            problems.add(KIND, f"{message} each other", hint, member.host)
+            problems.add(KIND, message, hint, member.host)
             break
         hosts[-1].append(member)
     for host in () if problems else hosts:

@@ -1,7 +1,7 @@
 """Forecast the memory of a layout: the peak of start-up and of a training step, from a stored profile.
 
-The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers; nothing is fitted. Not included are kernels'
-scratch memory, the communication library, the device's context and the allocator's rounding.
+The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers; nothing is fitted. Kernels' scratch
+memory, the communication library, the device's context and the allocator's rounding are not included.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Work:
     reliability: Reliability = field(default_factory=Reliability)
 
     def samples_of(self, seq_len: int | None) -> float | None:
-        """Return the samples of all epochs; None if unknown, or if a model without tokens has a number of tokens."""
+        """Return the samples of all epochs; None if unknown, or if tokens are given for a model without tokens."""
         if self.tokens is not None:
             return self.epochs * self.tokens / seq_len if seq_len else None
         return None if self.samples is None else self.epochs * self.samples
