@@ -208,7 +208,7 @@ def _explored() -> SchemaReading:
 
 
 def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
-    """Return a reading with that key as a section, or None if DeepSpeed fails on it or reads no key in it."""
+    """Let DeepSpeed read a JSON with that key as a section; return None if it fails or reads no key in the section."""
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
         found = SchemaReading({*parents, path})

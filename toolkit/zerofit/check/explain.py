@@ -79,7 +79,7 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (f"{ZERO}.allgather_bucket_size", lambda c: c.stage in (1, 2), "unused if torch gathers into one tensor"),
     (f"{ZERO}.overlap_comm", lambda c: c.stage > 0, "true at stage 3, false at 1 and 2"),
     (f"{ZERO}.contiguous_gradients", lambda c: c.stage > 0, "gradients are copied into one buffer"),
-    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "excludes Muon at stage 3 and gradient predivision"),
+    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "not with Muon at stage 3 or gradient predivision"),
     (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements per optimizer update"),
     (f"{ZERO}.stage3_prefetch_bucket_size", lambda c: c.stage == 3, "elements gathered ahead of use"),
     (f"{ZERO}.stage3_param_persistence_threshold", lambda c: c.stage == 3, "smaller parameters are never partitioned"),

@@ -113,7 +113,7 @@ class _Window:
         self.at = end
 
     def _more(self) -> None:
-        """Read more text, at least as much as is left."""
+        """Read more text: at least as much as is still unparsed."""
         kept = self._text[self.at :]
         read = self._tail + self._file.read(max(CHUNK_CHARACTERS, len(kept)))
         self._ended = len(read) == len(self._tail)

@@ -65,7 +65,7 @@ def check(kind: str, hosts: Sequence[Host], runner_args: str, problems: Problems
     """Add problems for what this runner does not support on these hosts."""
     picked = [h.name for h in hosts if h.devices is not None]
     if picked and kind != "pdsh":
-        message = f"--launcher {kind} cannot pick devices (filtered on {', '.join(picked)}), only counts of ranks"
+        message = f"--launcher {kind} cannot select devices, but the devices of {', '.join(picked)} are filtered"
         problems.add("launcher", message, "filter full hosts, or use --launcher pdsh", "--launcher")
     slots = {h.slots for h in hosts}
     if len(slots) > 1 and kind in ("slurm", "mpich"):

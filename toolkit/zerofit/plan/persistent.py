@@ -119,7 +119,7 @@ def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Return the elements of all parameters that overlap a rank's partitions, on the rank with most of them.
+    """Return the elements of all parameters that overlap a rank's partitions: the largest number of any rank.
 
     Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """
@@ -355,7 +355,7 @@ def parameters_offloaded(
 ) -> PersistentMemory:
     """Return a flat buffer per group (zero/stage3.py:884); beyond PARAMETERS_IN_CPU on disk, plus read buffers.
 
-    `tied`: elements of a matrix that is replaced by a tied one after it has been written.
+    `tied`: elements of a matrix that is written and then replaced by the matrix that it is tied to.
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]

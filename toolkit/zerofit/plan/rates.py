@@ -123,7 +123,7 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     ),
     "depthwise": SourcedRate(
         0.06,
-        "measured on an H100: the same by cuDNN, only float16 (benchmarks/results/gpu-kernels.json)",
+        "measured on an H100: grouped convolutions by cuDNN, float16 only (benchmarks/results/gpu-kernels.json)",
     ),
     "host": SourcedRate(
         0.43,

@@ -55,7 +55,10 @@ def init_moments(
 
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
-    """Copy each group flat while the originals live, then its part to float32 (zero/stage_1_and_2.py:483, :560)."""
+    """Copy each group into a flat buffer before the originals are freed, then the rank's part of it to float32.
+
+    (zero/stage_1_and_2.py:483, :560)
+    """
     element, parameters = layout.element_bytes, layout.element_bytes * line.elements
     made = 0
     here = layout.offload_optimizer == "none" or device == "cpu"

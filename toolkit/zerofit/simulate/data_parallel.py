@@ -1,8 +1,8 @@
 """Simulate torch.nn.DataParallel on several GPUs: the memory of each, and the bytes they copy to each other.
 
 torch's own code runs on fakes (torch/nn/parallel/data_parallel.py, replicate.py, _functions.py, comm.py). C++ sees one
-device, but Python sees the device where a tensor would be: an op runs where its inputs are. Replaced are only the
-copies between devices (torch/csrc/cuda/comm.cpp), and the threads, which run one after the other here.
+device; Python sees the device that a tensor would have, and an op runs on the device of its inputs. zerofit replaces
+only the copies between devices (torch/csrc/cuda/comm.cpp) and the threads, which run one after the other here.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def leave_group(group: str) -> bool:
 
 
 def _places() -> list[Path]:
-    """Return this process's control group and its parent (version 2), as far as their children can have memory limits.
+    """Return this process's control group and its parent (version 2), if their children can have memory limits.
 
     A group with processes cannot limit its children, unless it is the outermost.
     """

@@ -135,7 +135,7 @@ class Run(BaseModel):
         None, "initial weights: a state dict (.pth, .safetensors), or a trained model's folder (RUN/model)"
     )
     task: Literal["classify", "tag", "seq2seq"] | None = _option(
-        None, "what a transformers model learns to do with a text (default: by its config)"
+        None, "task of a transformers model: classify texts, tag words, or write texts (default: by its config)"
     )
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model without its own loss")
     data: str | None = _option(

@@ -1,4 +1,7 @@
-"""Search: decide what to measure next, what may have been missed, and the result. No clock, no process: replayable."""
+"""Decide what to measure next, what may have been missed, and the result.
+
+It uses neither a clock nor processes, so a search can be replayed.
+"""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
     """Return the batch size, in samples, that needs twice the samples of the smallest; None if data are too few.
 
     Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
-    others 2018, equation 2.7 with S = E / B. The fit weights all sizes by relative error and needs three.
+    others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
     """
     known = [(one.batch_size, one.samples_to_target[0]) for one in summary if one.samples_to_target]
     if len(known) < 3:

@@ -32,7 +32,7 @@ gradients once."""
 THREADS_NOTES = [
     "The first GPU stores the inputs of both, all outputs and the optimizer's states.",
     "At every step it sends all weights and half of the inputs, and receives all gradients.",
-    "DistributedDataParallel keeps the weights on each GPU: only gradients travel, while backward still runs.",
+    "DistributedDataParallel keeps the weights on each GPU and sends only gradients, during backward.",
 ]
 LARGE_TEXT = """Forecasts by `zerofit plan`, which ranks the layouts of the engine; the best one is shown. The
 document's GPU is not given, so ResNet-50 is planned for V100. 300 billion tokens and 3.1 million tokens a step

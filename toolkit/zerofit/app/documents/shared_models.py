@@ -144,7 +144,7 @@ def _kept(bench: Bench, kept: Mapping[str, Mapping[str, Any]], missing: Sequence
     ]
     return Evidence(
         title="A network of each kind, trained through DeepSpeed's engine",
-        text="ZeRO 2; the seconds are those of the steps. The losses are those of the first step, before any update, "
+        text="ZeRO 2; seconds are for the steps alone. The losses are those of the first step, before any update, "
         "and of the last. A GAN's loss is the sum of both networks' losses, which need not decrease. "
         "The picture is what the GAN draws after its last step.",
         command="\n".join(shlex.join(["zerofit", "train", *flags({**COMMON, **of})]) for of in TRAININGS.values()),

@@ -137,7 +137,7 @@ def _by_rank(
     degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}
     if degrees:
         words = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
-        problems.add("layout", f"{place} {asked} with {words}: it needs only data parallel ranks", "remove it", place)
+        problems.add("layout", f"{place} {asked} with {words}: it supports only data parallelism", "remove it", place)
     total, steps = decided.pop("global_batch", None), own["accumulation"]
     sizes = {"micro_batch": own["micro_batch"], "gradient_accumulation_steps": steps, "global_batch": total}
     batch = solve_by_rank(asked, sizes, cluster.ranks, place, place, problems)
