@@ -68,7 +68,7 @@ def test_the_small_model_sees_its_chats(tmp_path):
 @pytest.mark.slow
 def test_the_small_path(tmp_path):
     """The commands of the page, from the small model to a chat with the merged one."""
-    page = (EXAMPLES / "lora-7b" / "README.md").read_text().partition("## The same path")[2]
+    page = (EXAMPLES / "lora-7b" / "README.md").read_text().partition("## The same steps")[2]
     commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
     (tmp_path / "small.py").write_text((EXAMPLES / "lora-7b" / "small.py").read_text())
     for command in commands:
