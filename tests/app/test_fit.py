@@ -24,7 +24,7 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead
 from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES
 from zerofit.spec.profile import NOTHING_SAVED
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import FittedLayout, RunFolder
@@ -40,7 +40,7 @@ def with_free(monkeypatch):
     """A machine with so many bytes free for the tensors of each rank, beside its process."""
 
     def set_free(tensors: int, ranks: int = RANKS) -> zf.Cluster:
-        rank = CPU_PROCESS_HIGH_BYTES + tensors
+        rank = CPU_PROCESS_BYTES["transformers"][1] + tensors
         free = CPU_LIBRARY_BYTES + ranks * rank
         monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
         return replace(zf.Cluster("cpu", gpus=ranks), device_memory=rank)
@@ -97,7 +97,8 @@ def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path,
 
 
 def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path, with_free):
-    with_free(CPU_PROCESS_LOW_BYTES - CPU_PROCESS_HIGH_BYTES)
+    low, high = CPU_PROCESS_BYTES["transformers"]
+    with_free(low - high)
     with pytest.raises(zf.DoesNotFit) as caught:
         zf.train(zf.Run(**LLAMA, fit=True, output=tmp_path / "run"))
     problem = caught.value.problems[0]

@@ -65,7 +65,7 @@ WAYS: dict[str, list[str]] = {
     "train": ["{run}", "{run}/run.json", "{model}", "{copy}"],
     "tune": ["{run}", "{run}/run.json", "{model}"],
 }
-NOTHING_READ = {"calibrate", "doctor", "schema"}  # they take no name of a run, a model or a folder
+NOTHING_READ = {"calibrate", "doctor", "mcp", "schema"}  # they take no name of a run, a model or a folder
 RUNS = {"launch", "simulate", "train", "tune"}  # what a run.json asks for
 
 

@@ -159,7 +159,7 @@ def test_the_precision_is_the_profiles(stored):
     assert asked(*stored, "--top", 1)["precision"] == "bf16"
     shown = run(*stored, "--top", 1).stdout
     assert "parameters, bf16, 1,024 tokens" in shown and "on 8 x h100-80gb" in shown
-    assert refused(*stored, "--precision", "fp32")[0]["hint"] == "take --precision bf16"
+    assert refused(*stored, "--precision", "fp32")[0]["hint"] == "use --precision bf16"
     assert "t4 has no bf16" in refused(*stored[:2], "--gpu", "t4")[0]["message"]
     assert "fp16 before Ampere" in " ".join(run("--help").stdout.split())
 

@@ -67,7 +67,7 @@ def test_money_for_each_kind(stored, tmp_path):
     listed = asked(*stored, "--gpu", "p5.48xlarge", "--tokens", "1B", "--top", 1)["layouts"][0]["outlook"]["price"]
     assert listed["per_gpu_hour"] == pytest.approx(55.04 / 8) and "2026-11-09" in listed["source"]
     shown = run(*stored, "--gpu", kinds, "--tokens", "1B").stdout
-    assert "cost" in shown and "list price" in shown
+    assert "cost" in shown and "$3.6" in shown and "pass --price USD" in shown
 
 
 def test_failures_of_nodes_and_of_gpus_are_the_same_ones(stored):

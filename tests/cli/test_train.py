@@ -88,7 +88,7 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys, monkeypatch
     show(result)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "DONE  3 steps on 1 rank, ZeRO-0"
-    shown = {line[:22].rstrip(): line[22:] for line in lines[2:]}
+    shown = {line[:23].rstrip(): line[23:] for line in lines[2:]}
     assert shown.pop("run folder") == "run"
     assert shown == {
         "training loss": "1.0000",

@@ -45,7 +45,7 @@ def test_everything_that_is_wrong_in_a_space(tmp_path):
         read_space({"tepm": 3, "micro_batch": 4})
     assert caught.value.problems[0].where == "space"
     assert read_space({"micro_batch": 4, "zero_stage": (1, 2)}) == {"micro_batch": [4], "zero_stage": [1, 2]}
-    with pytest.raises(UserError, match="a mapping is expected"):
+    with pytest.raises(UserError, match="expected a mapping, got a list"):
         read(tmp_path, "- 3\n")
     with pytest.raises(UserError, match="cannot read"):
         read_space(tmp_path / "nowhere.yaml")
@@ -53,7 +53,7 @@ def test_everything_that_is_wrong_in_a_space(tmp_path):
 
 @pytest.mark.parametrize(("name", "key"), [("zenflow", "zenflow"), ("superoffload", "super_offload")])
 def test_a_json_whose_offloading_no_trial_would_have_is_refused(name, key):
-    with pytest.raises(UserError, match=f"none has .*{key}"):
+    with pytest.raises(UserError, match=f"none of them has .*{key}"):
         TuneJob.of(RunRequest.of(Run(model="lenet", ds_config=name)))
 
 

@@ -90,7 +90,7 @@ def test_a_template_by_name_and_a_system_message(folder):
 @pytest.mark.parametrize(
     ("args", "kind", "words"),
     [
-        (("--chat", "--prompt", "a"), "usage", "one of them"),
+        (("--chat", "--prompt", "a"), "usage", "either --prompt TEXT or --chat"),
         ((), "usage", "--prompt TEXT or --chat"),
         (("--prompt", "a", "--system", "b"), "usage", "--system: only with --chat"),
         (("--chat", "--chat-template", "chatlm"), "chat-template", "did you mean chatml"),
