@@ -160,5 +160,5 @@ def test_quantised_weights_are_a_method():
 
 @pytest.mark.parametrize("words", ["full,prefix", ""])
 def test_methods_that_there_are_not(words):
-    with pytest.raises(zf.UserError, match="name of full, lora"):
+    with pytest.raises(zf.UserError, match="use full, lora, qlora"):
         read_methods(words)

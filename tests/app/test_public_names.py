@@ -44,7 +44,7 @@ def test_type_checkers_read_the_names_that_there_are():
     imported, listed = set(), []
     for node in ast.walk(SOURCE):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "zerofit":
-            imported |= {alias.asname for alias in node.names}
+            imported |= {alias.asname for alias in node.names if alias.asname}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed = ast.literal_eval(node.value)
     assert listed == sorted(listed) == dir(zerofit)

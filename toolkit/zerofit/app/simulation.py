@@ -112,8 +112,10 @@ class KnobSimulations:
     def _slowdowns(self, turned: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
         """Return how much slower a step is with each change that keeps the same work, if formulas can forecast it."""
 
+        progress = Reporter(lambda event: report.status(f"knobs: {event.text}"))
+
         def step_s(one: PreparedSimulation) -> float | None:
-            return traced_step_s(one.job, one.inputs, one.cluster, report)
+            return traced_step_s(one.job, one.inputs, one.cluster, progress)
 
         before = step_s(self.prepared)
         same = [one for one in enumerate(turned) if one[1].job.run.seq_len == self.prepared.job.run.seq_len]
