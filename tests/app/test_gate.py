@@ -311,7 +311,7 @@ def test_a_host_that_could_not_be_asked_looks_for_itself(tmp_path, monkeypatch, 
     refuse_small_host(RunFolder(tmp_path), 2)
     monkeypatch.setattr(reservations, "host_memory", lambda: (free - 1, free - 1))
     refuse_small_host(RunFolder(tmp_path), 0)  # of a host that was judged
-    with pytest.raises(zf.RunFailed, match="forecast to need .* of host memory for 2 ranks") as caught:
+    with pytest.raises(zf.RunFailed, match=r"forecast to need .* of host memory for 2 ranks") as caught:
         refuse_small_host(RunFolder(tmp_path), 2)
 
     def refused(*_, **__):

@@ -131,4 +131,4 @@ def test_forecast_and_measured_lie_beside_each_other(trained, tmp_path):
     products = next(row for row in found["rows"] if (row["module"], row["kind"]) == ("block", "product"))
     assert products["forecast_s"] > 0 and products["off_s"] == products["measured_s"] - products["forecast_s"]
     shown = CliRunner().invoke(main, drawn[:-1]).stdout
-    assert "times its forecast" in shown and "block: product" in shown
+    assert "times the forecast" in shown and "block: product" in shown
