@@ -75,5 +75,5 @@ def test_generate_asks_too(checkpoint, tmp_path):
     "name", ["os:system\n", "..os:system", "os.:system", ".os:path.join", "os:", "a.1b:c", "a b:c"]
 )
 def test_names_that_are_no_module_and_callable(name):
-    with pytest.raises(ModelError, match=r"unknown model|no model file"):
+    with pytest.raises(ModelError, match=r"unknown model|model file or folder"):
         find(name)

@@ -31,7 +31,7 @@ FAILURES = [
     ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", 255, "CHANGED", "ssh-keygen -R a"),
     ("ssh: Could not resolve hostname a: Name or service not known", 255, "resolve", "/etc/hosts"),
     ("ssh: connect to host a port 22: Connection refused", 255, "refused", "--ssh-port"),
-    ("ssh: connect to host a port 22: Connection timed out", 255, "timed out", "is it up"),
+    ("ssh: connect to host a port 22: Connection timed out", 255, "timed out", "is running"),
     ("kex_exchange_identification: Connection closed by remote host", 255, "kex_exchange", "its log"),
     ("python: No module named zerofit.doctor", 1, "No module named zerofit", "install the same zerofit"),
     ("sh: 1: /opt/venv/bin/python: not found", 127, "not found", sys.executable),

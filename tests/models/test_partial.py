@@ -91,7 +91,7 @@ def test_adapters_of_a_mixture_stand_beside_its_attention():
         with pytest.raises(ModelError, match=r"mlp\.experts is not a linear layer") as refused:
             build(source_of(Run(model="mixtral-tiny", lora=2, lora_targets="q_proj,w1,w2,w3")), TEXT, {})
     assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert refused.value.hint == "--lora-targets q_proj"
+    assert refused.value.hint == "use --lora-targets q_proj"
 
 
 def test_adapters_beside_all_linear_layers():
