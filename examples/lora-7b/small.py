@@ -25,6 +25,8 @@ tokenizer.save_pretrained("small")
 
 config = LlamaConfig(
     vocab_size=len(tokenizer),
+    bos_token_id=tokenizer.bos_token_id,
+    eos_token_id=tokenizer.eos_token_id,  # generate() stops at it
     hidden_size=128,
     intermediate_size=256,
     num_hidden_layers=2,
