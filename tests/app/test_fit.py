@@ -93,7 +93,7 @@ def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path,
         assert len(found.why) == 5
         if tensors > 1024 * MIB:
             plain = (zero_of(run)["stage"], run.activation_checkpointing, run.loss_chunk)
-            assert plain == (0, False, None) and run.micro_batch == 8 and found.reserved_bytes > room
+            assert plain == (0, False, None) and found.reserved_bytes > room
     simulated = zf.simulate(run, cluster)
     assert simulated.fits and simulated.reserved_bytes == found.reserved_bytes < room
 

@@ -56,7 +56,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
-    """Print a checkpoint's contents: step, model, layout, precision, versions, size."""
+    """Print step, model, layout, precision, versions and size."""
     _answer(path, lambda it, on_event: it.describe(on_event=on_event), as_json, show_description)
 
 
@@ -64,7 +64,10 @@ def show(path: Path, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read every file of a checkpoint (of a run's newest) and compare checksums. Exit code 0: complete, 2: damaged."""
+    """Read every file of a checkpoint and compare checksums.
+
+    Exit code 0: complete, 2: damaged.
+    """
     result = _answer(path, lambda it, on_event: it.verify(on_event=on_event), as_json, show_verdict)
     sys.exit(0 if result.ok else DAMAGED)
 
@@ -74,7 +77,10 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("out", type=PATH)
 @AS_JSON
 def convert(path: Path, out: Path, as_json: bool) -> None:
-    """Write a checkpoint as a universal checkpoint of DeepSpeed, which its engines load on any number of ranks."""
+    """Write a checkpoint as DeepSpeed's universal checkpoint.
+
+    DeepSpeed loads it on any number of ranks.
+    """
     _answer(path, lambda it, on_event: it.convert(out, on_event=on_event), as_json, show_converted)
 
 
@@ -87,7 +93,9 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 @TRUST_MODEL_CODE
 @AS_JSON
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, other models as one safetensors file.
+    """Write the model of a checkpoint as a Hugging Face folder.
+
+    Models that are not from transformers become one safetensors file.
 
     Adapters (--lora) are written as a peft folder. With --merge, PATH may also be a peft folder.
     """

@@ -28,8 +28,8 @@ DATA_FIELDS = (
     *("pair_field", "label_field", "target_len", "generate_samples"),
 )
 HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
-OFFLOAD_HELP = "folder for weights that have to be rewritten before they are read from disk [a temporary folder]"
-MEMORY_HELP = "0=20GiB,cpu=60GiB: use only these devices, and the disk unless disk=0 [the free memory]"
+OFFLOAD_HELP = "folder for weights offloaded to the disk, if no file has them in this form [a temporary folder]"
+MEMORY_HELP = "use only these devices, like 0=20GiB,cpu=60GiB, and the disk (unless disk=0) [the free memory]"
 NEW_TOKENS_HELP = "most tokens to write [128, with --chat 512 for each answer]"
 TEMPERATURE_HELP = "0: the likeliest token each time"
 TOP_P_HELP = "draw among the likeliest tokens that have this probability together"

@@ -104,7 +104,11 @@ class Commands(click.Group):
 @click.option("--local_rank", "--local-rank", hidden=True, expose_value=False, type=int)  # the deepspeed launcher's
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
+    """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine.
+
+    Without a GPU: plan (which layout?), simulate (does it fit?), check (is my JSON right?). Then train, launch on
+    many hosts, and ckpt export.
+    """
     if context.invoked_subcommand != "train":  # train joins the processes of a launcher
         _act_alone(context.invoked_subcommand or "", context)
 

@@ -144,14 +144,14 @@ class Run(BaseModel):
         "npy:FILE[:COLUMN], pysource, text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
     )
     data_root: Path | None = _option(None, "folder of the torchvision data sets")
-    download: bool = _option(False, "download the torchvision data set if data_root does not have it")
+    download: bool = _option(False, "download the torchvision data set if --data-root does not have it")
     text_field: str = _option("text", "field of the text (or words, or source), for jsonl: and hf:")
     pair_field: str | None = _option(None, "field of a second text (default: text_pair if rows have it)")
     label_field: str | None = _option(None, "field of the target (default: label, tags or target, by --task)")
-    target_len: PositiveInt | None = _option(None, "tokens per target text of seq2seq (default: seq_len)")
+    target_len: PositiveInt | None = _option(None, "tokens per target text of seq2seq (default: --seq-len)")
     generate_samples: NonNegativeInt = _option(32, "validation samples of seq2seq to generate and score (ROUGE)")
     tokenizer: str = _option(
-        "bytes", "bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
+        "bytes", "bytes, a local tokenizer folder, or a hub name (default of a model folder: its own)"
     )
     stream: bool = _option(False, "stream hf: instead of downloading it, for data larger than the disk")
     chat_template: Path | None = _option(
