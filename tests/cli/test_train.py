@@ -92,7 +92,7 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys, monkeypatch
     assert shown.pop("run folder") == "run"
     assert shown == {
         "training loss": "1.0000",
-        "memory": "1.50 GiB  (1.00 GiB forecast, +50.0%)",
+        "process memory": "1.50 GiB  (1.00 GiB forecast, +50.0%)",
         "step time": "1.25 s  (not forecast)",
     }
 
