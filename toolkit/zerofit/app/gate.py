@@ -197,7 +197,7 @@ class MemoryGate:
         def is_worth(job: Job) -> bool:
             return least_bytes(job) <= _room_for(job, [room] * nodes, on_cpu=cluster.on_cpu)
 
-        look = replace(simulated(asked, resolved, free).knobs(worst.rank), is_worth=is_worth)
+        look = replace(simulated(asked, resolved, free).knobs(worst.rank), is_worth=is_worth, times=False)
         return Problem(
             kind=DOES_NOT_FIT, message=worst.message, hint=f"{self._changes(look)}; {ANYWAY}", where=room.name
         )

@@ -85,6 +85,7 @@ class KnobSimulations:
     heaviest: bool  # simulate the heaviest rank of its data parallel group instead
     exact: bool
     is_worth: Callable[[Job], bool] = lambda job: True  # whether to simulate the job of a change
+    times: bool = True  # forecast the slowdown of each change; may trace the model
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Return the result of each change, least memory first."""
@@ -100,7 +101,9 @@ class KnobSimulations:
         if self.heaviest:
             simulated = heaviest_of(simulated, look)
         note_failed(simulated, "knobs", report)
-        slowdowns = optional(lambda: self._slowdowns([one for _, one in turned], report), {}, "step times", report)
+        slowdowns: dict[int, float] = {}
+        if self.times:
+            slowdowns = optional(lambda: self._slowdowns([one for _, one in turned], report), {}, "step times", report)
         rows = []
         for number, ((knob, _), rank) in enumerate(zip(turned, simulated, strict=True)):
             if isinstance(rank, SimulatedRank):

@@ -46,13 +46,8 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
     with _stoppable():
         try:
             result = work()
-        except (UserError, DoesNotFit) as error:
-            fail(list(error.problems), error.exit_code, as_json)
-        except ModelError as error:
-            problem = Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
-            fail([problem], error.exit_code, as_json)
-        except (RunFailed, Stopped) as error:
-            fail([error.problem], error.exit_code, as_json)
+        except (UserError, DoesNotFit, ModelError, RunFailed, Stopped) as error:
+            fail(problems_of(error), error.exit_code, as_json)
         except KeyboardInterrupt as request:
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))
@@ -63,6 +58,18 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
     else:
         show(result)
     return result
+
+
+def problems_of(error: Exception) -> list[Problem]:
+    """Return the problems that an error reports to the user, a missing extra among them; [] for a bug in zerofit."""
+    if isinstance(error, (UserError, DoesNotFit)):
+        return list(error.problems)
+    if isinstance(error, ModelError):
+        return [Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")]
+    if isinstance(error, (RunFailed, Stopped)):
+        return [error.problem]
+    missing = missing_extra(error)
+    return [missing] if missing else []
 
 
 @contextmanager

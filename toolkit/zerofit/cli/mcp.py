@@ -20,8 +20,9 @@ from mcp_types import ToolAnnotations
 from pydantic import Field
 
 import zerofit as zf
+from zerofit.cli.answer import problems_of
 from zerofit.models.names import model_table
-from zerofit.spec.errors import DoesNotFit, ModelError, Problem, Problems, RunFailed, UserError
+from zerofit.spec.errors import Problems
 from zerofit.spec.events import Event, OnEvent
 
 if TYPE_CHECKING:
@@ -164,14 +165,9 @@ async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, A
 
     try:
         result = await anyio.to_thread.run_sync(work, report, limiter=_limiter())
-    except (UserError, DoesNotFit) as error:
-        raise _refused(*error.problems) from error
-    except ModelError as error:
-        raise _refused(Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")) from error
-    except RunFailed as error:
-        raise _refused(error.problem) from error
+    except Exception as error:
+        problems = problems_of(error)
+        if not problems:
+            raise
+        raise ToolError(json.dumps({"errors": [problem.as_dict() for problem in problems]})) from error
     return result if isinstance(result, dict) else result.to_dict()
-
-
-def _refused(*problems: Problem) -> ToolError:
-    return ToolError(json.dumps({"errors": [problem.as_dict() for problem in problems]}))

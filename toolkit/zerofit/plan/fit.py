@@ -10,7 +10,6 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.model_facts import BUCKET_LIMIT
 from zerofit.spec.overhead import (
     CPU_HEAP,
-    CPU_PROCESS_HIGH_BYTES,
     FRAGMENTATION,
     FRAGMENTATION_ZERO3,
     FRAGMENTATION_ZERO3_HOST,
@@ -72,7 +71,10 @@ class Fit:
 
 def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
     """Compare a forecast with the cluster's memory."""
-    margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.large_bytes, memory.more_communicators)
+    if cluster.on_cpu:
+        margin = CPU_HEAP * memory.peak_bytes + memory.cpu_process_bytes
+    else:
+        margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.large_bytes, memory.more_communicators)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
         device_bytes=memory.peak_bytes + margin,
@@ -88,15 +90,13 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
 def margin_bytes(
     peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
 ) -> float:
-    """Return the margin besides the allocated peak: for fragmentation, and for what the rank's process allocates.
+    """Return the margin of a GPU besides the allocated peak: for fragmentation, context and communicators.
 
     `large_bytes`: the largest activation, gradient, bucket and temporary. A freed block that a small tensor has moved
     into cannot be reused, so one extra block of each kind is counted. In a model of few layers these exceed the usual
     share. The last segments of small blocks are counted, too. `more_communicators`: besides those for the layout's
     degrees.
     """
-    if cluster.on_cpu:
-        return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
+from zerofit.spec.overhead import CPU_PROCESS_HIGH_BYTES
 from zerofit.spec.profile import setting
 from zerofit.spec.run import PipelineSchedule
 from zerofit.spec.run_folder import Job
@@ -178,3 +179,4 @@ class LayoutMemory:
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
     large_bytes: int = 0  # the largest block of each kind that is allocated and freed within a step (`plan.fit`)
     more_communicators: int = 0  # besides those for its degrees (`plan.fit`)
+    cpu_process_bytes: int = CPU_PROCESS_HIGH_BYTES  # most private memory of a CPU rank without its tensors

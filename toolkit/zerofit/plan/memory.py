@@ -19,7 +19,8 @@ from zerofit.plan.pipeline import DIRECTIONS, Pass, in_flight, most_in_flight, s
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
-from zerofit.spec.overhead import pinned_bytes
+from zerofit.spec.named_code import names_callable
+from zerofit.spec.overhead import CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES, pinned_bytes
 from zerofit.spec.profile import Profile
 
 # all attributes of a layout on which the moments of a step depend
@@ -94,6 +95,7 @@ class Forecaster:
         matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._built_in_parts = profile.model_type is not None  # transformers divides it at once at stage 3
+        self._cpu_process_bytes = _cpu_process_bytes(profile)
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Return the memory of the pipeline stage that needs most."""
@@ -120,6 +122,7 @@ class Forecaster:
             breakdown=breakdown,
             large_bytes=stage.large_at(samples, peak_bytes),
             more_communicators=self._more_communicators(layout),
+            cpu_process_bytes=self._cpu_process_bytes,
         )
 
     def _more_communicators(self, layout: PlannedLayout) -> int:
@@ -236,6 +239,16 @@ class Forecaster:
         }
         kinds, activations = add_kinds(kinds, parts), add(live.activations, more)
         return _Moment(phase, sum(kinds.values()) + activations[0], activations[1], activations, kinds)
+
+
+def _cpu_process_bytes(profile: Profile) -> int:
+    """Return the most private memory of a CPU rank without its tensors, by the libraries that the model imports."""
+    if not names_callable(profile.model):
+        if profile.trained < profile.parameters:
+            return CPU_PROCESS_BYTES["peft or diffusers"][1]
+        if profile.model_type or profile.cnn:
+            return CPU_PROCESS_BYTES["transformers" if profile.model_type else "torch"][1]
+    return CPU_PROCESS_HIGH_BYTES  # a user's own code, or a model whose libraries a profile does not name
 
 
 def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:

@@ -6,8 +6,8 @@ import importlib.metadata
 
 from zerofit.spec.errors import Problem
 
-# modules whose distribution has another name
-_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "huggingface_hub": "transformers"}
+# modules whose distribution has another name, or that come with another one
+_DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "huggingface_hub": "transformers", "anyio": "mcp"}
 
 
 def installed_version(distribution: str) -> str | None:
