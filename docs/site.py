@@ -248,4 +248,5 @@ def write_pages() -> None:
 
 if __name__ == "__main__":
     write_pages()
-    sys.exit(subprocess.run(["zensical", "build", "--strict", *sys.argv[1:]], cwd=ROOT).returncode)
+    zensical = Path(sys.executable).with_name("zensical")  # an environment need not be activated
+    sys.exit(subprocess.run([zensical, "build", "--strict", *sys.argv[1:]], cwd=ROOT).returncode)
