@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.simulation import PreparedSimulation, prepare_simulation
+from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 from zerofit.spec.cluster import Cluster

@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zerofit.app.forecasts import forecast
-from zerofit.app.gate import judge, simulated
-from zerofit.app.requests import as_request
-from zerofit.app.resolve import ResolvedJob, resolve_job
-from zerofit.app.room import HostRoom
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import ResolvedJob, resolve_job
+from zerofit.app.training.free_memory import HostRoom
+from zerofit.app.training.memory_forecast import forecast
+from zerofit.app.training.memory_gate import judge, simulated
 from zerofit.simulate.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError

@@ -17,8 +17,8 @@ from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
 from zerofit.app.fitting.options import LayoutOption, decided
-from zerofit.app.gate import MemoryGate
-from zerofit.app.requests import as_request, read_request
+from zerofit.app.job.requests import as_request, read_request
+from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.launch.hostfile import Host
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead

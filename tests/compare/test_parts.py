@@ -20,7 +20,7 @@ from zerofit.app.comparing.rows import (
     strategy_row,
     summarize_sizes,
 )
-from zerofit.app.room import HostRoom
+from zerofit.app.training.free_memory import HostRoom
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
 from zerofit.compare.epochs import Noise
 from zerofit.compare.job import STRATEGIES, CompareJob, code_lines

@@ -40,8 +40,8 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from zerofit.app.resolve import ASSUMED_STEPS
-from zerofit.app.simulation import simulate as simulate_run
+from zerofit.app.job.resolve import ASSUMED_STEPS
+from zerofit.app.simulation.runs import simulate as simulate_run
 from zerofit.check.dotted import autos, get
 from zerofit.config.ds_json import read_document
 from zerofit.models.catalog import ModelError, find

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zerofit.app.requests import is_run_file, read_request
+from zerofit.app.job.requests import is_run_file, read_request
 from zerofit.launch.hostfile import check_size
 from zerofit.launch.job_file import write_once
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
@@ -151,8 +151,8 @@ def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mappin
 def _check_run(asked: JobFileRequest, problems: Problems) -> None:
     """Check the run for the job's ranks without its data; add all problems, or raise them as UserError."""
     from zerofit.app.fitting.options import CHOSEN  # these bring torch, which `launch --help` has no use for
-    from zerofit.app.hub_models import PREFIX
-    from zerofit.app.resolve import resolve_job
+    from zerofit.app.job.hub_models import PREFIX
+    from zerofit.app.job.resolve import resolve_job
 
     if asked.target is None:
         return

@@ -23,9 +23,10 @@ from zerofit.app.clusters.hosts import (
     machine_of,
 )
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
-from zerofit.app.gate import MemoryGate
-from zerofit.app.prepare_folder import find_folder, going_on, make_ready, prepare
-from zerofit.app.supervision import TrainingResult, finished_before, run_once
+from zerofit.app.training.memory_gate import MemoryGate
+from zerofit.app.training.prepare_folder import find_folder, going_on, make_ready, prepare
+from zerofit.app.training.result import TrainingResult, finished_before
+from zerofit.app.training.run_ranks import run_once
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check

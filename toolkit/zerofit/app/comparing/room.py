@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.app.room import room_here
+from zerofit.app.training.free_memory import room_here
 from zerofit.compare.job import CompareJob, Strategy
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_LOW_BYTES
 from zerofit.spec.units import shown_bytes

@@ -13,14 +13,15 @@ import psutil
 import pytest
 
 import zerofit as zf
-from zerofit.app import forecasts, gate, simulation
 from zerofit.app.clusters import restarts
 from zerofit.app.clusters.hosts import HostRequest, machine_of
 from zerofit.app.clusters.restarts import RestartingRun
-from zerofit.app.gate import MemoryGate
-from zerofit.app.requests import as_request
-from zerofit.app.resolve import resolve_job
-from zerofit.app.simulation import KnobSimulations
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import resolve_job
+from zerofit.app.simulation import runs
+from zerofit.app.simulation.runs import KnobSimulations
+from zerofit.app.training import memory_forecast, memory_gate
+from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.config.ds_json import read_for_run
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
@@ -66,7 +67,7 @@ def host(free_bytes: int, gpus: int = 0, reserved_bytes: int = 0) -> dict:
 @pytest.fixture(autouse=True)
 def server_stays(monkeypatch):
     """The process that simulations start from, which imports for seconds, serves all tests of this file."""
-    monkeypatch.setattr(gate, "end_server", lambda: None)
+    monkeypatch.setattr(memory_gate, "end_server", lambda: None)
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_the_forecast_is_what_simulate_says_and_is_kept(tmp_path, monkeypatch):
     found = held_against(zf.Run(**LLAMA), tmp_path)
     assert found is not None and found.reserved_bytes == simulated.peak_bytes == max(found.phases.values())
     assert list(found.phases) == ["build", "init", "forward", "backward", "step", "save"]
-    monkeypatch.setattr(forecasts, "simulate_ranks", lambda targets, show: pytest.fail("simulated"))
+    monkeypatch.setattr(memory_forecast, "simulate_ranks", lambda targets, show: pytest.fail("simulated"))
     same = {"ds_config": read_for_run("zero2").config}  # the default
     again = held_against(zf.Run(**{**LLAMA, **same, "steps": 9, "lr": 1e-2, "seed": 5}), tmp_path)
     assert again and again.host_margin_bytes > 0
@@ -132,7 +133,7 @@ def test_all_layers_are_simulated_where_few_leave_open_if_it_fits(monkeypatch):
     tight = {**there, "gpus": [{**gpu, "used_bytes": taken} for gpu in there["gpus"]]}
     found = held_on({"n1": tight}, run, slots=4)
     assert found and max(found.phases.values()) == exact.peak_bytes
-    monkeypatch.setattr(forecasts, "simulate_ranks", lambda *_, **__: pytest.fail("simulated"))
+    monkeypatch.setattr(memory_forecast, "simulate_ranks", lambda *_, **__: pytest.fail("simulated"))
     again = held_on({"n1": there}, run, slots=4)
     assert again and again.phases == found.phases
 
@@ -146,7 +147,7 @@ def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(
     assert problem.kind == "does-not-fit"
     assert "llama-tiny needs" in problem.message and "per rank in " in problem.message
     assert "are free on this machine. torch reserves" in problem.message
-    assert problem.hint.startswith("these would fit: --") and problem.hint.endswith(gate.ANYWAY)
+    assert problem.hint.startswith("these would fit: --") and problem.hint.endswith(memory_gate.ANYWAY)
     assert not (tmp_path / "run").exists()
 
 
@@ -157,7 +158,7 @@ def test_what_is_far_too_large_is_refused_without_a_simulation(tmp_path, monkeyp
         assert not targets
         return []
 
-    for module in (forecasts, simulation):
+    for module in (memory_forecast, runs):
         monkeypatch.setattr(module, "simulate_ranks", simulate_none)
     run = zf.Run(**{**LLAMA, "model": "llama-3.1-8b", "ranks": 2, "ds_config": "zero3", "precision": "fp32"})
     with pytest.raises(zf.DoesNotFit) as caught:
@@ -175,20 +176,20 @@ def test_what_is_far_too_large_is_refused_without_a_simulation(tmp_path, monkeyp
 def test_a_search_for_changes_that_fails_leaves_the_refusal(tmp_path, monkeypatch, failure):
     """Of a run that is refused without a simulation; the kernel ends its changes, or all that looks for them."""
     monkeypatch.setattr(reservations, "host_memory", lambda: (2 * GIB, 2 * GIB))
-    monkeypatch.setattr(gate, "least_bytes", lambda job: 3 * GIB if job.run.micro_batch == 64 else GIB)
+    monkeypatch.setattr(memory_gate, "least_bytes", lambda job: 3 * GIB if job.run.micro_batch == 64 else GIB)
 
     def simulate(targets, show, *, exact=False):
         if failure and targets:
             raise failure
         return [why_ended(Ending(status=9, ran_short=True)) for _ in targets]
 
-    monkeypatch.setattr(simulation, "simulate_ranks", simulate)
+    monkeypatch.setattr(runs, "simulate_ranks", simulate)
     with pytest.raises(zf.DoesNotFit) as caught:
         held_against(zf.Run(**LLAMA), tmp_path / "run")
     problem = caught.value.problems[0]
     assert "llama-tiny needs at least 3.00 GiB" in problem.message and "these would fit" not in problem.hint
     why = "the server has ended" if isinstance(failure, RuntimeError) else "this machine has too little memory"
-    assert "left out, because" in problem.hint and why in problem.hint and problem.hint.endswith(gate.ANYWAY)
+    assert "left out, because" in problem.hint and why in problem.hint and problem.hint.endswith(memory_gate.ANYWAY)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -198,16 +199,16 @@ def test_no_layout_keeps_less_than_the_least(stage, precision):
     asked = as_request(run)
     resolved = resolve_job(asked)
     cluster = zf.Cluster("cpu", gpus=2)
-    known = forecasts.forecast(gate.simulated(asked, resolved, cluster), cluster, Reporter())
-    assert isinstance(known, forecasts.RankForecasts)
+    known = memory_forecast.forecast(memory_gate.simulated(asked, resolved, cluster), cluster, Reporter())
+    assert isinstance(known, memory_forecast.RankForecasts)
     kept = sum(sum(known.of(rank).record.kept.values()) for rank in range(2))
-    assert 0.5 * kept < forecasts.least_bytes(resolved.job) <= kept
+    assert 0.5 * kept < memory_forecast.least_bytes(resolved.job) <= kept
 
 
 def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp_path, tight, monkeypatch):
     """When ranks start, nothing is left of what simulated them."""
     told: list[Event] = []
-    monkeypatch.setattr(gate, "end_server", processes.end_server)
+    monkeypatch.setattr(memory_gate, "end_server", processes.end_server)
     result = zf.train(zf.Run(**LLAMA, output=tmp_path / "run"), on_event=told.append, anyway=True)
     warnings = [event.text for event in told if event.kind == "warning"]
     assert len(warnings) == 1 and "started anyway" in warnings[0]
@@ -219,11 +220,11 @@ def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp
 def test_a_disk_without_room_for_the_model_and_a_checkpoint_is_refused(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     facts = resolve_job(as_request(zf.Run(**LLAMA))).job.facts
-    monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32")))
+    monkeypatch.setattr(memory_gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32")))
     with pytest.raises(zf.DoesNotFit, match=r"the model with a checkpoint needs .* MiB, and .* MiB free"):
         held_against(zf.Run(**LLAMA), tmp_path / "new" / "run")
     assert held_against(zf.Run(**LLAMA, save_every="0"), tmp_path / "new" / "run")
-    monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32") - 1))
+    monkeypatch.setattr(memory_gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32") - 1))
     with pytest.raises(zf.DoesNotFit, match="the model needs"):
         held_against(zf.Run(**LLAMA, save_every="0"), tmp_path / "new" / "run")
 
@@ -251,8 +252,8 @@ def test_the_copy_that_is_written_while_it_trains_is_what_is_saved(pools, tmp_pa
     for background in (False, True):
         asked = as_request(zf.Run(**how, save_async=background))
         cluster = zf.Cluster("cpu", gpus=2)
-        known = forecasts.forecast(gate.simulated(asked, resolve_job(asked), cluster), cluster, Reporter())
-        assert isinstance(known, forecasts.RankForecasts)
+        known = memory_forecast.forecast(memory_gate.simulated(asked, resolve_job(asked), cluster), cluster, Reporter())
+        assert isinstance(known, memory_forecast.RankForecasts)
         found.append([known.of(rank).record for rank in range(2)])
     for plain, copied, size in zip(*found, [first, sum(sizes.values()) - first], strict=True):
         grown = [a.end_bytes - b.end_bytes for a, b in zip(copied.phases, plain.phases, strict=True)]
@@ -349,7 +350,7 @@ def test_a_gpu_that_nobody_knows_is_a_note(unhinted, monkeypatch):
     def unknown():
         raise zf.UserError(Problem(kind="bad-value", message="the GPU Card [9] is not known"))
 
-    monkeypatch.setattr(gate.Cluster, "here", unknown)
+    monkeypatch.setattr(memory_gate.Cluster, "here", unknown)
     there = host(32 * GIB, gpus=1)
     there["gpus"] = [{**there["gpus"][0], "name": "Card [9]", "used_bytes": 80 * GIB}]
     told: list[Event] = []

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import zerofit as zf
-from zerofit.app.supervision import metrics_event
+from zerofit.app.training.run_ranks import metrics_event
 from zerofit.spec.overhead import CPU_HEAP, CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES
 
 MLP = {"model": "mlp", "data": "digits", "ranks": 1, "eval_samples": 16}

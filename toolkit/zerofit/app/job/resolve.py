@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from zerofit.app.hub_models import with_local_model
-from zerofit.app.model_facts import facts_of, max_positions_of
-from zerofit.app.requests import assumed_inputs, from_saved
+from zerofit.app.job.hub_models import with_local_model
+from zerofit.app.job.model_facts import facts_of, max_positions_of
+from zerofit.app.job.requests import assumed_inputs, from_saved
 from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
 from zerofit.config.decide import Decision, decide, where, with_recipe

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from zerofit.app.fitting.fit import fitted, leaner_next
-from zerofit.app.gate import MemoryGate
-from zerofit.app.prepare_folder import PreparedRun, make_ready, prepare
-from zerofit.app.requests import as_request
-from zerofit.app.supervision import TrainingResult, finished_before, run_once
+from zerofit.app.job.requests import as_request
+from zerofit.app.training.memory_gate import MemoryGate
+from zerofit.app.training.prepare_folder import PreparedRun, make_ready, prepare
+from zerofit.app.training.result import TrainingResult, finished_before
+from zerofit.app.training.run_ranks import run_once
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import LaunchSite, local_site
 from zerofit.launch.ops import build_ops, needed_ops

@@ -12,7 +12,7 @@ from typing import Any
 from zerofit.spec.files import cache_root
 from zerofit.spec.local_machine import versions
 
-ROOT = Path(__file__).parents[1]  # the package
+ROOT = Path(__file__).parents[2]  # the package
 
 
 def kept_file(folder: str, key: Any, stem: str = "") -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from zerofit.app.prepare_folder import make_ready
+from zerofit.app.training.prepare_folder import make_ready
 from zerofit.spec.run_folder import RunFolder, Start
 
 

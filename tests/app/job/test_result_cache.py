@@ -1,4 +1,4 @@
-"""What is kept from one start to the next: it holds while code, versions and the model are the same."""
+"""Results cached from one start to the next are valid while code, versions and the model are the same."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.app import model_facts
-from zerofit.app.kept import ROOT, code_digest, kept_file
-from zerofit.app.model_facts import facts_of, max_positions_of
+from zerofit.app.job import model_facts
+from zerofit.app.job.model_facts import facts_of, max_positions_of
+from zerofit.app.job.result_cache import ROOT, code_digest, kept_file
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import UserError
@@ -45,7 +45,7 @@ def test_a_module_that_moves_gives_another_digest(copy):
 def test_versions_count(monkeypatch):
     before = kept_file("facts", ["a"])
     assert before == kept_file("facts", ["a"]) != kept_file("facts", ["b"])
-    monkeypatch.setattr("zerofit.app.kept.versions", lambda: {"torch": "0"})
+    monkeypatch.setattr("zerofit.app.job.result_cache.versions", lambda: {"torch": "0"})
     assert kept_file("facts", ["a"]) != before
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.app.planning.traces import refuse_place, write_trace
-from zerofit.app.script_trace import trace_of_script
+from zerofit.app.simulation.script_trace import trace_of_script
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess

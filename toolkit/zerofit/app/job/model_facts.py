@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from torch import nn
 
-from zerofit.app.kept import kept_file
+from zerofit.app.job.result_cache import kept_file
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import Inputs

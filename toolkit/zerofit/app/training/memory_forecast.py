@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from zerofit.app.kept import kept_file
-from zerofit.app.simulation import PreparedSimulation
+from zerofit.app.job.result_cache import kept_file
+from zerofit.app.simulation.runs import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess, decided

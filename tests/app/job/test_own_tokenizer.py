@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.data.chats import write_tokenizer
-from zerofit.app.resolve import resolve_job
+from zerofit.app.job.resolve import resolve_job
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import load_run

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zerofit.app.hub_models import with_local_model, with_shape
+from zerofit.app.job.hub_models import with_local_model, with_shape
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run, RunRequest

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.forecasts import RankForecasts, forecast, least_bytes
-from zerofit.app.resolve import ResolvedJob
-from zerofit.app.room import Facts, HostRoom, room_here, rooms_of
-from zerofit.app.simulation import KnobSimulations, PreparedSimulation
+from zerofit.app.job.resolve import ResolvedJob
+from zerofit.app.simulation.runs import KnobSimulations, PreparedSimulation
+from zerofit.app.training.free_memory import Facts, HostRoom, room_here, rooms_of
+from zerofit.app.training.memory_forecast import RankForecasts, forecast, least_bytes
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
 from zerofit.simulate.alloc_conf import alloc_conf_of

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.hub_models import with_shape
+from zerofit.app.job.hub_models import with_shape
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import cluster_machine, ds_name, resolve_job
 from zerofit.app.planning.step_time import traced_step_s
 from zerofit.app.planning.traces import refuse_place, write_trace
-from zerofit.app.requests import as_request
-from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
-from zerofit.app.simulated_trace import trace_of_simulation
+from zerofit.app.simulation.run_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import assess, decided

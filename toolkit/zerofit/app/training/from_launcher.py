@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from zerofit.app.clusters.hosts import machine_of
-from zerofit.app.prepare_folder import PreparedRun, going_on
-from zerofit.app.supervision import TrainingResult
-from zerofit.app.training import claim, train_at
+from zerofit.app.training.prepare_folder import PreparedRun, going_on
+from zerofit.app.training.result import TrainingResult
+from zerofit.app.training.train import claim, train_at
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import GUARD, HERE, LaunchSite, free_port
