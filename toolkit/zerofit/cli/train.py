@@ -18,7 +18,7 @@ from zerofit.cli.answer import BAD_INPUT, answer, fail
 from zerofit.cli.console import EventConsole, fitting_table, make_table, print_facts
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
-from zerofit.launch.meeting import quiet_torch
+from zerofit.launch.rendezvous import quiet_torch
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.world import drop_settings, given_world, is_first
 from zerofit.models.names import model_table

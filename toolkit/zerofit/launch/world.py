@@ -66,7 +66,7 @@ class World:
     rank: int
     size: int
     local_rank: int
-    master: tuple[str, int]  # address of rank 0's host, and the port for the meeting
+    master: tuple[str, int]  # address of rank 0's host, and the port of the rendezvous
     job: str = ""  # identifies this job among those at the same port
     attempt: int = 1  # 1, plus 1 for each restart by torchrun
     agent_store: bool = False  # torchrun itself listens on the port

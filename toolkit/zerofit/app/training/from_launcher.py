@@ -20,8 +20,8 @@ from zerofit.app.training.train import claim, train_at
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import GUARD, HERE, LaunchSite, free_port
-from zerofit.launch.meeting import Meeting
 from zerofit.launch.parent_death import end_with_parent
+from zerofit.launch.rendezvous import Rendezvous
 from zerofit.launch.world import LOOPBACK, Member, World, hosts_of, threads_of
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
@@ -63,13 +63,15 @@ class _Leading:
 
     def __init__(self, world: World, report: Reporter, anyway: bool):
         self._world, self._report, self._anyway = world, report, anyway
-        self._meeting = Meeting(world)
+        self._rendezvous = Rendezvous(world)
         self._watch: Watch | None = None  # set when the others become guards
 
     def train(self, asked: RunRequest) -> TrainingResult:
         """Prepare the run on all hosts, start its ranks and supervise them."""
-        self._meeting.report(asdict(Member.here(self._world, versions())))
-        members = [Member(**{**one, "cores": tuple(one["cores"])}) for one in self._meeting.reports(self._report.phase)]
+        self._rendezvous.report(asdict(Member.here(self._world, versions())))
+        members = [
+            Member(**{**one, "cores": tuple(one["cores"])}) for one in self._rendezvous.reports(self._report.phase)
+        ]
         machine = this_machine()
         hosts = hosts_of(members, machine.accelerator == "cuda")
         several = len(hosts) > 1
@@ -84,7 +86,7 @@ class _Leading:
             )
             if finished:
                 return finished
-            self._meeting.keep(FOLDER, str(prepared.folder.path))
+            self._rendezvous.keep(FOLDER, str(prepared.folder.path))
             if several:
                 self._check_folder(prepared.folder, hosts)
             watch = Watch("" if several else LOOPBACK)  # open until the process ends, like the guards
@@ -99,7 +101,7 @@ class _Leading:
             self._watch.send_all({"code": code})
         else:
             with suppress(RuntimeError):  # torchrun's store is gone
-                self._meeting.dismiss(code)
+                self._rendezvous.dismiss(code)
 
     def _request(self, asked: RunRequest) -> RunRequest:
         """Return the request for all ranks; after a restart, one that resumes. Raises UserError."""
@@ -109,15 +111,15 @@ class _Leading:
             hint = f"use --ranks {world.size}, or start {ranks} with {world.launcher}"
             raise UserError(Problem(kind="ranks", message=message, hint=hint, where=asked.place("ranks")))
         asked = replace(asked, run=asked.run.model_copy(update={"ranks": world.size}))
-        folder = asked.run.output or self._meeting.kept(FOLDER)
+        folder = asked.run.output or self._rendezvous.kept(FOLDER)
         return going_on(asked, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else asked
 
     def _check_folder(self, folder: RunFolder, hosts: tuple[Host, ...]) -> None:
         """Raise UserError with the hosts that do not see the run folder."""
-        self._meeting.order(see=str(folder.path))
+        self._rendezvous.order(see=str(folder.path))
         names = [host.name for host in hosts for _ in range(host.slots)]
         problems, told = Problems(), set[str]()
-        for rank, answer in self._meeting.answers().items():
+        for rank, answer in self._rendezvous.answers().items():
             if answer and names[rank] not in told:
                 told.add(names[rank])
                 hint = "use a --output on a file system that all hosts share"
@@ -132,7 +134,7 @@ class _Leading:
         env = environment(machine.accelerator, machine.cores, hosts[0].slots) | world.place
 
         def argv(spec: str) -> list[str]:
-            self._meeting.order(spec=spec)
+            self._rendezvous.order(spec=spec)
             self._watch = watch
             return [sys.executable, str(GUARD), spec]
 

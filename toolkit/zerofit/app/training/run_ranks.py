@@ -7,10 +7,9 @@ import secrets
 import time
 from typing import Any
 
-from zerofit.app.training.result import TrainingResult
+from zerofit.app.training.result import TrainingResult, outcome
 from zerofit.launch.host import RUN_ID, end_all
 from zerofit.launch.local import LaunchSite, started
-from zerofit.launch.outcome import outcome
 from zerofit.spec.events import Event, Reporter, stages_event
 from zerofit.spec.files import JsonlTail
 from zerofit.spec.run_folder import RunFolder

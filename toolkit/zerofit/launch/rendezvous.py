@@ -1,4 +1,4 @@
-"""Let a launcher's processes meet before their run starts: they report, and the first one sends orders.
+"""The rendezvous of a launcher's processes before their run: they report, and the first one sends orders.
 
 It uses torch's TCPStore on a known port: torchrun's store, or else one that the first process opens.
 """
@@ -36,8 +36,8 @@ def quiet_torch() -> Iterator[None]:
             del os.environ[LOG_LEVEL]
 
 
-class Meeting:
-    """One process's side of the meeting."""
+class Rendezvous:
+    """One process's side of the rendezvous."""
 
     def __init__(self, world: World):
         """Open or connect to the store. Raises UserError if its port is taken, RunFailed if it is unreachable."""

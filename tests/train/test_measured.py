@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from zerofit.spec.measured import CACHED, OUTSIDE, OWN, SHARED, TENSORS, MeasuredMemory, memory_figures, outgrown
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.run_folder import MemoryForecast
+from zerofit.train.measured import CACHED, OUTSIDE, OWN, SHARED, TENSORS, MeasuredMemory, memory_figures, outgrown
 
 MIB, GIB = 2**20, 2**30
 FORECAST = MemoryForecast(

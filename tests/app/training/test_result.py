@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zerofit.launch.outcome import outcome
+from zerofit.app.training.result import outcome
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, RunFailed
 from zerofit.spec.run_folder import RunFolder
 from zerofit.worker import translate
