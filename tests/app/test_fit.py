@@ -187,7 +187,7 @@ def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_che
     run = {"model": "greedy:Net", "data": "digits", "loss": "cross-entropy", "steps": 5, "save_every": "2"}
     told: list[Event] = []
     result = RestartingRun(
-        asked=as_request(zf.Run(**run, fit=True, output=tmp_path / "run", eval_samples=8)),
+        request=as_request(zf.Run(**run, fit=True, output=tmp_path / "run", eval_samples=8)),
         hosts=(Host("node-0", RANKS),),
         options=HostRequest(no_ssh=True, nodes=1, slots=RANKS, node_rank=0, master_addr="127.0.0.1"),
         report=Reporter(told.append),

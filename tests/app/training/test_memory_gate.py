@@ -321,7 +321,7 @@ def test_a_host_that_could_not_be_asked_looks_for_itself(tmp_path, monkeypatch, 
     monkeypatch.setattr(restarts, "run_once", refused)
     options = HostRequest(no_ssh=True, nodes=2, slots=2, node_rank=0, master_addr="127.0.0.1")
     launch = RestartingRun(
-        asked=as_request(run.model_copy(update={"output": tmp_path / "run"})),
+        request=as_request(run.model_copy(update={"output": tmp_path / "run"})),
         hosts=hosts,
         options=options,
         report=Reporter(),

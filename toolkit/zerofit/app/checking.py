@@ -145,14 +145,14 @@ class CheckResult:
         if self.hardware.facts is None:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes depend on it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
-        from zerofit.app.job.resolve import cluster_machine, resolve_job
+        from zerofit.app.job.resolve import PUBLISHED, cluster_machine, resolve_job
         from zerofit.config.resolve import reasons
 
         config = self.document.config if self.document.generated else self.file
         run = self.request.run.model_copy(update={"ds_config": config})
         machine = cluster_machine(self.cluster) if self.cluster else None
         asked = RunRequest(run=run, places=self.request.places)
-        found = resolve_job(asked, machine=machine, inputs="published")
+        found = resolve_job(asked, machine=machine, inputs=PUBLISHED)
         plain = found.job.ds_config
         return ResolvedConfig(
             config=plain, reasons=reasons(self.document.config, plain, found.decision, self.hardware.facts)

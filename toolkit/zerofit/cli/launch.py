@@ -114,7 +114,7 @@ def _launch(
         from zerofit.app.clusters.restarts import RestartingRun
 
         return RestartingRun(
-            asked=asked,
+            request=asked,
             hosts=hosts,
             options=asked_hosts,
             report=report,

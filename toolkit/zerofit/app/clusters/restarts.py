@@ -51,7 +51,7 @@ BACK_S = 5.0  # time between attempts to reach a host
 class RestartingRun:
     """A run on many hosts with all of its starts."""
 
-    asked: RunRequest
+    request: RunRequest
     hosts: Sequence[Host]
     options: HostRequest
     report: Reporter
@@ -100,7 +100,7 @@ class RestartingRun:
             where = {"machine": machine, "hosts": self.hosts}
             fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
             try:
-                prepared = prepare(self.asked, self.report, machine, self.folder, gate=gate, fitter=fitter)
+                prepared = prepare(self.request, self.report, machine, self.folder, gate=gate, fitter=fitter)
             except DoesNotFit:
                 self._unmake()
                 raise
@@ -138,17 +138,17 @@ class RestartingRun:
         """Examine all hosts; None without ssh. Raises UserError with all problems."""
         if not self.options.over_ssh:
             return None
-        folder = self.folder or find_folder(self.asked.run)
+        folder = self.folder or find_folder(self.request.run)
         self._made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
-        found = examine_hosts(self.hosts, self.options, folder.path, self.asked.run.model, self.run_file, port)
+        found = examine_hosts(self.hosts, self.options, folder.path, self.request.run.model, self.run_file, port)
         try:
             self._refuse(found.findings)
         except UserError:
             self._unmake()
             raise
         # later starts use this folder
-        self.asked = _with(self.asked, output=folder.path)
+        self.request = _with(self.request, output=folder.path)
         return found
 
     def _unmake(self) -> None:
@@ -171,7 +171,7 @@ class RestartingRun:
     def _once_more(self, failure: RunFailed, failed: float) -> None:
         """Prepare the next start: in the same folder, on the hosts that are up."""
         assert self.job and self.folder
-        self.asked = going_on(self.asked, self.folder)
+        self.request = going_on(self.request, self.folder)
         there = self._hosts_back(failure)
         missing = [host.name for host in self.hosts if host not in there]
         if missing:
@@ -185,10 +185,10 @@ class RestartingRun:
         if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder
-        patience_s = self.asked.run.heartbeat_timeout
+        patience_s = self.request.run.heartbeat_timeout
         deadline = time.monotonic() + patience_s
         while True:
-            found = examine_hosts(self.hosts, self.options, self.folder.path, self.asked.run.model, None, None)
+            found = examine_hosts(self.hosts, self.options, self.folder.path, self.request.run.model, None, None)
             failing = {check.host for check in found.checks if check.status == FAIL}
             there = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
             missing = ", ".join(h.name for h in self.hosts if h not in there)
@@ -218,13 +218,15 @@ class RestartingRun:
         self.hosts = filled(there, ranks)
         sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
         fewer_ranks: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
-        if self.asked.run.micro_batch_by_rank not in (None, "auto"):
+        if self.request.run.micro_batch_by_rank not in (None, "auto"):
             fewer_ranks["micro_batch_by_rank"] = None  # its ranks no longer exist
-        if self.asked.run.fit:  # choose a new layout
-            self.asked = replace(self.asked, places={**self.asked.places, **dict.fromkeys(fewer_ranks, "--min-nodes")})
+        if self.request.run.fit:  # choose a new layout
+            self.request = replace(
+                self.request, places={**self.request.places, **dict.fromkeys(fewer_ranks, "--min-nodes")}
+            )
         else:
             fewer_ranks |= sizes
-        self.asked = _with(self.asked, **fewer_ranks)
+        self.request = _with(self.request, **fewer_ranks)
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
@@ -236,8 +238,8 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
 
 
-def _with(asked: RunRequest, **fields: Any) -> RunRequest:
-    return replace(asked, run=asked.run.model_copy(update=fields))
+def _with(request: RunRequest, **fields: Any) -> RunRequest:
+    return replace(request, run=request.run.model_copy(update=fields))
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:

@@ -20,38 +20,38 @@ FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # config, we
 PICKLED = "pytorch_model*"  # only if there are no others
 
 
-def with_local_model(asked: RunRequest, report: Reporter) -> RunRequest:
+def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
     """Return the request with hub:ORG/NAME[@REVISION] replaced by its snapshot folder, downloaded if missing.
 
     Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. An interrupted download resumes.
     Raises UserError if the hub has no such model, or it is neither reachable nor in the cache.
     """
-    name = asked.run.model
+    name = request.run.model
     if name.startswith(PREFIX):
-        return _with_model(asked, str(_snapshot(name.removeprefix(PREFIX), asked.place("model"), report)))
+        return _with_model(request, str(_snapshot(name.removeprefix(PREFIX), request.place("model"), report)))
     if "/" in name or Path(name).exists() or names_callable(name):
-        return asked
-    asked = _with_preset(asked, preset_of(name), report)
-    if note := left_out(asked.run.model):
+        return request
+    request = _with_preset(request, preset_of(name), report)
+    if note := left_out(request.run.model):
         report.note(note)
-    return asked
+    return request
 
 
-def with_shape(asked: RunRequest, report: Reporter) -> RunRequest:
+def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
     """Return the request of a hub model with the preset of the same shape, for questions about memory and time."""
-    return _with_preset(asked, shape_named(asked.run.model), report) if asked.run.model else asked
+    return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
 
 
-def _with_preset(asked: RunRequest, match: Match | None, report: Reporter) -> RunRequest:
+def _with_preset(request: RunRequest, match: Match | None, report: Reporter) -> RunRequest:
     if match is None:
-        return asked
+        return request
     if match.note:
         report.note(match.note)
-    return _with_model(asked, match.name)
+    return _with_model(request, match.name)
 
 
-def _with_model(asked: RunRequest, model: str) -> RunRequest:
-    return replace(asked, run=asked.run.model_copy(update={"model": model}))
+def _with_model(request: RunRequest, model: str) -> RunRequest:
+    return replace(request, run=request.run.model_copy(update={"model": model}))
 
 
 def _snapshot(name: str, place: str, report: Reporter) -> Path:

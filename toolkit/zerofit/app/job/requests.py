@@ -35,26 +35,26 @@ def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
     return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
 
 
-def from_saved(asked: RunRequest, trust_model_code: bool = False) -> RunRequest:
+def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunRequest:
     """Return the request of a model saved by zerofit (a CNN's RUN/model, say) with its name and weights.
 
     Folders of transformers models are identified by their config.json. Raises UserError, also for a folder that names
     code unless `trust_model_code`.
     """
-    folder = Path(asked.run.model)
-    if asked.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
-        return asked
+    folder = Path(request.run.model)
+    if request.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
+        return request
     from zerofit.checkpoint.model_folder import CARD, read_model_info  # which brings torch
 
     if not (folder / CARD).is_file():
-        return asked
+        return request
     info = read_model_info(folder)
     assert info is not None  # the file is there
     if (folder / ADAPTERS).is_file():
-        return asked  # the catalogue refuses it with a hint
+        return request  # the catalogue refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
-    found = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **asked.run.model_args}}
-    return replace(asked, run=asked.run.model_copy(update=found))
+    found = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **request.run.model_args}}
+    return replace(request, run=request.run.model_copy(update=found))
 
 
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:

@@ -45,7 +45,31 @@ from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # for a run without data or steps; only schedulers use it
 
-InputSource = Literal["data", "assumed", "unopened", "published"]
+# How a request becomes a job. Each step needs the results of those before it, and only the last needs data:
+#
+#   request ─► saved model's name, hub snapshot, stages of `--pipeline auto`   `resolve_job`
+#           ─► model source and task, DeepSpeed JSON, degrees, batch sizes     `_decide`       (no data, no model)
+#           ─► data, inputs, facts of the model on the meta device             `open_model`
+#           ─► steps, learning rate, schedule, filled-in DeepSpeed JSON        `config.resolve`
+#
+# Problems are collected in one list. It is raised where the next step could not run without what is wrong, so a user
+# sees as many problems as possible at once.
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSource:
+    """Where the inputs of a job come from.
+
+    Kinds: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run names
+    some, else uses the model's published inputs or `image`. "published" opens nothing and returns the facts of the
+    published model, without FLOPs. "unopened" is the same, with tokens for a text model.
+    """
+
+    kind: Literal["data", "assumed", "unopened", "published"] = "data"
+    image: str | None = None  # "image:3x224x224": the assumed inputs of an image model
+
+
+DATA, PUBLISHED, UNOPENED = InputSource(), InputSource(kind="published"), InputSource(kind="unopened")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +94,10 @@ class ResolvedJob:
 
 
 def resolve_job(
-    asked: RunRequest,
+    request: RunRequest,
     *,
     machine: Machine | None = None,
-    inputs: InputSource = "data",
-    image: str | None = None,
+    inputs: InputSource = DATA,
     report: Reporter | None = None,
     problems: Problems | None = None,
     check_task: Callable[[Task, Problems], None] | None = None,
@@ -83,12 +106,9 @@ def resolve_job(
     """Decide and check everything about a run: the only way from a `RunRequest` to a `Job`, for every command.
 
     Args:
-        asked: the run, and where each of its values was given. Its `ds_config` contains (as a dict) or names the JSON.
+        request: the run, and where each of its values was given. `ds_config` is the JSON (as a dict) or its name.
         machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
-        inputs: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run
-            names some, else uses the model's published inputs or `image`. "published" opens nothing and returns the
-            facts of the published model (without FLOPs). "unopened" is the same, with tokens for a text model.
-        image: "image:3x224x224", the assumed inputs of an image model.
+        inputs: where the model's inputs come from.
         report: gets notes about the data, warnings about the JSON and progress.
         problems: problems found so far, raised together with those found here.
         check_task: further checks by the caller, given the model's task.
@@ -97,46 +117,51 @@ def resolve_job(
     Raises UserError with all problems.
     """
     report, problems = report or Reporter(), Problems() if problems is None else problems
-    asked = from_saved(asked)
-    at = machine or this_machine()
-    asked = with_stages(with_local_model(asked, report), at.devices, report)
+    local, machine = machine is None, machine or this_machine()
+    request = with_stages(with_local_model(from_saved(request), report), machine.devices, report)
     source, task, document, decision = _decide(
-        asked, at, problems, local=machine is None, check_task=check_task, model=model
+        request, machine, problems, local=local, check_task=check_task, model=model
     )
     for warning in decision.warnings:
-        report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(asked.run)))
-    asked = replace(asked, run=decision.run)
-    opened = open_model(asked, source, task, inputs=inputs, image=image, report=report, model=model)
+        report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(request.run)))
+    request = replace(request, run=decision.run)
+    opened = open_model(request, source, task, inputs=inputs, report=report, model=model)
     decision = replace(decision, run=opened.run)
     check_model(decision.run, decision.layout, opened.facts, problems)
     steps = decision.run.steps or ASSUMED_STEPS
-    if opened.data and inputs == "data":
+    if opened.data and inputs == DATA:
         steps = _steps(decision, opened.data, problems)
-    _check_profiled(asked, decision.layout.world_size, steps, problems)
+    _check_profiled(request, decision.layout.world_size, steps, problems)
     decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
-    written = documented_config(document.config)
-    ds_config = resolve(written, decision, opened.facts, at, steps, problems)
+    ds_source = documented_config(document.config)
+    ds_config = resolve(ds_source, decision, opened.facts, machine, steps, problems)
     problems.raise_if_any()
-    settled = {"run": decision.run, "layout": decision.layout, "batch": decision.batch}
-    job = Job(**settled, steps=steps, facts=opened.facts, ds_config=ds_config)
-    return ResolvedJob(job=job, ds_source=written, decision=decision, machine=at, inputs=opened.inputs)
+    job = Job(
+        run=decision.run,
+        layout=decision.layout,
+        batch=decision.batch,
+        steps=steps,
+        facts=opened.facts,
+        ds_config=ds_config,
+    )
+    return ResolvedJob(job=job, ds_source=ds_source, decision=decision, machine=machine, inputs=opened.inputs)
 
 
-def with_stages(asked: RunRequest, devices: int, report: Reporter) -> RunRequest:
+def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
     """Return the request with the number of stages that `--pipeline auto` means on these devices."""
-    run, layers = asked.run, None
+    run, layers = request.run, None
     if run.pipeline != AUTO:
-        return asked
+        return request
     with suppress(UserError):  # `_decide` raises it with all other problems
-        layers = facts_of(*find_model(asked), None, run).layers
+        layers = facts_of(*find_model(request), None, run).layers
     stages = most_stages(run, ranks := run.ranks or devices, layers)
     if stages == 1:
-        report.note(f"{asked.place('pipeline')}: auto is 1 stage here, so no pipeline is used (ranks: {ranks})")
-    return replace(asked, run=run.model_copy(update={"pipeline": stages}))
+        report.note(f"{request.place('pipeline')}: auto is 1 stage here, so no pipeline is used (ranks: {ranks})")
+    return replace(request, run=run.model_copy(update={"pipeline": stages}))
 
 
 def _decide(
-    asked: RunRequest,
+    request: RunRequest,
     machine: Machine,
     problems: Problems,
     *,
@@ -148,28 +173,28 @@ def _decide(
 
     Raises UserError with all problems.
     """
-    run, place, kind = asked.run, ds_place(asked.run), "transformer"
+    run, place, kind = request.run, ds_place(request.run), "transformer"
     if run.fit:
-        message = f"{asked.place('fit')} works only with `zerofit train` and `launch`, which choose the layout"
+        message = f"{request.place('fit')} works only with `zerofit train` and `launch`, which choose the layout"
         hint = "remove it; `zerofit plan` ranks layouts for any hardware"
-        problems.add("conflict", message, hint, asked.place("fit"))
+        problems.add("conflict", message, hint, request.place("fit"))
     if model is not None and run.partial:
         message, hint = "a model object is trained as it is", "freeze weights or add adapters in your own code"
         problems.add("conflict", message, hint, "lora, train, freeze")
-    found = problems.attempt(lambda: find_model(asked, model))
+    model_and_task = problems.attempt(lambda: find_model(request, model))
     document = problems.attempt(lambda: ds_document(run))
     if run.data is not None:
-        problems.attempt(lambda: check_data(run.data or "", found[1] if found else None))
-    if found:
-        kind = kind_of(*found)
+        problems.attempt(lambda: check_data(run.data or "", model_and_task[1] if model_and_task else None))
+    if model_and_task:
+        kind = kind_of(*model_and_task)
         if check_task:
-            check_task(found[1], problems)
+            check_task(model_and_task[1], problems)
     if run.steps and run.epochs:
         problems.add("conflict", "steps and epochs are both given", "use one of them", "--steps and --epochs")
     decision = None
     if document is not None:
         problems.extend(unrelated_modules(documented_config(document.config), run.model))
-        decision = decide(asked, document, place, machine, problems, kind)
+        decision = decide(request, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
         if decision.run.optimizer in EIGHT_BIT:
             missing = missing_kernels(decision.run.optimizer, machine.accelerator if local else None)
@@ -177,30 +202,29 @@ def _decide(
         if local:
             problems.extend(libaio_problems(documented_config(document.config)))
     problems.raise_if_any()
-    assert found and document and decision
-    return (*found, document, decision)
+    assert model_and_task and document and decision
+    return (*model_and_task, document, decision)
 
 
 def open_model(
-    asked: RunRequest,
+    request: RunRequest,
     source: ModelSource,
     task: Task,
     *,
-    inputs: InputSource = "data",
-    image: str | None = None,
+    inputs: InputSource = DATA,
     usual_seq_len: int = DEFAULT_SEQ_LEN,
     report: Reporter | None = None,
     model: nn.Module | None = None,
 ) -> OpenedModel:
     """Open the data of a model (see `resolve_job`) and read the model's facts. Raises UserError."""
     report = report or Reporter()
-    run, data, fed = asked.run, None, None
-    name = run.data or (default_data(task) if inputs == "data" else None)
+    run, kind, data, fed = request.run, inputs.kind, None, None
+    name = run.data or (default_data(task) if kind == "data" else None)
     seq_len, tokenizer = seq_len_of(run, source, task, usual_seq_len), run.tokenizer
-    if "tokenizer" not in asked.places and is_text(task):
+    if "tokenizer" not in request.places and is_text(task):
         tokenizer = _own_tokenizer(source) or tokenizer
     run = run.model_copy(update={"data": name, "tokenizer": tokenizer, "seq_len": seq_len})
-    if name is not None and inputs in ("data", "assumed"):
+    if name is not None and kind in ("data", "assumed"):
         data = open_data(run, task, seq_len, report)
         fed = data.inputs
         for note in data.notes:
@@ -209,9 +233,10 @@ def open_model(
             message = f"{data.name} has only one class, so there is nothing to learn"
             hint = "put the images of each class into a folder"
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
-    elif inputs == "assumed" or (inputs == "unopened" and is_text(task)):
-        fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
+    elif kind == "assumed" or (kind == "unopened" and is_text(task)):
+        fed = assumed_inputs(source, task, seq_len, inputs.image, dict(run.model_args))
     facts = facts_of(source, task, fed, run, model)
+    # other models are built parameter by parameter, so that no rank needs memory for all of them
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
     if reason:
         report.note(f"each rank builds all of {run.model} in float32, not parameter by parameter: {reason}")
@@ -231,21 +256,21 @@ def _own_tokenizer(source: ModelSource) -> str | None:
     Weights work with one tokenizer only: a folder of weights without it is refused when it is opened.
     """
     weights = source.pretrained or (source.path if source.origin == PRETRAINED else None)
-    if not (named := weights or source.path):
+    path = weights or source.path
+    if not path:
         return None
-    folder = Path(named) if Path(named).is_dir() else Path(named).parent
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return str(folder) if weights or has_tokenizer(folder) else None
 
 
-def find_model(asked: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
+def find_model(request: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
     """Return the source of the named model, or of `model` itself, and its task. Raises UserError."""
     if model is not None:
-        return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(
-            model, asked.run
-        )
-    with models_say(asked.place("model")):
-        source = source_of(asked.run)
-    return source, task_of(source, asked.run)
+        source = ModelSource(name=request.run.model, family="custom", origin="given", task="custom")
+        return source, fed_with(model, request.run)
+    with models_say(request.place("model")):
+        source = source_of(request.run)
+    return source, task_of(source, request.run)
 
 
 def kind_of(source: ModelSource, task: Task) -> Kind:
@@ -276,7 +301,8 @@ def ds_name(run: Run) -> str | None:
     if run.ds_config is not None:
         return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
-    for name in ("tensor_parallel", "sequence_parallel", "pipeline"):  # the last allows the fewest ZeRO stages
+    # each degree has its own JSON; the last of those that are used counts, since it allows the fewest ZeRO stages
+    for name in ("tensor_parallel", "sequence_parallel", "pipeline"):
         default = name if getattr(run, name) != 1 else default
     return default
 
@@ -317,22 +343,22 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     if run.stream:
         problems.add("steps", f"{data.name} is a stream without an end", "set --steps", "--steps")
         return 1
-    wanted = samples * (run.epochs or DEFAULT_EPOCHS)
-    if wanted / decision.batch.total > LARGEST:
+    trained_on = samples * (run.epochs or DEFAULT_EPOCHS)
+    if trained_on / decision.batch.total > LARGEST:
         message = f"--epochs {run.epochs} of {samples:,} samples are more than {LARGEST:,} steps"
         problems.add("steps", message, "use fewer, or set --steps", "--epochs")
         return 1
-    return max(1, -(-int(wanted) // decision.batch.total))
+    return max(1, -(-int(trained_on) // decision.batch.total))
 
 
-def _check_profiled(asked: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
+def _check_profiled(request: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
     """Add problems for steps or ranks to profile that the run does not have."""
-    if asked.run.profile is None:
+    if request.run.profile is None:
         return
-    last_step, last_rank = Numbers.parse(asked.run.profile).last, Numbers.parse(asked.run.profile_ranks).last
+    last_step, last_rank = Numbers.parse(request.run.profile).last, Numbers.parse(request.run.profile_ranks).last
     if last_step > steps:
         message = f"cannot profile step {last_step}: the run has {steps} steps"
-        problems.add("bad-value", message, f"use steps from 1 to {steps}", asked.place("profile"))
+        problems.add("bad-value", message, f"use steps from 1 to {steps}", request.place("profile"))
     if last_rank >= ranks:
         message = f"cannot profile rank {last_rank}: the run has {ranks} ranks"
-        problems.add("bad-value", message, f"use ranks from 0 to {ranks - 1}", asked.place("profile_ranks"))
+        problems.add("bad-value", message, f"use ranks from 0 to {ranks - 1}", request.place("profile_ranks"))

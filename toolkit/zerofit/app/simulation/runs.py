@@ -11,7 +11,7 @@ from typing import Any
 
 from zerofit.app.job.hub_models import with_shape
 from zerofit.app.job.requests import as_request
-from zerofit.app.job.resolve import cluster_machine, ds_name, resolve_job
+from zerofit.app.job.resolve import InputSource, cluster_machine, ds_name, resolve_job
 from zerofit.app.planning.step_time import traced_step_s
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.simulation.run_trace import trace_of_simulation
@@ -39,7 +39,7 @@ from zerofit.spec.stages import stages_of
 class PreparedSimulation:
     """A run that could be trained on a cluster, ready to simulate."""
 
-    asked: RunRequest
+    request: RunRequest
     cluster: Cluster
     image: str | None
     job: Job
@@ -67,11 +67,11 @@ class PreparedSimulation:
 
     def turned(self, knob: Knob) -> PreparedSimulation | None:
         """Return the run with one change; None if zerofit or DeepSpeed would refuse it."""
-        places = {**self.asked.places, **{field: field for field in knob.fields}}
-        run = self.asked.run.model_copy(update={**knob.fields, "ds_config": knob.config})
+        places = {**self.request.places, **{field: field for field in knob.fields}}
+        run = self.request.run.model_copy(update={**knob.fields, "ds_config": knob.config})
         try:
-            asked = RunRequest(run=run, places=places)
-            return prepare_simulation(asked, self.cluster, image=self.image, alloc_conf=self.alloc_conf)
+            request = RunRequest(run=run, places=places)
+            return prepare_simulation(request, self.cluster, image=self.image, alloc_conf=self.alloc_conf)
         except UserError:
             return None
 
@@ -90,7 +90,7 @@ class KnobSimulations:
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Return the result of each change, least memory first."""
         report, cluster = Reporter(on_event), self.prepared.cluster
-        job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.asked.run)
+        job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.request.run)
         tried = [(knob, self.prepared.turned(knob)) for knob in knobs(job, written, named)]
         turned = [(knob, one) for knob, one in tried if one is not None and self.is_worth(one.job)]
 
@@ -161,10 +161,10 @@ def simulate(
     ['forward', 'backward', 'step']
     """
     start, report = time.perf_counter(), Reporter(on_event)
-    asked = with_shape(as_request(run), report)
+    request = with_shape(as_request(run), report)
     if cluster is None:
-        cluster = Cluster.here() if asked.run.ranks is None else replace(Cluster.here(), gpus=asked.run.ranks)
-    prepared = prepare_simulation(asked, cluster, image=image, alloc_conf=alloc_conf, report=report)
+        cluster = Cluster.here() if request.run.ranks is None else replace(Cluster.here(), gpus=request.run.ranks)
+    prepared = prepare_simulation(request, cluster, image=image, alloc_conf=alloc_conf, report=report)
     if found := stages_of(prepared.job):
         report.stages(found)
     if trace is not None:
@@ -194,7 +194,7 @@ def simulate(
 
 
 def prepare_simulation(
-    asked: RunRequest,
+    request: RunRequest,
     cluster: Cluster,
     *,
     image: str | None = None,
@@ -205,42 +205,41 @@ def prepare_simulation(
     problems = Problems()
     problems.attempt(lambda: read_alloc_conf(alloc_conf))
     resolved = resolve_job(
-        _on_all(asked, cluster, problems),
+        _on_all(request, cluster, problems),
         machine=cluster_machine(cluster),
-        inputs="assumed",
-        image=image,
+        inputs=InputSource(kind="assumed", image=image),
         report=report,
         problems=problems,
-        check_task=partial(_check_task, asked),
+        check_task=partial(_check_task, request),
     )
     assert resolved.inputs is not None
     found = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
-    return PreparedSimulation(asked=asked, cluster=cluster, image=image, alloc_conf=alloc_conf, **found)
+    return PreparedSimulation(request=request, cluster=cluster, image=image, alloc_conf=alloc_conf, **found)
 
 
-def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
+def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
     """Add problems for what cannot be simulated and for settings that do not apply to this kind of model."""
     if task == "gan":
-        message = f"{asked.run.model} trains two engines, which `zerofit simulate` does not support"
+        message = f"{request.run.model} trains two engines, which `zerofit simulate` does not support"
         problems.add("model-task", message, "use another model", "MODEL")
-    if asked.run.pipeline != 1 and asked.run.pipeline_balance == "time":
+    if request.run.pipeline != 1 and request.run.pipeline_balance == "time":
         message = "--pipeline-balance time measures the layers, but a simulation computes nothing"
         problems.add("layout", message, "use --pipeline-balance parameters", "--pipeline-balance")
     if not is_text(task) and task != "gan":
         samples = "rows of a table" if task == "table" else "images"
         whats = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets for chunks"}
         for field, what in whats.items():
-            if field in asked.places and getattr(asked.run, field):
-                problems.add("conflict", f"{asked.place(field)}: {what}", "remove it", asked.place(field))
+            if field in request.places and getattr(request.run, field):
+                problems.add("conflict", f"{request.place(field)}: {what}", "remove it", request.place(field))
 
 
-def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
+def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
     """Return the run with one rank per device of the cluster, unless it sets another number."""
-    ranks = asked.run.ranks
+    ranks = request.run.ranks
     if ranks and ranks > cluster.ranks:
         message = f"{ranks} ranks, but {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
-        problems.add("ranks", message, "raise --gpus or --nodes, or remove --ranks", asked.place("ranks"))
-    return RunRequest(run=asked.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=asked.places)
+        problems.add("ranks", message, "raise --gpus or --nodes, or remove --ranks", request.place("ranks"))
+    return RunRequest(run=request.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=request.places)
 
 
 def _ranks(job: Job, rank: int | None) -> list[int]:

@@ -34,7 +34,7 @@ STOPPED, FAILED = 130, 3
 FOLDER = "folder"  # key of the value kept for a restart
 
 
-def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
+def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
     """Train as the first process of a world; SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
 
     All processes exit with the exit code of this one's result or error, right after it. Raises UserError, DoesNotFit,
@@ -44,7 +44,7 @@ def lead(asked: RunRequest, world: World, *, on_event: OnEvent | None = None, an
     leading = _Leading(world, Reporter(shielded(on_event) if on_event else None), anyway)
     code = FAILED
     try:
-        result = leading.train(asked)
+        result = leading.train(request)
         code = 0
         return result
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ class _Leading:
         self._rendezvous = Rendezvous(world)
         self._watch: Watch | None = None  # set when the others become guards
 
-    def train(self, asked: RunRequest) -> TrainingResult:
+    def train(self, request: RunRequest) -> TrainingResult:
         """Prepare the run on all hosts, start its ranks and supervise them."""
         self._rendezvous.report(asdict(Member.here(self._world, versions())))
         members = [
@@ -77,7 +77,7 @@ class _Leading:
         several = len(hosts) > 1
         with ExitStack() as stack:
             prepared, finished = claim(
-                self._request(asked),
+                self._request(request),
                 self._report,
                 stack,
                 anyway=self._anyway or self._world.attempt > 1,  # a run that fitted once restarts
@@ -103,16 +103,16 @@ class _Leading:
             with suppress(RuntimeError):  # torchrun's store is gone
                 self._rendezvous.dismiss(code)
 
-    def _request(self, asked: RunRequest) -> RunRequest:
+    def _request(self, request: RunRequest) -> RunRequest:
         """Return the request for all ranks; after a restart, one that resumes. Raises UserError."""
-        ranks, world = asked.run.ranks, self._world
+        ranks, world = request.run.ranks, self._world
         if ranks not in (None, world.size):
-            message = f"{asked.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
+            message = f"{request.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
             hint = f"use --ranks {world.size}, or start {ranks} with {world.launcher}"
-            raise UserError(Problem(kind="ranks", message=message, hint=hint, where=asked.place("ranks")))
-        asked = replace(asked, run=asked.run.model_copy(update={"ranks": world.size}))
-        folder = asked.run.output or self._rendezvous.kept(FOLDER)
-        return going_on(asked, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else asked
+            raise UserError(Problem(kind="ranks", message=message, hint=hint, where=request.place("ranks")))
+        request = replace(request, run=request.run.model_copy(update={"ranks": world.size}))
+        folder = request.run.output or self._rendezvous.kept(FOLDER)
+        return going_on(request, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else request
 
     def _check_folder(self, folder: RunFolder, hosts: tuple[Host, ...]) -> None:
         """Raise UserError with the hosts that do not see the run folder."""

@@ -69,7 +69,7 @@ class MemoryGate:
         self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts
         self._run: Path | None = None
 
-    def __call__(self, asked: RunRequest, resolved: ResolvedJob, output: Path) -> MemoryForecast | None:
+    def __call__(self, request: RunRequest, resolved: ResolvedJob, output: Path) -> MemoryForecast | None:
         """Return the memory that a rank of this job will need; None, with a note, if it cannot be forecast.
 
         A forecast of the same job is reused if there is one. `output`: the run folder.
@@ -80,9 +80,9 @@ class MemoryGate:
         before = self._rooms(job.layout.world_size, output) if cluster else []
         too_much = self._too_much(resolved, before) if cluster and not self._anyway else None
         if cluster and too_much:
-            problem = self._memory_problem(asked, resolved, cluster, too_much)
+            problem = self._memory_problem(request, resolved, cluster, too_much)
             self._refuse([problem, disk_problem(job, output, None)])
-        found = self._forecast(asked, resolved, cluster, _free(cluster, before)) if cluster else None
+        found = self._forecast(request, resolved, cluster, _free(cluster, before)) if cluster else None
         end_server()  # its memory is the ranks'
         problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
@@ -95,7 +95,7 @@ class MemoryGate:
             if worst is None or worst.word != NOT or self._anyway:
                 self._reserve(output, found, job)
         if worst and worst.word == NOT:
-            problems.insert(0, self._memory_problem(asked, resolved, found.cluster, worst))
+            problems.insert(0, self._memory_problem(request, resolved, found.cluster, worst))
         elif worst and worst.word == WITHIN:
             self._report.warning(f"close to the limit: {worst.message}")
         self._refuse(problems)
@@ -112,10 +112,10 @@ class MemoryGate:
         """Return the cluster with the free memory of the host that has the least per rank."""
         return _free(cluster, self._rooms(cluster.ranks, output) or [room_here(range(cluster.gpus), output)])
 
-    def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
+    def simulations(self, request: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
         """Return simulations of the ranks that differ, judged by this memory; [] if the job cannot be simulated."""
         cluster = self._cluster(resolved)
-        found = self._forecast(asked, resolved, cluster, free) if cluster else None
+        found = self._forecast(request, resolved, cluster, free) if cluster else None
         return [assess(rank, free) for rank in (found.first, *found.stages)] if found else []
 
     def close(self) -> None:
@@ -138,11 +138,11 @@ class MemoryGate:
         return RoomVerdict(room=rooms[0], word=NOT, message=message, rank=0)
 
     def _forecast(
-        self, asked: RunRequest, resolved: ResolvedJob, cluster: Cluster, free: Cluster
+        self, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, free: Cluster
     ) -> RankForecasts | None:
         if resolved.job.facts.task == "gan" or resolved.inputs is None:
             return None
-        found = forecast(simulated(asked, resolved, cluster), free, self._report)
+        found = forecast(simulated(request, resolved, cluster), free, self._report)
         if isinstance(found, Problem):
             self._report.note(f"{UNKNOWN}: {found.message}")
             return None
@@ -167,8 +167,8 @@ class MemoryGate:
             return [room_here(range(ranks), output)]
         if self._facts is None:
             return [room_here(range(min(ranks, self._hosts[0].slots)), output)]
-        asked = [host for host in self._hosts if self._facts]
-        rooms = [room for room in rooms_of(asked, self._facts) if room.ranks.start < ranks]
+        request = [host for host in self._hosts if self._facts]
+        rooms = [room for room in rooms_of(request, self._facts) if room.ranks.start < ranks]
         return [replace(room, ranks=range(room.ranks.start, min(ranks, room.ranks.stop))) for room in rooms]
 
     def _reserve(self, output: Path, found: RankForecasts, job: Job) -> None:
@@ -182,7 +182,7 @@ class MemoryGate:
         reserve(output, sum(needs), {gpu.uuid: each for gpu in gpus})
 
     def _memory_problem(
-        self, asked: RunRequest, resolved: ResolvedJob, cluster: Cluster, worst: RoomVerdict
+        self, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, worst: RoomVerdict
     ) -> Problem:
         """Return the refusal, with the nearest changes that would fit, each simulated."""
         if self._anyway:
@@ -197,7 +197,7 @@ class MemoryGate:
         def is_worth(job: Job) -> bool:
             return least_bytes(job) <= _room_for(job, [room] * nodes, on_cpu=cluster.on_cpu)
 
-        look = replace(simulated(asked, resolved, free).knobs(worst.rank), is_worth=is_worth, times=False)
+        look = replace(simulated(request, resolved, free).knobs(worst.rank), is_worth=is_worth, times=False)
         return Problem(
             kind=DOES_NOT_FIT, message=worst.message, hint=f"{self._changes(look)}; {ANYWAY}", where=room.name
         )
@@ -249,13 +249,13 @@ def _room_for(job: Job, rooms: Sequence[HostRoom], *, on_cpu: bool) -> int:
     return host + (0 if on_cpu else sum(gpus))
 
 
-def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
+def simulated(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
     """Return a resolved run prepared for simulation on these devices."""
     fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
-    asked = replace(asked, run=asked.run.model_copy(update=fields))
+    request = replace(request, run=request.run.model_copy(update=fields))
     found: dict[str, Any] = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
     conf = alloc_conf_of(os.environ)  # the ranks inherit it
-    return PreparedSimulation(asked=asked, cluster=cluster, image=None, alloc_conf=conf, **found)
+    return PreparedSimulation(request=request, cluster=cluster, image=None, alloc_conf=conf, **found)
 
 
 def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:

@@ -52,7 +52,7 @@ class PreparedRun:
 
 
 def prepare(
-    asked: RunRequest,
+    request: RunRequest,
     report: Reporter,
     machine: Machine | None = None,
     folder: RunFolder | None = None,
@@ -68,17 +68,17 @@ def prepare(
     all problems.
     """
     problems = Problems()
-    folder = folder or problems.attempt(lambda: find_folder(asked.run))
+    folder = folder or problems.attempt(lambda: find_folder(request.run))
     fit = None
     if fitter and folder:
-        asked, fit = fitter(asked, folder)
+        request, fit = fitter(request, folder)
     elif fitter:  # still report all other problems
-        asked = replace(asked, run=asked.run.model_copy(update={"fit": False}))
-    resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
+        request = replace(request, run=request.run.model_copy(update={"fit": False}))
+    resolved = resolve_job(request, machine=machine, report=report, problems=problems, model=model)
     assert folder
     if stages := stages_of(resolved.job):
         report.stages(stages)
-    forecast = gate(asked, resolved, folder.path) if gate else None
+    forecast = gate(request, resolved, folder.path) if gate else None
     step_s = forecast_step_s(resolved) if gate and machine is None else None
     start = find_start(resolved.job, folder, report)
     batch = resolved.job.batch
@@ -118,12 +118,12 @@ def find_folder(run: Run) -> RunFolder:
     raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
 
 
-def going_on(asked: RunRequest, folder: RunFolder) -> RunRequest:
+def going_on(request: RunRequest, folder: RunFolder) -> RunRequest:
     """Return the request for the start after a failed one in this folder: from its newest checkpoint, if any."""
     fields: dict[str, Any] = {"output": folder.path}
-    if asked.run.resume == "never" or Store(folder.checkpoints).entries():
+    if request.run.resume == "never" or Store(folder.checkpoints).entries():
         fields["resume"] = "auto"
-    return replace(asked, run=asked.run.model_copy(update=fields))
+    return replace(request, run=request.run.model_copy(update=fields))
 
 
 def _new_path(run: Run) -> Path:
@@ -181,10 +181,10 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
 
     `report` gets notes about damaged checkpoints and changed settings. Raises UserError if the job cannot resume.
     """
-    asked = job.run.resume
-    if asked == "never" or (asked == "auto" and not folder.plan.exists()):
+    request = job.run.resume
+    if request == "never" or (request == "auto" and not folder.plan.exists()):
         return None
-    if asked == "auto":
+    if request == "auto":
         with refused(folder.run):
             former = read_json(folder.run)
         _refuse_another_run(former, job, folder, SAME_RUN)
@@ -193,7 +193,7 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
             report.note(f"no checkpoint in {folder.path} yet: training starts at step 1")
             return None
     else:
-        entry = _named(Path(asked).absolute(), report)
+        entry = _named(Path(request).absolute(), report)
     assert entry.manifest is not None
     return _start(entry.path, entry.manifest, job, folder, report)
 

@@ -98,7 +98,7 @@ def train(
 
 
 def claim(
-    asked: RunRequest,
+    request: RunRequest,
     report: Reporter,
     stack: ExitStack,
     *,
@@ -113,7 +113,7 @@ def claim(
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
     fitter = partial(fitted, report=report, gate=gate, anyway=anyway, machine=machine, hosts=hosts)
-    prepared = prepare(asked, report, machine, gate=gate, fitter=fitter)
+    prepared = prepare(request, report, machine, gate=gate, fitter=fitter)
     finished = finished_before(prepared.job, prepared.folder)
     if finished:
         report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps continues it")
