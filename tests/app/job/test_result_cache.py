@@ -10,7 +10,7 @@ import pytest
 
 from zerofit.app.job import model_facts
 from zerofit.app.job.model_facts import facts_of, max_positions_of
-from zerofit.app.job.result_cache import ROOT, code_digest, kept_file
+from zerofit.app.job.result_cache import ROOT, code_digest, result_file
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import UserError
@@ -43,10 +43,10 @@ def test_a_module_that_moves_gives_another_digest(copy):
 
 
 def test_versions_count(monkeypatch):
-    before = kept_file("facts", ["a"])
-    assert before == kept_file("facts", ["a"]) != kept_file("facts", ["b"])
+    before = result_file("facts", ["a"])
+    assert before == result_file("facts", ["a"]) != result_file("facts", ["b"])
     monkeypatch.setattr("zerofit.app.job.result_cache.versions", lambda: {"torch": "0"})
-    assert kept_file("facts", ["a"]) != before
+    assert result_file("facts", ["a"]) != before
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_changed_config_is_read_again(reads, tmp_path):
 def test_half_a_file_is_written_anew(reads):
     source = find("llama-tiny")
     max_positions_of(source, {})
-    (file,) = model_facts.kept_file("facts", []).parent.iterdir()
+    (file,) = model_facts.result_file("facts", []).parent.iterdir()
     file.write_text("{")
     assert max_positions_of(source, {}) == 1024
     assert json.loads(file.read_text()) == 1024

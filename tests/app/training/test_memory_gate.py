@@ -31,7 +31,7 @@ from zerofit.spec import reservations
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
-from zerofit.spec.reservations import host_claims
+from zerofit.spec.reservations import reserved_on_host
 from zerofit.spec.run_folder import MemoryForecast, RunFolder
 from zerofit.worker import refuse_small_host
 
@@ -199,7 +199,7 @@ def test_no_layout_keeps_less_than_the_least(stage, precision):
     asked = as_request(run)
     resolved = resolve_job(asked)
     cluster = zf.Cluster("cpu", gpus=2)
-    known = memory_forecast.forecast(memory_gate.simulated(asked, resolved, cluster), cluster, Reporter())
+    known = memory_forecast.forecast_ranks(memory_gate.prepared_for(asked, resolved, cluster), cluster, Reporter())
     assert isinstance(known, memory_forecast.RankForecasts)
     kept = sum(sum(known.of(rank).record.kept.values()) for rank in range(2))
     assert 0.5 * kept < memory_forecast.least_bytes(resolved.job) <= kept
@@ -252,7 +252,9 @@ def test_the_copy_that_is_written_while_it_trains_is_what_is_saved(pools, tmp_pa
     for background in (False, True):
         asked = as_request(zf.Run(**how, save_async=background))
         cluster = zf.Cluster("cpu", gpus=2)
-        known = memory_forecast.forecast(memory_gate.simulated(asked, resolve_job(asked), cluster), cluster, Reporter())
+        known = memory_forecast.forecast_ranks(
+            memory_gate.prepared_for(asked, resolve_job(asked), cluster), cluster, Reporter()
+        )
         assert isinstance(known, memory_forecast.RankForecasts)
         found.append([known.of(rank).record for rank in range(2)])
     for plain, copied, size in zip(*found, [first, sum(sizes.values()) - first], strict=True):
@@ -364,13 +366,13 @@ def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkey
     asked, first = as_request(zf.Run(**LLAMA)), MemoryGate(Reporter())
     resolved = resolve_job(asked)
     found = first(asked, resolved, tmp_path / "first")
-    assert found and host_claims() == found.first_bytes and host_claims(but=tmp_path / "first") == 0
+    assert found and reserved_on_host() == found.first_bytes and reserved_on_host(except_run=tmp_path / "first") == 0
     free = CPU_LIBRARY_BYTES + found.first_bytes * 3 // 2  # for one of two
     monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
     with pytest.raises(zf.DoesNotFit):
         held_against(zf.Run(**LLAMA), tmp_path / "second")
     first.close()
-    assert host_claims() == 0
+    assert reserved_on_host() == 0
     assert held_against(zf.Run(**LLAMA), tmp_path / "second")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from torch import nn
 
-from zerofit.app.job.result_cache import kept_file
+from zerofit.app.job.result_cache import result_file
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import Inputs
@@ -65,7 +65,7 @@ def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Calla
         return read()
     path = Path(source.path) if source.path else None
     content = path and (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8", errors="replace")
-    file = kept_file("facts", [asdict(source), content, *key])
+    file = result_file("facts", [asdict(source), content, *key])
     try:
         return shaped(read_json(file, object), form)
     except (OSError, Unreadable):  # never written, or truncated

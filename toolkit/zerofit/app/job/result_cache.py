@@ -15,7 +15,7 @@ from zerofit.spec.local_machine import versions
 ROOT = Path(__file__).parents[2]  # the package
 
 
-def kept_file(folder: str, key: Any, stem: str = "") -> Path:
+def result_file(folder: str, key: Any, stem: str = "") -> Path:
     """Return the file for the result of `key` (plain data); other code or versions have other files."""
     text = json.dumps([key, versions(), code_digest()], sort_keys=True, default=str)
     return cache_root() / folder / f"{stem}{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from zerofit.app.job.result_cache import kept_file
+from zerofit.app.job.result_cache import result_file
 from zerofit.app.simulation.runs import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
@@ -97,7 +97,7 @@ def _margin(one: Simulation) -> int:
     return late + round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
 
 
-def forecast(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
+def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
     """Return the memory forecast of a job's ranks, or the reason why it cannot be simulated.
 
     A rank with extrapolated layers is used as it is if the free memory leaves no doubt about its verdict.
@@ -231,7 +231,7 @@ def _file(target: SimulationTarget) -> Path:
     config = {**job["ds_config"], "optimizer": None, "scheduler": None}
     optimizer = get(job["ds_config"], "optimizer.type")
     plain |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": _own_code(target.job)}
-    return kept_file("forecasts", plain)
+    return result_file("forecasts", plain)
 
 
 def _own_code(job: Job) -> int | None:
