@@ -34,6 +34,14 @@ from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.spec.stages import stages_of
 
+# How a run is simulated. The ranks of a pipeline stage differ only in their partitions, so few of them are enough:
+#
+#   1. `prepare_simulation` turns the request into a job, as before a training, for the described cluster.
+#   2. A rank of each stage runs the engine on fake tensors. Of a large model it runs few layers and extrapolates.
+#   3. `decided` runs a rank again with all layers if the extrapolation leaves its verdict open.
+#   4. `heaviest_of` runs, in each stage, the rank whose partition needs most memory.
+#   5. The stage with the worst verdict is the result. Changes that would need less memory are simulated on demand.
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSimulation:
@@ -65,7 +73,7 @@ class PreparedSimulation:
         """
         return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
 
-    def turned(self, knob: Knob) -> PreparedSimulation | None:
+    def changed(self, knob: Knob) -> PreparedSimulation | None:
         """Return the run with one change; None if zerofit or DeepSpeed would refuse it."""
         places = {**self.request.places, **{field: field for field in knob.fields}}
         run = self.request.run.model_copy(update={**knob.fields, "ds_config": knob.config})
@@ -91,39 +99,44 @@ class KnobSimulations:
         """Return the result of each change, least memory first."""
         report, cluster = Reporter(on_event), self.prepared.cluster
         job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.request.run)
-        tried = [(knob, self.prepared.turned(knob)) for knob in knobs(job, written, named)]
-        turned = [(knob, one) for knob, one in tried if one is not None and self.is_worth(one.job)]
+        candidates = [(knob, self.prepared.changed(knob)) for knob in knobs(job, written, named)]
+        changed = [(knob, run) for knob, run in candidates if run is not None and self.is_worth(run.job)]
 
-        def look(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
+        def simulate_all(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
             return simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=exact)
 
-        simulated = decided(look([one.target(self.rank) for _, one in turned], exact=self.exact), cluster, look)
+        targets = [run.target(self.rank) for _, run in changed]
+        simulated = decided(simulate_all(targets, exact=self.exact), cluster, simulate_all)
         if self.heaviest:
-            simulated = heaviest_of(simulated, look)
+            simulated = heaviest_of(simulated, simulate_all)
         note_failed(simulated, "knobs", report)
         slowdowns: dict[int, float] = {}
         if self.times:
-            slowdowns = optional(lambda: self._slowdowns([one for _, one in turned], report), {}, "step times", report)
+            runs = [run for _, run in changed]
+            slowdowns = optional(lambda: self._slowdowns(runs, report), {}, "step times", report)
         rows = []
-        for number, ((knob, _), rank) in enumerate(zip(turned, simulated, strict=True)):
+        for number, ((knob, _), rank) in enumerate(zip(changed, simulated, strict=True)):
             if isinstance(rank, SimulatedRank):
                 config = knob.config if isinstance(knob.config, str) else None
                 row = KnobResult.of(assess(rank, cluster), knob.change, config, number)
                 rows.append(replace(row, slowdown=slowdowns.get(number)))
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
 
-    def _slowdowns(self, turned: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
-        """Return how much slower a step is with each change that keeps the same work, if formulas can forecast it."""
+    def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
+        """Return how much slower a step is with each change, by its number, if formulas can forecast it.
 
+        A change of the sequence length is left out, since its steps do other work.
+        """
         progress = Reporter(lambda event: report.status(f"knobs: {event.text}"))
 
-        def step_s(one: PreparedSimulation) -> float | None:
-            return traced_step_s(one.job, one.inputs, one.cluster, progress)
+        def step_s(run: PreparedSimulation) -> float | None:
+            return traced_step_s(run.job, run.inputs, run.cluster, progress)
 
-        before = step_s(self.prepared)
-        same = [one for one in enumerate(turned) if one[1].job.run.seq_len == self.prepared.job.run.seq_len]
-        after = {number: step_s(one) for number, one in same} if before else {}
-        return {number: seconds / before - 1 for number, seconds in after.items() if before and seconds}
+        before, seq_len = step_s(self.prepared), self.prepared.job.run.seq_len
+        if not before:
+            return {}
+        after = {number: step_s(run) for number, run in enumerate(changed) if run.job.run.seq_len == seq_len}
+        return {number: seconds / before - 1 for number, seconds in after.items() if seconds}
 
 
 def simulate(
@@ -165,32 +178,37 @@ def simulate(
     if cluster is None:
         cluster = Cluster.here() if request.run.ranks is None else replace(Cluster.here(), gpus=request.run.ranks)
     prepared = prepare_simulation(request, cluster, image=image, alloc_conf=alloc_conf, report=report)
-    if found := stages_of(prepared.job):
-        report.stages(found)
+    if stages := stages_of(prepared.job):
+        report.stages(stages)
     if trace is not None:
         refuse_place(Path(trace))
         exact = True  # an extrapolated rank has no timeline of memory
-    targets = [prepared.target(one) for one in _ranks(prepared.job, rank)]
+    targets = [prepared.target(number) for number in _ranks(prepared.job, rank)]
     exactly = partial(simulate_ranks, show=report.status, exact=True)
     simulated = decided(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)
     if rank is None:
         simulated = heaviest_of(simulated, exactly)
-    failed = [one for one in simulated if isinstance(one, Problem)]
+    failed = [problem for problem in simulated if isinstance(problem, Problem)]
     if failed:
         raise UserError(*dict.fromkeys(failed))  # stages may fail in the same way
-    stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
-    worst = max(stages, key=severity)
-    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    assessed = [assess(done, cluster) for done in simulated if isinstance(done, SimulatedRank)]
+    worst = max(assessed, key=severity)
     if trace is not None:
         write_trace(Path(trace), trace_of_simulation(worst, prepared.job, prepared.inputs, cluster, report))
-    peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
     return replace(
         worst,
-        stages=peaks if len(peaks) > 1 else (),
+        stages=stage_peaks(assessed),
         seconds=round(time.perf_counter() - start, 1),
         trace=Path(trace) if trace is not None else None,
         simulate_knobs=prepared.knobs(worst.rank, heaviest=rank is None, exact=exact),
     )
+
+
+def stage_peaks(stages: Sequence[Simulation]) -> tuple[StagePeak, ...]:
+    """Return the peak of each pipeline stage; empty without a pipeline."""
+    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
+    return peaks if len(peaks) > 1 else ()
 
 
 def prepare_simulation(
@@ -213,8 +231,15 @@ def prepare_simulation(
         check_task=partial(_check_task, request),
     )
     assert resolved.inputs is not None
-    found = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
-    return PreparedSimulation(request=request, cluster=cluster, image=image, alloc_conf=alloc_conf, **found)
+    return PreparedSimulation(
+        request=request,
+        cluster=cluster,
+        image=image,
+        job=resolved.job,
+        inputs=resolved.inputs,
+        ds_source=resolved.ds_source,
+        alloc_conf=alloc_conf,
+    )
 
 
 def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
@@ -227,10 +252,10 @@ def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
         problems.add("layout", message, "use --pipeline-balance parameters", "--pipeline-balance")
     if not is_text(task) and task != "gan":
         samples = "rows of a table" if task == "table" else "images"
-        whats = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets for chunks"}
-        for field, what in whats.items():
+        reasons = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets for chunks"}
+        for field, reason in reasons.items():
             if field in request.places and getattr(request.run, field):
-                problems.add("conflict", f"{request.place(field)}: {what}", "remove it", request.place(field))
+                problems.add("conflict", f"{request.place(field)}: {reason}", "remove it", request.place(field))
 
 
 def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.simulation.runs import stage_peaks
 from zerofit.app.simulation.script_trace import trace_of_script
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.alloc_conf import read_alloc_conf
@@ -16,7 +17,7 @@ from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.endings import note_failed
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak, severity
+from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
 from zerofit.simulate.script.knobs import ScriptKnob, script_knobs
 from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
@@ -67,14 +68,14 @@ def simulate_script(
     (True, True)
     """
     start, report = time.perf_counter(), Reporter(on_event)
-    read = read_command(command)
+    script = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
     read_alloc_conf(alloc_conf)
     if trace is not None:
         refuse_place(Path(trace))
-    check_command(read, cluster, rank=rank or 0, steps=steps)
+    check_command(script, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
-        command=read,
+        command=script,
         device=cluster.device,
         gpus=cluster.gpus,
         nodes=cluster.nodes,
@@ -85,43 +86,46 @@ def simulate_script(
         traced=trace is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
-    stages, seen = [(targets, _simulate(targets, report.status))], list[tuple[ScriptTarget, RankRecord, Simulation]]()
+    # the list grows while it is walked: only a stage's record tells the next stage what it receives
+    stages = [(targets, _simulate(targets, report.status))]
+    assessed = list[tuple[ScriptTarget, RankRecord, Simulation]]()
     for targets, records in stages:
         if rank is None:
             stages += _next_stage(targets, records, report)
             targets, records = _heaviest(targets, records, report)
-        one, *more = [_answer(*pair, cluster) for pair in zip(targets, records, strict=True)]
+        usual, *with_longest = [_assessed(*pair, cluster) for pair in zip(targets, records, strict=True)]
         assert isinstance(records[0], RankRecord)
-        seen.append((targets[0], records[0], _with_longest(one, more[0]) if more else one))
-    target, record, worst = max(seen, key=lambda found: severity(found[2]))
+        simulation = _with_longest(usual, with_longest[0]) if with_longest else usual
+        assessed.append((targets[0], records[0], simulation))
+    target, record, worst = max(assessed, key=lambda entry: severity(entry[2]))
     if trace is not None:
         write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
-    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
-    peaks = tuple(StagePeak(**{name: getattr(one, name) for name in names}) for *_, one in seen)
     return replace(
         worst,
-        stages=peaks if len(peaks) > 1 else (),
+        stages=stage_peaks([simulation for *_, simulation in assessed]),
         trace=Path(trace) if trace is not None else None,
         seconds=round(time.perf_counter() - start, 1),
-        simulate_knobs=ScriptKnobSimulations(target=target, seen=worst, cluster=cluster),
+        simulate_knobs=ScriptKnobSimulations(target=target, simulation=worst, cluster=cluster),
     )
 
 
 def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return the record of each target's rank; a rank in a later pipeline stage runs after all stages before it."""
-    found = simulate_all(targets, show)
-    later = [n for n, one in enumerate(found) if isinstance(one, Problem) and one.kind == LATER_STAGE]
-    now = {n: replace(targets[n], rank=0, received=None) for n in later}
-    while now:
-        for n, record in zip(list(now), simulate_all(list(now.values()), show), strict=True):
-            found[n] = record
-            if isinstance(record, Problem) or now[n].rank == targets[n].rank or record.pipeline is None:
-                del now[n]
+    records = simulate_all(targets, show)
+    # A rank of a later stage needs the activations that it receives. So a rank of each stage before it runs first, from
+    # stage 0 on, and its record has what it sends.
+    later = [n for n, record in enumerate(records) if isinstance(record, Problem) and record.kind == LATER_STAGE]
+    running = {n: replace(targets[n], rank=0, received=None) for n in later}
+    while running:
+        for n, record in zip(list(running), simulate_all(list(running.values()), show), strict=True):
+            records[n] = record
+            if isinstance(record, Problem) or running[n].rank == targets[n].rank or record.pipeline is None:
+                del running[n]
                 continue
-            wanted, stage = record.pipeline.stage_of_rank[targets[n].rank], record.pipeline.stage + 1
-            rank = targets[n].rank if stage == wanted else record.pipeline.stage_of_rank.index(stage)
-            now[n] = replace(now[n], rank=rank, received=record.pipeline.sends)
-    return found
+            last_stage, stage = record.pipeline.stage_of_rank[targets[n].rank], record.pipeline.stage + 1
+            rank = targets[n].rank if stage == last_stage else record.pipeline.stage_of_rank.index(stage)
+            running[n] = replace(running[n], rank=rank, received=record.pipeline.sends)
+    return records
 
 
 def _next_stage(
@@ -141,14 +145,15 @@ def _heaviest(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
     """Return the targets and records of the heavier rank, if there is one that can be simulated."""
-    other = None if isinstance(records[0], Problem) else records[0].heavier_rank
-    if other is None:
+    first = records[0]
+    if isinstance(first, Problem) or first.heavier_rank is None:
         return targets, records
-    others = [replace(target, rank=other) for target in targets]
-    found = simulate_all(others, report.status)
-    here, there = records[0], found[0]
-    more = isinstance(here, RankRecord) and isinstance(there, RankRecord) and there.needs > here.needs
-    return (others, found) if more else (targets, records)
+    heavier_targets = [replace(target, rank=first.heavier_rank) for target in targets]
+    heavier_records = simulate_all(heavier_targets, report.status)
+    heavier = heavier_records[0]
+    if isinstance(heavier, RankRecord) and heavier.needs > first.needs:
+        return heavier_targets, heavier_records
+    return targets, records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,21 +161,21 @@ class ScriptKnobSimulations:
     """Changes of a command that would need less memory; calling this simulates each of them."""
 
     target: ScriptTarget
-    seen: Simulation
+    simulation: Simulation  # of the command as it is
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Return the result of each change, least memory first, without those that cannot be simulated."""
-        assert isinstance(self.seen.run, SimulatedScript)
+        assert isinstance(self.simulation.run, SimulatedScript)
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
-            knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
+            knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target.world_size, Path(folder))
             targets = [self._changed(knob, Path(folder)) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         note_failed(records, "knobs", report)
         for number, (knob, target, record) in enumerate(zip(knobs, targets, records, strict=True)):
             if not isinstance(record, Problem):
-                rows.append(KnobResult.of(_answer(target, record, self.cluster), knob.change, knob.config, number))
+                rows.append(KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config, number))
         return tuple(sorted(rows, key=lambda row: row.peak_bytes))
 
     def _changed(self, knob: ScriptKnob, folder: Path) -> ScriptTarget:
@@ -182,7 +187,7 @@ class ScriptKnobSimulations:
         return replace(self.target, command=knob.command, arguments=arguments, received=None, traced=False)
 
 
-def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
+def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
     """Return the simulation of a record. Raises UserError if the rank could not be simulated."""
     if isinstance(record, Problem):
         raise UserError(record)
@@ -190,26 +195,26 @@ def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster
     return assess(SimulatedScriptRank(target=target, record=record, facts=record.script), cluster)
 
 
-def _with_longest(seen: Simulation, longest: Simulation) -> Simulation:
+def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
     """Return a simulation with the needs of the longest batches; it fits only if they fit too."""
-    assert isinstance(seen.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
+    assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
     names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
     tokens = longest.run.facts.longest_seen
-    run = replace(seen.run, longest=LongestBatch(tokens=tokens, **{name: getattr(longest, name) for name in names}))
-    if longest.fits or not seen.fits:
-        return replace(seen, run=run)
+    run = replace(usual.run, longest=LongestBatch(tokens=tokens, **{name: getattr(longest, name) for name in names}))
+    if longest.fits or not usual.fits:
+        return replace(usual, run=run)
     because = f"With batches of {tokens} tokens: {longest.because}"
     return replace(
-        seen, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
+        usual, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
     )
 
 
-def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
+def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
     """Check the command against files and hardware. Raises UserError with all problems."""
     problems = Problems()
-    if not read.is_module and not Path(read.script).is_file():
-        problems.add("command", f"no script {read.script}", "use a path relative to the current folder", "COMMAND")
-    problems.extend(rank_problems(read, cluster.gpus, cluster.nodes))
+    if not script.is_module and not Path(script.script).is_file():
+        problems.add("command", f"no script {script.script}", "use a path relative to the current folder", "COMMAND")
+    problems.extend(rank_problems(script, cluster.gpus, cluster.nodes))
     if not 0 <= rank < cluster.ranks:
         problems.add(
             "bad-value", f"no rank {rank}: there are {cluster.ranks}", f"use 0 to {cluster.ranks - 1}", "--rank"
