@@ -49,7 +49,7 @@ def test_processes_report_answer_and_leave():
 
 def test_processes_that_do_not_come_are_named(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(module, "SAID_S", 0.1)
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.1)
     port, said = free_port(), list[str]()
     first = Rendezvous(world(0, port))
     first.report({})

@@ -20,20 +20,30 @@ from zerofit.spec.errors import Problem, RunFailed, UserError
 PATIENCE_S = 300.0  # for all processes to arrive, each after importing torch
 LEAVING_S = 10.0  # for all processes to read the last order
 LOOK_S = 0.1
-SAID_S = 5.0
+REPORT_EVERY_S = 5.0
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
     """Keep torch, imported within the block, from logging every connection attempt on standard error."""
-    told = LOG_LEVEL in os.environ
+    is_set = LOG_LEVEL in os.environ
     os.environ.setdefault(LOG_LEVEL, "ERROR")
     try:
         yield
     finally:
-        if not told:
+        if not is_set:
             del os.environ[LOG_LEVEL]
+
+
+# The store has keys of text, which all processes see. A job's keys have its name and the number of the start:
+#
+#   rank-N      each process: its host, cores, GPUs and versions     `report`, `reports`
+#   order-0..   the first process: see FOLDER, spec FILE, exit CODE  `order`, `orders`
+#   answer-N    each process, after an order that needs one          `answer`, `answers`
+#   left        counts the processes that have read the last order   `leave`, `dismiss`
+#
+# The first process stays until all have left, since the store ends with it (unless it is torchrun's).
 
 
 class Rendezvous:
@@ -60,10 +70,10 @@ class Rendezvous:
         """Send facts about this process to the first one."""
         self._store.set(f"rank-{self._world.rank}", json.dumps(facts))
 
-    def reports(self, say: Callable[[str], None]) -> list[Any]:
+    def reports(self, show: Callable[[str], None]) -> list[Any]:
         """Return the report of each process, in the order of ranks. Raises RunFailed if some are missing."""
         keys = [f"rank-{rank}" for rank in range(self._world.size)]
-        return [json.loads(text) for text in self._all(keys, PATIENCE_S, say)]
+        return [json.loads(text) for text in self._all(keys, PATIENCE_S, show)]
 
     def order(self, **order: Any) -> None:
         """Send an order to the other processes."""
@@ -111,9 +121,9 @@ class Rendezvous:
         """Return a text stored by an earlier start; None if there is none."""
         return self._kept.get(name).decode() if self._kept and self._kept.check([name]) else None
 
-    def _all(self, keys: Sequence[str], patience_s: float, say: Callable[[str], None]) -> list[bytes]:
-        """Return the values of all keys once they exist; `say` gets messages about missing processes."""
-        deadline, said = time.monotonic() + patience_s, time.monotonic()
+    def _all(self, keys: Sequence[str], patience_s: float, show: Callable[[str], None]) -> list[bytes]:
+        """Return the values of all keys once they exist; `show` gets messages about missing processes."""
+        deadline, reported = time.monotonic() + patience_s, time.monotonic()
         while not self._store.check(list(keys)):
             missing = [key.rpartition("-")[2] for key in keys if not self._store.check([key])]
             who = f"{len(missing)} of {self._world.size} processes (rank {', '.join(missing[:5])})"
@@ -121,9 +131,9 @@ class Rendezvous:
                 message = f"{who} did not report within {patience_s:.0f} s"
                 hint = f"every process started by {self._world.launcher} has to run the same command"
                 raise RunFailed(Problem(kind="not-started", message=message, hint=hint))
-            if missing and time.monotonic() - said > SAID_S:
-                said = time.monotonic()
-                say(f"waiting for {who}")
+            if missing and time.monotonic() - reported > REPORT_EVERY_S:
+                reported = time.monotonic()
+                show(f"waiting for {who}")
             time.sleep(LOOK_S)
         return self._store.multi_get(list(keys))
 

@@ -30,7 +30,7 @@ def follow(world: World) -> int:
     rendezvous.report(asdict(Member.here(world, versions())))
     for order in rendezvous.orders():
         if "see" in order:
-            rendezvous.answer(_seen(Path(order["see"])))
+            rendezvous.answer(_why_not_visible(Path(order["see"])))
         elif "spec" in order:
             argv = [sys.executable, str(GUARD), JOINED, order["spec"]]
             os.execve(sys.executable, argv, {**os.environ, **world.place})
@@ -41,8 +41,8 @@ def follow(world: World) -> int:
     raise AssertionError("orders end with the first process")
 
 
-def _seen(folder: Path) -> str:
-    """Return "" once this host sees the run folder, else why it does not."""
+def _why_not_visible(folder: Path) -> str:
+    """Return "" if the run folder is visible on this host within some seconds, else the reason."""
     deadline = time.monotonic() + SEEN_S
     while not RunFolder(folder).plan.is_file():
         if time.monotonic() > deadline:
