@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from zerofit.app.clusters.hosts import machine_of
-from zerofit.app.training.prepare_folder import PreparedRun, going_on
+from zerofit.app.training.prepare_folder import PreparedRun, resuming
 from zerofit.app.training.result import TrainingResult
 from zerofit.app.training.train import claim, train_at
 from zerofit.launch.host import environment, this_machine
@@ -112,18 +112,19 @@ class _Leading:
             raise UserError(Problem(kind="ranks", message=message, hint=hint, where=request.place("ranks")))
         request = replace(request, run=request.run.model_copy(update={"ranks": world.size}))
         folder = request.run.output or self._rendezvous.kept(FOLDER)
-        return going_on(request, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else request
+        return resuming(request, RunFolder(Path(folder).absolute())) if folder and world.attempt > 1 else request
 
     def _check_folder(self, folder: RunFolder, hosts: tuple[Host, ...]) -> None:
         """Raise UserError with the hosts that do not see the run folder."""
         self._rendezvous.order(see=str(folder.path))
         names = [host.name for host in hosts for _ in range(host.slots)]
-        problems, told = Problems(), set[str]()
+        problems, reasons = Problems(), dict[str, str]()
         for rank, answer in self._rendezvous.answers().items():
-            if answer and names[rank] not in told:
-                told.add(names[rank])
-                hint = "use a --output on a file system that all hosts share"
-                problems.add("output-not-shared", f"on {names[rank]}: {answer}", hint, names[rank])
+            if answer:
+                reasons.setdefault(names[rank], answer)
+        for name, reason in reasons.items():
+            hint = "use a --output on a file system that all hosts share"
+            problems.add("output-not-shared", f"on {name}: {reason}", hint, name)
         problems.raise_if_any()
 
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:

@@ -31,6 +31,9 @@ from zerofit.spec.run import Run, RunRequest, flag
 from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
 from zerofit.spec.stages import stages_of
 
+# What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Damaged ones are skipped with a
+# note. The run must be the same in all that decides the weights (SAME_RUN); other changes are notes. If the layout has
+# changed, each rank assembles its part from all shards; else DeepSpeed loads its own files (`same_storage`).
 MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
 SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
@@ -118,7 +121,7 @@ def find_folder(run: Run) -> RunFolder:
     raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
 
 
-def going_on(request: RunRequest, folder: RunFolder) -> RunRequest:
+def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
     """Return the request for the start after a failed one in this folder: from its newest checkpoint, if any."""
     fields: dict[str, Any] = {"output": folder.path}
     if request.run.resume == "never" or Store(folder.checkpoints).entries():
@@ -181,10 +184,10 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
 
     `report` gets notes about damaged checkpoints and changed settings. Raises UserError if the job cannot resume.
     """
-    request = job.run.resume
-    if request == "never" or (request == "auto" and not folder.plan.exists()):
+    resume = job.run.resume
+    if resume == "never" or (resume == "auto" and not folder.plan.exists()):
         return None
-    if request == "auto":
+    if resume == "auto":
         with refused(folder.run):
             former = read_json(folder.run)
         _refuse_another_run(former, job, folder, SAME_RUN)
@@ -193,7 +196,7 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
             report.note(f"no checkpoint in {folder.path} yet: training starts at step 1")
             return None
     else:
-        entry = _named(Path(request).absolute(), report)
+        entry = _named(Path(resume).absolute(), report)
     assert entry.manifest is not None
     return _start(entry.path, entry.manifest, job, folder, report)
 
@@ -256,9 +259,9 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
 def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
     new = job.run.model_dump(mode="json")
     then = Run().model_dump(mode="json") | old  # runs of older versions lack some fields
-    other = [name for name in fields if then[name] != new[name]]
-    if other:
-        what = ", ".join(f"{flag(name)} was {then[name]}, now {new[name]}" for name in other)
+    changed = [name for name in fields if then[name] != new[name]]
+    if changed:
+        what = ", ".join(f"{flag(name)} was {then[name]}, now {new[name]}" for name in changed)
         message = f"{folder.path} contains another run: {what}"
         hint = "use another --output; `--resume CHECKPOINT --output NEW` continues from its weights with other data"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
