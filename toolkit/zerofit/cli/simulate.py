@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from zerofit.app.job.requests import read_request
-from zerofit.app.simulation.other_releases import go_on_with
+from zerofit.app.simulation.other_releases import rerun_with
 from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole
@@ -99,7 +99,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     def work() -> Simulation:
         releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
         with EventConsole() as console:
-            go_on_with(releases, PLACES, Reporter(console), own=words is None)
+            rerun_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = read_asked_baseline(options)
         if options["write_config"]:
             _refuse_place(options["write_config"], options["knobs"])

@@ -35,6 +35,13 @@ COMING_S, ALONE_S = 180.0, 1800.0  # limits for a guard to report; the second if
 LOOPBACK = "127."
 
 
+# Addresses. Ranks meet at rank 0's host (`master`), and each guard connects to this command (`addresses`). Both have to
+# be addresses that other hosts can reach, which a machine cannot always tell about itself:
+# - this machine's address is that of its route to the last host; a route to itself would be loopback;
+# - /etc/hosts often maps a host's own name to loopback (Debian: 127.0.1.1), which is useless to others;
+# - with `--no-ssh`, --master-addr may be a name or a router's address, which nobody can listen on.
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostRequest:
     """The hosts of a run and how to start its ranks there; one field per flag."""
@@ -164,11 +171,11 @@ def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
     if found is None:
         return here
-    graphics = [gpu for one in found.facts.values() for gpu in one["gpus"]]
-    if graphics and all(one["gpus"] for one in found.facts.values()):
-        capability = min(float(gpu["compute_capability"]) for gpu in graphics)
+    gpus = [gpu for facts in found.facts.values() for gpu in facts["gpus"]]
+    if gpus and all(facts["gpus"] for facts in found.facts.values()):
+        capability = min(float(gpu["compute_capability"]) for gpu in gpus)
         able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
-        name = graphics[0]["name"]
+        name = gpus[0]["name"]
         return Machine(accelerator="cuda", devices=here.devices, cores=usable_cores(), device_name=name, **able)
     able = {"fp16": here.accelerator == "cpu" and here.fp16, "bf16": True}
     return replace(here, accelerator="cpu", device_name=f"CPU of {len(hosts)} hosts", **able)
@@ -266,9 +273,9 @@ def ask_hosts(
 
     async def ask() -> dict[str, dict[str, Any] | Unreachable]:
         async with conversations(hosts, ssh_port, module) as opened:
-            there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
-            answers = await ask_all(there, question, patience_s, say)
-        return {name: answers[name] if isinstance(one, Conversation) else one for name, one in opened.items()}
+            reached = {name: host for name, host in opened.items() if isinstance(host, Conversation)}
+            answers = await ask_all(reached, question, patience_s, say)
+        return {name: answers[name] if isinstance(host, Conversation) else host for name, host in opened.items()}
 
     return asyncio.run(ask())
 

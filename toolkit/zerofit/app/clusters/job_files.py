@@ -80,13 +80,13 @@ def write_job_file(options: JobFileRequest) -> JobFile:
     for name in NEEDED[kind]:
         if getattr(options, name) is None:
             problems.add("missing", f"--{kind} needs --{name}", "see `zerofit launch --help`", f"--{name}")
-    whole = not problems
+    complete = not problems
     check_size(options.nodes or 1, options.slots or 1, problems)
     env = problems.attempt(lambda: forwarded(options.env)) or {}
     # a value from the environment may be a secret, so it is not written into the job
     secret = {name: env.pop(name) for name in options.env if "=" not in name and name in env}
     prepare = _slurm if options.slurm else _kubernetes
-    write = problems.attempt(lambda: prepare(options, _common(options, env), secret)) if whole else None
+    write = problems.attempt(lambda: prepare(options, _common(options, env), secret)) if complete else None
     problems.attempt(lambda: _check_run(options, problems))
     problems.raise_if_any()
     assert write
@@ -201,7 +201,7 @@ def _words(options: JobFileRequest) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
-            words += [f"--{name}={one}" for one in value]
+            words += [f"--{name}={item}" for item in value]
         elif isinstance(value, dict):
             words.append(f"--{name}={json.dumps(value)}")
         else:

@@ -53,8 +53,8 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
     if (folder / ADAPTERS).is_file():
         return request  # the catalogue refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
-    found = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **request.run.model_args}}
-    return replace(request, run=request.run.model_copy(update=found))
+    saved = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **request.run.model_args}}
+    return replace(request, run=request.run.model_copy(update=saved))
 
 
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
@@ -133,12 +133,12 @@ def input_option(inputs: Inputs | None) -> str | None:
         return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
     if isinstance(inputs, TableInputs):
         return f"features:{inputs.features}"
-    for one in inputs.tensors if isinstance(inputs, NamedInputs) else ():
-        if one.name == "pixel_values" or one.image:
-            channels, size = one.image or one.shape[:2]
+    for tensor in inputs.tensors if isinstance(inputs, NamedInputs) else ():
+        if tensor.name == "pixel_values" or tensor.image:
+            channels, size = tensor.image or tensor.shape[:2]
             return f"image:{channels}x{size}x{size}"
-        if one.name == "input_features":
-            return f"frames:{one.shape[1]}"
+        if tensor.name == "input_features":
+            return f"frames:{tensor.shape[1]}"
     return f"decoder:{inputs.tensors[-1].shape[0]}" if isinstance(inputs, NamedInputs) else None
 
 

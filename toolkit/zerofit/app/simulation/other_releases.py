@@ -25,7 +25,12 @@ from zerofit.spec.files import cache_root
 HAS = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
 
 
-def go_on_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
+# An environment on top of this one: `venv` without pip, a .pth file that adds the folders of this environment, and pip
+# of this environment to install the releases on top. So only these are downloaded, and torch is shared. The command
+# then replaces this process by itself, run by the Python of that environment.
+
+
+def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
     """Replace this process by the same command with these releases; return if they are installed here.
 
     Args:
@@ -38,25 +43,25 @@ def go_on_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
     """
     if not releases:
         return
-    problems, wanted = Problems(), dict[str, str]()
-    needed = [Requirement(one) for one in metadata.requires("zerofit") or ()]
-    allowed = {one.name: one.specifier for one in needed if not one.marker or one.marker.evaluate({"extra": "train"})}
-    for name, given in releases.items():
+    problems, missing = Problems(), dict[str, str]()
+    needed = [Requirement(line) for line in metadata.requires("zerofit") or ()]
+    allowed = {r.name: r.specifier for r in needed if not r.marker or r.marker.evaluate({"extra": "train"})}
+    for name, release in releases.items():
         try:
-            version = str(Version(given))
+            version = str(Version(release))
         except InvalidVersion:
             hint = f"use a version from `pip index versions {name}`"
-            problems.add("bad-value", f"{given!r} is not a version", hint, places[name])
+            problems.add("bad-value", f"{release!r} is not a version", hint, places[name])
             continue
         if own and not allowed[name].contains(version, prereleases=True):
             message = f"zerofit trains with {name}{allowed[name]}, not {version}"
             hint = "use one of these; other releases can simulate your own script: -- COMMAND"
             problems.add("release", message, hint, places[name])
         elif not _is(metadata.version(name), version):
-            wanted[name] = version
+            missing[name] = version
     problems.raise_if_any()
-    if wanted:
-        python = python_with(wanted, report, where=" ".join(places[name] for name in wanted))
+    if missing:
+        python = python_with(missing, report, where=" ".join(places[name] for name in missing))
         os.execv(python, [str(python), "-P", "-m", "zerofit.cli", *sys.argv[1:]])
 
 
@@ -100,8 +105,8 @@ def _run(words: Sequence[Any], where: str) -> str:
     env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled when they are used
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
     if done.returncode:
-        said = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        errors = [line for line in said if line.startswith("ERROR:")] or said or [f"exit code {done.returncode}"]
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines or [f"exit code {done.returncode}"]
         message = f"{' '.join(map(str, words[1:4]))} ...: {errors[-1].removeprefix('ERROR: ')}"
         hint = "pip must be able to install it here; `pip index versions` lists the releases"
         raise UserError(Problem(kind="release", message=message, hint=hint, where=where))

@@ -38,6 +38,15 @@ _INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "toke
 _INDIFFERENT |= {"ds_config"}  # the job's filled-in JSON counts instead
 
 
+# The memory of a rank over its life, from few simulated ranks:
+#
+#   rank 0           build, init, steps of the engine  + the copy for --save-async + saving the model
+#   one per stage    the same, with the part of the model that it saves
+#
+# What the engine does is simulated. What zerofit adds around it (copies while saving) is added by formulas, since a
+# simulation writes no checkpoint. Records are cached by all that decides them: job, device, code and versions.
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankForecasts:
     """The ranks of a job that differ in memory: rank 0, which saves the model, and one rank of each pipeline stage."""
@@ -53,18 +62,18 @@ class RankForecasts:
     @cached_property
     def summary(self) -> MemoryForecast:
         """The forecast as stored in plan.json."""
-        found = [assess(one, self.cluster) for one in (self.first, *self.stages)]
+        ranks = [assess(rank, self.cluster) for rank in (self.first, *self.stages)]
         phases: dict[str, int] = {}
-        for phase in (phase for one in found for phase in one.phases):
+        for phase in (phase for rank in ranks for phase in rank.phases):
             phases[phase.name] = max(phases.get(phase.name, 0), phase.peak_bytes)
         return MemoryForecast(
             phases=phases,
-            reserved_bytes=max(one.reserved_bytes for one in found),
-            beside_bytes=max(sum(part.bytes for part in one.overheads) for one in found),
-            margin_bytes=max(map(_margin, found)),
-            host_bytes=max(sum(one.host_bytes.values()) for one in found),
-            pinned_bytes=max(one.host_bytes["pinned"] for one in found),
-            stages=tuple(self.host_need(one) for one in self.stages),
+            reserved_bytes=max(rank.reserved_bytes for rank in ranks),
+            beside_bytes=max(sum(part.bytes for part in rank.overheads) for rank in ranks),
+            margin_bytes=max(map(_margin, ranks)),
+            host_bytes=max(sum(rank.host_bytes.values()) for rank in ranks),
+            pinned_bytes=max(rank.host_bytes["pinned"] for rank in ranks),
+            stages=tuple(self.host_need(rank) for rank in self.stages),
             first_bytes=self.host_need(self.first),
         )
 
@@ -72,8 +81,8 @@ class RankForecasts:
         """Return the peak host memory of a rank with its process, without shared pages of libraries."""
         if not self.cluster.on_cpu:
             return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
-        beside = assess(rank, self.cluster).overheads
-        return rank.record.peaks[0].bytes + sum(one.bytes for one in beside)
+        overheads = assess(rank, self.cluster).overheads
+        return rank.record.peaks[0].bytes + sum(part.bytes for part in overheads)
 
 
 def least_bytes(job: Job) -> int:
@@ -91,10 +100,11 @@ def least_bytes(job: Job) -> int:
     return weights + parameters * (masters + moments) * (1 if stage or job.precision != "fp32" else copies)
 
 
-def _margin(one: Simulation) -> int:
+def _margin(rank: Simulation) -> int:
     """Return the bytes that the verdict keeps free above the reserved peak and the mean estimate outside torch."""
-    late = one.reserved_ahead_bytes - one.reserved_bytes  # memory that streams free later than in the simulation
-    return late + round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
+    late = rank.reserved_ahead_bytes - rank.reserved_bytes  # memory that streams free later than in the simulation
+    uncertain = sum(part.high_bytes - part.bytes for part in rank.overheads)
+    return late + round(REPLAYED * rank.reserved_bytes) + uncertain
 
 
 def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
@@ -136,9 +146,9 @@ def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
     pinned = {**record.host, "pinned": record.host["pinned"] + copy}
     if rank.target.accelerator != "cpu":
         return replace(rank, record=replace(record, host_phases=host, host=pinned))
-    phases = [_larger(one, copy) if one.name in STEPS else one for one in record.phases]
-    peaks = [_larger_peak(one, copy) if one.phase in STEPS else one for one in record.peaks]
-    peaks.sort(key=lambda one: -one.bytes)
+    phases = [_larger(phase, copy) if phase.name in STEPS else phase for phase in record.phases]
+    peaks = [_larger_peak(peak, copy) if peak.phase in STEPS else peak for peak in record.peaks]
+    peaks.sort(key=lambda peak: -peak.bytes)
     return replace(rank, record=replace(record, phases=phases, peaks=peaks))
 
 
@@ -160,17 +170,17 @@ def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
     pipeline stage copies its part before it writes it. Rank 0 keeps all of a model outside transformers, and all
     adapters (`train.run.save_model`).
     """
-    layout, facts, whole = job.layout, job.facts, job.facts.weight_bytes(job.precision)
+    layout, facts, weights = job.layout, job.facts, job.facts.weight_bytes(job.precision)
     streamed = find(job.run.model).family == "transformers"
     if job.run.lora:
-        adapters = whole * facts.trained_parameters // facts.parameters
+        adapters = weights * facts.trained_parameters // facts.parameters
         return [adapters, *[adapters // layout.pp] * layout.pp]
     if layout.pp > 1:
-        part = whole // layout.pp * (1 if on_cpu else 2)
-        return [part if streamed else max(part, whole), *[part] * layout.pp]
-    largest, gathered = whole * facts.largest_parameter // facts.parameters, layout.zero_stage == 3 or layout.tp > 1
+        part = weights // layout.pp * (1 if on_cpu else 2)
+        return [part if streamed else max(part, weights), *[part] * layout.pp]
+    largest, gathered = weights * facts.largest_parameter // facts.parameters, layout.zero_stage == 3 or layout.tp > 1
     copied = gathered or not on_cpu
-    return [(largest if streamed else whole) if copied else 0, largest if gathered else 0]
+    return [(largest if streamed else weights) if copied else 0, largest if gathered else 0]
 
 
 def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
@@ -185,7 +195,7 @@ def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> Simulated
     phase = RankPhase(name=SAVE, step=-1, **figures)
     parts = {"state of training": last.end_bytes, "copies of weights": saved_bytes}
     peak = KindPeak(key=SAVE, phase=SAVE, step=-1, module="", at="", bytes=total, breakdown=parts)
-    peaks = sorted([*record.peaks, peak], key=lambda one: -one.bytes)
+    peaks = sorted([*record.peaks, peak], key=lambda peak: -peak.bytes)
     return replace(rank, record=replace(record, phases=[*record.phases, phase], peaks=peaks))
 
 
@@ -195,20 +205,20 @@ def _simulate_or_recall(
     """Return each target's rank, cached or simulated now; `exact`: with all of its layers simulated."""
     files = [_file(target) for target in targets]
     recalled = [_recall(target, file) for target, file in zip(targets, files, strict=True)]
-    found: list[SimulatedRank | Problem | None] = [
-        one if one and not (exact and one.layers) else None for one in recalled
+    ranks: list[SimulatedRank | Problem | None] = [
+        rank if rank and not (exact and rank.layers) else None for rank in recalled
     ]
-    missing = [n for n, one in enumerate(found) if one is None]
+    missing = [n for n, rank in enumerate(ranks) if rank is None]
     new: list[SimulatedRank | Problem] = []
     if missing:
         new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"), exact=exact)
-    for n, one in zip(missing, new, strict=True):
-        found[n] = one
-        if isinstance(one, SimulatedRank):
-            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None, host_moments={}), mode="json")
+    for n, rank in zip(missing, new, strict=True):
+        ranks[n] = rank
+        if isinstance(rank, SimulatedRank):
+            record = _RECORD.dump_python(replace(rank.record, timeline=(), events=None, host_moments={}), mode="json")
             files[n].parent.mkdir(parents=True, exist_ok=True)
-            write_json(files[n], {"record": record, "layers": one.layers, "check_error": one.check_error})
-    return [one for one in found if one is not None]
+            write_json(files[n], {"record": record, "layers": rank.layers, "check_error": rank.check_error})
+    return [rank for rank in ranks if rank is not None]
 
 
 _RECORD = TypeAdapter(RankRecord)

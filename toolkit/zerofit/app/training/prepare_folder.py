@@ -236,14 +236,14 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
 
 
 def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
-    old, new = (one.run.model_dump(mode="json") for one in (manifest.job, job))
+    old, new = manifest.job.run.model_dump(mode="json"), job.run.model_dump(mode="json")
     _refuse_another_run(old, job, folder, (*MODEL, *PART_FIELDS))
-    found = obstacles(manifest.job, job)
+    problems = obstacles(manifest.job, job)
     if manifest.step > job.steps:
         message = f"{checkpoint} is at step {manifest.step}, past --steps {job.steps}"
-        found.append(Problem(kind="steps", message=message, hint="raise --steps, or resume an older checkpoint"))
-    if found:
-        raise UserError(*found)
+        problems.append(Problem(kind="steps", message=message, hint="raise --steps, or resume an older checkpoint"))
+    if problems:
+        raise UserError(*problems)
     same = same_storage(manifest.job, job)
     changed = [name for name in new if name not in UNREMARKABLE and old[name] != new[name]]
     for name in changed:
@@ -251,9 +251,15 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
     if not same:
         report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
     was, batch = manifest.job.batch, job.batch
-    kept = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
-    place = {"checkpoint": str(checkpoint), "step": manifest.step, "samples": manifest.samples}
-    return Start(**place, same_layout=same, shares=was.by_rank if kept else ())
+    # shares that were measured for the same batch are still right, so a resume does not measure again
+    same_batch = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
+    return Start(
+        checkpoint=str(checkpoint),
+        step=manifest.step,
+        samples=manifest.samples,
+        same_layout=same,
+        shares=was.by_rank if same_batch else (),
+    )
 
 
 def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
