@@ -31,7 +31,7 @@ import transformers
 from meter.planned import traced
 from transformers.models.auto import modeling_auto
 
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.models.catalog import ModelError
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster

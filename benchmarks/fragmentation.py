@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.meter.planned import planned
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import SimulatedRank, simulate
 from zerofit.spec.cluster import Cluster

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from meter.planned import planned
 
-from zerofit.app.simulation import PreparedSimulation, prepare_simulation
+from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
 from zerofit.simulate.assess import assess

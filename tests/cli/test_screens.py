@@ -20,8 +20,8 @@ from zerofit.app.comparing.rows import Comparison, StrategyRow
 from zerofit.app.data_view import DataView
 from zerofit.app.inference import Evaluation
 from zerofit.app.planning.planner import plan
-from zerofit.app.simulation import simulate
-from zerofit.app.supervision import TrainingResult
+from zerofit.app.simulation.runs import simulate
+from zerofit.app.training.result import TrainingResult
 from zerofit.checkpoint.diff import CheckpointDiff, TensorRow
 from zerofit.checkpoint.export import ExportResult
 from zerofit.checkpoint.store import Damage

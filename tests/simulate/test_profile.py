@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from zerofit.app.requests import assumed_inputs
+from zerofit.app.job.requests import assumed_inputs
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs

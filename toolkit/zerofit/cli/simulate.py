@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zerofit.app.releases import go_on_with
-from zerofit.app.requests import read_request
+from zerofit.app.job.requests import read_request
+from zerofit.app.simulation.other_releases import rerun_with
 from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole
@@ -99,7 +99,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     def work() -> Simulation:
         releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
         with EventConsole() as console:
-            go_on_with(releases, PLACES, Reporter(console), own=words is None)
+            rerun_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = read_asked_baseline(options)
         if options["write_config"]:
             _refuse_place(options["write_config"], options["knobs"])
@@ -170,7 +170,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
     with EventConsole() as console:
         console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
-        from zerofit.app.script_simulation import STEPS, simulate_script
+        from zerofit.app.simulation.scripts import STEPS, simulate_script
         from zerofit.simulate.script.command import read_command
 
         read = problems.attempt(lambda: read_command(words))
@@ -202,7 +202,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
     asked, cluster = _asked(target, options)
     with EventConsole() as console:
         console(Event(kind="status", text="checking the run and the model ..."))  # importing torch takes seconds
-        from zerofit.app.simulation import simulate as run
+        from zerofit.app.simulation.runs import simulate as run
 
         exact = options["exact"] or options["plot"] is not None
         settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace")}

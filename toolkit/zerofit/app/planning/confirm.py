@@ -81,6 +81,6 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
 
 
 def _simulate(planned: PlannedRun, plan: Plan) -> Simulation:
-    from zerofit.app.simulation import simulate  # torch, which a stored profile needs not
+    from zerofit.app.simulation.runs import simulate  # torch, which a stored profile needs not
 
     return simulate(planned.to_run(), plan.cluster, image=plan.request.image)
