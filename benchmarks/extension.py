@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.simulation import PreparedSimulation, prepare_simulation
+from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run, RunRequest

@@ -36,7 +36,7 @@ from zerofit.app.gate import judge, simulated
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import ResolvedJob, resolve_job
 from zerofit.app.room import HostRoom
-from zerofit.simulate.verdict import FITS, NOT, WITHIN
+from zerofit.simulate.forecast.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter

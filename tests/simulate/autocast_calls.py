@@ -70,8 +70,8 @@ def main(device: str) -> None:
     if device == "simgpu":
         from torch import _dynamo  # noqa: F401  # looks at what is patched
 
-        from zerofit.simulate import device as simulated
-        from zerofit.simulate import patches
+        from zerofit.simulate.fakes import device as simulated
+        from zerofit.simulate.fakes import patches
 
         simulated.register()
         patches.backend_keys()

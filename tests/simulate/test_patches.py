@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.torch_version import TorchVersion
 
 from tests.simulate.targets import target
-from zerofit.simulate import patches
-from zerofit.simulate.fake_kernels import cuda_attention
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.fakes import patches
+from zerofit.simulate.fakes.kernels import cuda_attention
+from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.record import RankRecord
 
 pytestmark = pytest.mark.versions

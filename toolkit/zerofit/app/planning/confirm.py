@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zerofit.app.planning.answers import Confirmation, LargestFit, Plan, PlannedRun
-from zerofit.simulate.endings import why_it_failed
+from zerofit.simulate.forecast.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
 
 MOST = 6  # simulated layouts at most until one fits
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from zerofit.simulate.autocast import autocast_as_cuda
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.autocast import autocast_as_cuda
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.streams import Streams
 from zerofit.spec.devices import Device
 
 # device name prefix -> compute capability, multiprocessors. Kernels divide their work and partial sums among these.

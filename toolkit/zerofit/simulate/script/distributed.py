@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
@@ -55,7 +55,7 @@ def barriers() -> None:
 def object_lists(target: ScriptTarget) -> None:
     """Use this rank's objects for all ranks. (torch.distributed.gather_object, scatter_object_list)
 
-    Collectives whose result all ranks get are in `simulate.patches.object_collectives`.
+    Collectives whose result all ranks get are in `simulate.fakes.patches.object_collectives`.
     """
 
     def gather_object(obj: Any, object_gather_list: Any = None, *_: Any, **__: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from zerofit.simulate.phases import PhaseLog
+from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.units import shown_bytes
 

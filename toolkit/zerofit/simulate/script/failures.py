@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
-from zerofit.simulate import patches
-from zerofit.simulate.endings import EXITED, lacks_memory, out_of_memory, shown_path
+from zerofit.simulate.fakes import patches
+from zerofit.simulate.forecast.endings import EXITED, lacks_memory, out_of_memory, shown_path
+from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script import tracker
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.tracker import is_own
 from zerofit.spec.errors import Problem, UserError
 
 _LINES = 3  # of an exception's message

@@ -1,7 +1,8 @@
 """Simulate a GPU for scripts: Python sees cuda:N, torch's C++ code sees the simulated device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
-hasPrimaryContext). So C++ gets the device of `simulate.device`. Devices that Python reads or names are translated.
+hasPrimaryContext). So C++ gets the device of `simulate.fakes.device`. Devices that Python reads or names are
+translated.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zerofit.simulate import device
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes import device
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import SIMULATED, ScriptTracker, on_simulated
-from zerofit.simulate.tracker import AllocationTracker
 
 SHOWN = "cuda"
 _HOSTS = ("cpu", "meta")

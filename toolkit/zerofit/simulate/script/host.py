@@ -1,7 +1,7 @@
 """Patch torch so that a script's tensors are real on the host and fake on the device.
 
-The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.patches`. The
-docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
+The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.fakes.patches`.
+The docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
-from zerofit.simulate.tracker import is_own
 
 _OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of kernels that fall back to plain torch
 

@@ -13,7 +13,7 @@ from torch._subclasses import fake_impls
 from torch.nn.functional import pad
 from torch.nn.modules._functions import SyncBatchNorm
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
 _ROWS = 128  # flash_attn's backward rounds lengths to a multiple of this

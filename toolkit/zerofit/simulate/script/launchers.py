@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.command import ScriptCommand, started_inside
 from zerofit.simulate.script.errors import NotSimulated
 from zerofit.simulate.script.target import ScriptTarget

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from zerofit.simulate.categories import PARAMETERS
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.memory.categories import PARAMETERS
 from zerofit.simulate.script.tracker import ScriptTracker, is_real
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it

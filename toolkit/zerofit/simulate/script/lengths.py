@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 
 ROWS_S = 3.0  # time limit for reading a data set's rows
 _OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofit.simulate.phases import PhaseLog, announce_phases
+from zerofit.simulate.engine.phases import PhaseLog, announce_phases
 from zerofit.simulate.script.errors import ScriptStop
 
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not

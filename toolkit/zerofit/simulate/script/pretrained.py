@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.quantized import quantize, quantizer_of
 from zerofit.simulate.script.tracker import ScriptTracker

@@ -11,7 +11,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from zerofit.models.quantized import library
-from zerofit.simulate.bits import four_bits
+from zerofit.simulate.fakes.quantized import four_bits
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.tracker import ScriptTracker
 

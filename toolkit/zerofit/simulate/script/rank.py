@@ -22,14 +22,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.parameter import is_lazy
 
-from zerofit.simulate import patches
-from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
-from zerofit.simulate.device import install
-from zerofit.simulate.issued import IssuedLog
-from zerofit.simulate.op_costs import Scratch, scratch_on
-from zerofit.simulate.partitions import GradientLog
-from zerofit.simulate.phases import PhaseLog
-from zerofit.simulate.rank_record import record_of
+from zerofit.simulate.engine.partitions import GradientLog
+from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.engine.rank_record import record_of
+from zerofit.simulate.fakes import patches
+from zerofit.simulate.fakes.device import install
+from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
+from zerofit.simulate.ops.costs import Scratch, scratch_on
+from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
 from zerofit.simulate.script.command import rank_problems

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
-from zerofit.simulate.kernels import call_of, one_kernel
-from zerofit.simulate.layer_costs import is_kernel
-from zerofit.simulate.op_costs import Scratch, bytes_of
-from zerofit.simulate.quick_ops import as_stored
-from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
+from zerofit.simulate.costs.kernels import call_of, one_kernel
+from zerofit.simulate.costs.layers import is_kernel
+from zerofit.simulate.ops.costs import Scratch, bytes_of
+from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
+from zerofit.simulate.ops.shortcuts import as_stored
+from zerofit.simulate.ops.tracker import AllocationTracker, is_counted, is_own, own_line
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
