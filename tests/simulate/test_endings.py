@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.simulate.forecast.endings import Ending, last_lines, optional, out_of_memory, why_ended
+from zerofit.simulate.endings import Ending, last_lines, optional, out_of_memory, why_ended
 from zerofit.spec import local_machine
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Event, Reporter

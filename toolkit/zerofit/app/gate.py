@@ -15,8 +15,8 @@ from zerofit.app.room import Facts, HostRoom, room_here, rooms_of
 from zerofit.app.simulation import KnobSimulations, PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
+from zerofit.simulate.endings import optional
 from zerofit.simulate.forecast.assess import assess
-from zerofit.simulate.forecast.endings import optional
 from zerofit.simulate.forecast.processes import end_server
 from zerofit.simulate.forecast.result import Simulation, severity
 from zerofit.simulate.forecast.verdict import FITS, NOT, ORDER, WITHIN

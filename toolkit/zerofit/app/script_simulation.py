@@ -11,8 +11,8 @@ from pathlib import Path
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.script_trace import trace_of_script
 from zerofit.config.ds_json import write_for_trainer
+from zerofit.simulate.endings import note_failed
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
-from zerofit.simulate.forecast.endings import note_failed
 from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak, severity
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs

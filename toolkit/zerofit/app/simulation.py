@@ -16,8 +16,8 @@ from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
 from zerofit.app.simulated_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
+from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
-from zerofit.simulate.forecast.endings import note_failed, optional
 from zerofit.simulate.forecast.knobs import Knob, knobs
 from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, severity
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zerofit.app.planning.answers import Confirmation, LargestFit, Plan, PlannedRun
-from zerofit.simulate.forecast.endings import why_it_failed
+from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:

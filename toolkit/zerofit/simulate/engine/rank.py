@@ -30,7 +30,7 @@ from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.engine.stage_input import Sizes, give_input
 from zerofit.simulate.fakes import device
-from zerofit.simulate.fakes.patches import apply_all
+from zerofit.simulate.fakes.gpu_patches import apply_to_run
 from zerofit.simulate.fakes.quantized import eight_bits, four_bits, moments_of_eight_bits
 from zerofit.simulate.memory.categories import STATE, tag_owned_storages, watch_gradient
 from zerofit.simulate.ops.costs import Scratch, scratch_on
@@ -65,7 +65,7 @@ def simulate(
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")
     meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
     device.install(gpu, meter, target.device_bytes)
-    apply_all(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
+    apply_to_run(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
     gradients = GradientLog(meter)
     if target.job.run.quantize:
         four_bits() if target.job.run.quantize == "nf4" else eight_bits()

@@ -13,21 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributions import Distribution
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from zerofit.models.state_space import install_mamba_kernels
-from zerofit.simulate.fakes.autocast import autocast_as_cuda
-from zerofit.simulate.fakes.device import NAME, fake_op
-from zerofit.simulate.fakes.experts import expert_counts, expert_rows, experts
-from zerofit.simulate.fakes.host_steps import HostSteps
-from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKING, cuda_attention
-from zerofit.simulate.fakes.small_values import small_values
-from zerofit.simulate.fakes.weight_files import WeightFile
+from zerofit.simulate.fakes.device import fake_op
+from zerofit.simulate.fakes.experts import expert_counts
+from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKING
 from zerofit.simulate.ops.shortcuts import sharing_pieces
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.train.process_group import compile_no_collectives
+
+_SMALL = 1024  # elements: as many layers as a model has
 
 
 class AskedForValueError(RuntimeError):
@@ -120,14 +118,6 @@ def no_padding(padded: bool = False) -> None:
         replace_in(masking_utils, name, (PADDED_MASKING if padded else MASKING)[name])
 
 
-def state_space() -> None:
-    """Use stand-ins that allocate what mamba_ssm's kernels do; without them transformers scans token by token.
-
-    (transformers.models.mamba.modeling_mamba)
-    """
-    install_mamba_kernels()
-
-
 def foreach_types() -> None:
     """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
@@ -209,6 +199,52 @@ def rng_state(meter: AllocationTracker) -> None:
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
 
 
+class WeightFile:
+    """A file of weights without its data: its tensors are fakes that are not tracked.
+
+    Real ones are mapped pages of the file, which the kernel can drop, until they are copied or cast.
+    """
+
+    def __init__(self, file: Any, *args: Any, **kwargs: Any):
+        from safetensors import safe_open
+
+        self._file = safe_open(file, *args, **kwargs)
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        """Return the tensors' names."""
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in host memory, in the file's type."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> WeightSlice:
+        """Return a tensor's shape and type before it is read."""
+        return WeightSlice(self._file.get_slice(name))
+
+
+class WeightSlice:
+    """A tensor in a file of weights before it is read."""
+
+    def __init__(self, lazy: Any):
+        self.get_shape: Callable[[], list[int]] = lazy.get_shape
+        self.get_dtype: Callable[[], str] = lazy.get_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        from transformers.modeling_utils import str_to_torch_dtype
+
+        fakes = next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, FakeTensorMode))
+        with _disable_current_modes(), fakes:
+            mapped = torch.empty(self.get_shape(), dtype=str_to_torch_dtype[self.get_dtype()])
+        return mapped[index]
+
+
 def weight_files() -> None:
     """Read no weights of a pretrained folder, but let transformers allocate what it would.
 
@@ -217,6 +253,26 @@ def weight_files() -> None:
     from transformers import modeling_utils
 
     replace_in(modeling_utils, "safe_open", WeightFile)
+
+
+def small_values() -> None:
+    """Let fakes on the CPU keep the values of small tensors; torch keeps only those of scalars.
+
+    Hiera sums the depths of its stages, and many models space rates evenly, so other values would give other models.
+    (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
+    """
+    original = torch.linspace
+
+    def linspace(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if isinstance(made, FakeTensor) and made.device.type == "cpu" and made.numel() <= _SMALL:
+            with unset_fake_temporarily():
+                made.constant = original(*args, **kwargs)
+        return made
+
+    Distribution._validate_args = False  # Gemma 3n makes a distribution in each forward; its checks read values
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _SMALL
+    torch.linspace = linspace
 
 
 def data_setter() -> None:
@@ -244,7 +300,6 @@ def pieces_of_ranks() -> None:
     replace_in(handle, "wait", sharing_pieces(handle.wait, "narrow"))
 
 
-# for scripts, too
 ALWAYS = (
     module_apply,
     expert_counts,
@@ -257,155 +312,3 @@ ALWAYS = (
     cpu_vendor,
     weight_files,
 )
-EVERYWHERE = (*ALWAYS, small_values, packed_samples, no_padding, data_setter, experts)
-
-
-def tensor_constructor() -> None:
-    """Return a fake from torch.tensor() on a device that has no kernels. (torch.tensor)"""
-    from deepspeed.runtime.zero import partition_parameters
-
-    original = torch.tensor
-
-    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        if device is None:
-            return made
-        if torch.device(device).type in ("cpu", "meta"):
-            return made.to(device)
-        return torch.empty(made.shape, dtype=made.dtype, device=device)
-
-    torch.tensor = tensor
-    partition_parameters._orig_torch_tensor = tensor  # zero.Init restores this
-
-
-def list_indices() -> None:
-    """Turn list indices of GPU tensors into tensors: torch's C++ code would make real ones.
-
-    (torch.Tensor.__getitem__)
-    """
-    original = torch.Tensor.__getitem__
-
-    def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
-        if isinstance(index, list | tuple) and self.device.type not in ("cpu", "meta"):
-            if isinstance(index, list):
-                index = torch.tensor(index, device=self.device)
-            else:
-                index = tuple(torch.tensor(i, device=self.device) if isinstance(i, list) else i for i in index)
-        return original(self, index)
-
-    replace_in(torch.Tensor, "__getitem__", getitem)
-
-
-def constants() -> None:
-    """Forget the value of a small CPU tensor that is copied to the device, where no kernel could compute with it.
-
-    (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
-    """
-    original = FakeTensorMode._dispatch_impl
-
-    def dispatch_impl(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        device = (kwargs or {}).get("device")
-        known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
-        if not known or device is None or torch.device(device).type in ("cpu", "meta"):
-            return original(self, func, types, args, kwargs)
-        values = [t.constant for t in known]
-        for t in known:
-            t.constant = None
-        try:
-            return original(self, func, types, args, kwargs)
-        finally:
-            for t, value in zip(known, values, strict=True):
-                t.constant = value
-
-    FakeTensorMode._dispatch_impl = dispatch_impl
-
-
-def backend_keys() -> None:
-    """Give fakes the CPU's dispatch keys, so `.data =` works between devices; their `.device` stays their own.
-
-    (torch.Tensor._make_subclass)
-    """
-    original = torch.Tensor._make_subclass
-
-    def make_subclass(cls: type, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
-        if kwargs.get("device_for_backend_keys") is not None:
-            kwargs["device_for_backend_keys"] = torch.device("cpu")
-        return original(cls, data, require_grad, **kwargs)
-
-    replace_in(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
-
-
-def attention() -> None:
-    """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matrix products.
-
-    With a mask or in fp32, which flash attention does not support, it is the memory-efficient kernel.
-    (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
-    """
-    original = nn.functional.scaled_dot_product_attention
-
-    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attention = original if query.device.type in ("cpu", "meta") else cuda_attention
-        return attention(query, *args, **kwargs)
-
-    nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
-
-
-def record_stream(meter: AllocationTracker) -> None:
-    """Record that a stream uses a tensor's memory: torch has no streams for a custom device.
-
-    (torch.Tensor.record_stream)
-    """
-    replace_in(torch.Tensor, "record_stream", lambda self, stream: meter.record_stream(self, stream))
-
-
-def autocast() -> None:
-    """Let the simulated device's autocast cast the same ops as CUDA's: for a custom device torch lists none.
-
-    (torch.clear_autocast_cache)
-    """
-    autocast_as_cuda("AutocastPrivateUse1", NAME)
-
-
-def sends_in_batches() -> None:
-    """Run the sends and receives of a batch one by one: torch would need a backend for the device.
-
-    (torch.distributed.batch_isend_irecv, DualPipeV)
-    """
-
-    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-        return [one.op(one.tensor, one.peer, group=one.group, tag=one.tag) for one in p2p_op_list]
-
-    torch.distributed.batch_isend_irecv = batch_isend_irecv
-
-
-def superoffload() -> None:
-    """Let SuperOffload run on the simulated device and step in this process: fakes cannot be sent to another one.
-
-    (superoffload_stage3.py:23, superoffload_utils.py:220)
-    """
-    from deepspeed.runtime.superoffload import superoffload_stage3
-
-    replace_in(superoffload_stage3, "_validate_superoffload_accelerator", lambda: None)
-    replace_in(superoffload_stage3, "SuperOffloadCPUOptimizer", HostSteps)
-
-
-OF_GPUS = (constants, backend_keys, attention, list_indices, sends_in_batches)  # for scripts, too
-ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows, superoffload)
-
-
-def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False, padded: bool = False) -> None:
-    """Apply all patches for the rest of this process.
-
-    `packed`: samples hold several documents; `padded`: samples may end early.
-    """
-    compiled_ops(meter)
-    item(meter)
-    rng_state(meter)
-    for patch in EVERYWHERE + (ON_GPU if gpu else ()):
-        patch()
-    if packed:
-        packed_samples(packed)
-    if padded:
-        no_padding(padded)
-    if gpu:
-        record_stream(meter)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zerofit.models.catalog import ModelError, find
-from zerofit.simulate.forecast.endings import (
+from zerofit.simulate.endings import (
     EXITED,
     Ending,
     is_about_memory,

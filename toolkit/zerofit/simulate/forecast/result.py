@@ -10,8 +10,8 @@ from typing import Any
 
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
+from zerofit.simulate.endings import optional
 from zerofit.simulate.forecast.baseline import BaselineComparison
-from zerofit.simulate.forecast.endings import optional
 from zerofit.simulate.forecast.verdict import ORDER, Overhead
 from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
 from zerofit.spec.errors import Problem, UserError

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zerofit.simulate.memory.alloc_conf import AllocatorSettings
-from zerofit.simulate.memory.caching import CachingAllocator, segment_bytes
-from zerofit.simulate.memory.expandable import ExpandableAllocator
+from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocator, segment_bytes
 
 
 @dataclass(frozen=True)

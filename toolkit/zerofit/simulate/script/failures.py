@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
+from zerofit.simulate.endings import EXITED, lacks_memory, out_of_memory, shown_path
 from zerofit.simulate.fakes import patches
-from zerofit.simulate.forecast.endings import EXITED, lacks_memory, out_of_memory, shown_path
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script import tracker
 from zerofit.simulate.script.phases import ScriptPhases

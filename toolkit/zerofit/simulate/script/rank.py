@@ -25,13 +25,13 @@ from torch.nn.parameter import is_lazy
 from zerofit.simulate.engine.partitions import GradientLog
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.engine.rank_record import record_of
-from zerofit.simulate.fakes import patches
 from zerofit.simulate.fakes.device import install
+from zerofit.simulate.fakes.gpu_patches import apply_common
 from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
@@ -95,24 +95,18 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     torch._C._ensureCUDADeviceGuardSet()
     if target.on_gpu:
         gpu.install_gpu(meter, target)
-        for patch in patches.OF_GPUS:
-            patch()
-        patches.record_stream(meter)
+    else:
+        install(False, meter, target.device.memory_bytes)
+    apply_common(target.on_gpu, meter)
+    if target.on_gpu:
         for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
             answers(meter, target)
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
-    else:
-        install(False, meter, target.device.memory_bytes)
-    patches.compiled_ops(meter)
-    patches.item(meter)
-    patches.rng_state(meter)
-    for patch in patches.ALWAYS:
-        patch()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
-    lazy.lazy_modules(meter, partial(_watch, meter))
+    host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()
     host.addresses()
