@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -82,7 +82,7 @@ def why_it_failed(error: Exception) -> str:
     return f"zerofit failed ({type(error).__name__}: {next(iter(last_lines(str(error), 1)), '')})"
 
 
-def note_failed(outcomes: Sequence[Any], what: str, report: Reporter) -> None:
+def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
     """Report how many optional simulations were killed or crashed, and why the first one was."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:

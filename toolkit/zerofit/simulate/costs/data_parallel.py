@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit.models.inputs import ImageInputs
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput
 
 GPUS = 2
 STEPS = 2  # the first allocates the optimizer's states
@@ -70,7 +72,9 @@ class DeviceMemory(TorchDispatchMode):
         self.sent[self.device_of(tensor)] += size
         self.received[device] += size
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
+    ) -> OpOutput:
         """Run the op and record what it allocated."""
         self.is_inside = True
         try:
@@ -120,11 +124,13 @@ def data_parallel_costs(build: Callable[[], nn.Module], inputs: ImageInputs, bat
 def as_devices(memory: DeviceMemory) -> Iterator[None]:
     """Make the devices visible to torch's DataParallel, and copy between them without a driver."""
 
-    def scatter(tensor: Tensor, devices: Any, sizes: Any, dim: int, streams: Any) -> list[Tensor]:
+    def scatter(
+        tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: object
+    ) -> list[Tensor]:
         parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
         return [memory.copy(part, device) for part, device in zip(parts, devices, strict=False)]
 
-    def broadcast(tensors: Any, devices: Any, buffer_bytes: int) -> list[list[Tensor]]:
+    def broadcast(tensors: Sequence[Tensor], devices: Sequence[int], buffer_bytes: int) -> list[list[Tensor]]:
         found: list[list[Tensor]] = [[] for _ in devices[1:]]
         for chunk in _take_tensors(tensors, buffer_bytes):  # of one type each
             flat = _flatten_dense_tensors(chunk)
@@ -132,13 +138,13 @@ def as_devices(memory: DeviceMemory) -> Iterator[None]:
                 copies += _unflatten_dense_tensors(memory.copy(flat, device), chunk)
         return [list(tensors), *(list(_reorder_tensors_as(copies, tensors)) for copies in found)]
 
-    def gather(tensors: Any, dim: int, device: int) -> Tensor:
+    def gather(tensors: Sequence[Tensor], dim: int, device: int) -> Tensor:
         for tensor in tensors:
             if memory.device_of(tensor) != device:
                 memory.send(tensor, device)
         return torch.cat(sorted(tensors, key=lambda tensor: memory.device_of(tensor) != device), dim)
 
-    def reduce_add(tensors: Any, device: int) -> Tensor:
+    def reduce_add(tensors: Sequence[Tensor], device: int) -> Tensor:
         """Add up into the result in place, as NCCL does. (comm.py, reduce_add)"""
         (root,) = (tensor for tensor in tensors if memory.device_of(tensor) == device)
         for tensor in tensors:
@@ -146,7 +152,12 @@ def as_devices(memory: DeviceMemory) -> Iterator[None]:
                 memory.send(tensor, device)
         return torch.empty_like(root)
 
-    def one_after_the_other(replicas: Any, inputs: Any, options: Any, devices: Any) -> list[Any]:
+    def one_after_the_other(
+        replicas: Sequence[nn.Module],
+        inputs: Sequence[Sequence[object]],
+        options: Sequence[Mapping[str, object]],
+        devices: object,
+    ) -> list[object]:
         return [replica(*args, **kwargs) for replica, args, kwargs in zip(replicas, inputs, options, strict=True)]
 
     seen: Any = FakeTensor.device

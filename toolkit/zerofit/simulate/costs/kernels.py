@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.ops.costs import flops_of
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, flops_of
 from zerofit.spec.profile import Kernel, KernelKind, Linear
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
@@ -31,7 +31,7 @@ class KernelCall:
     causal: bool = False
 
 
-def call_of(func: Any, args: Any, kwargs: Any, out: Any) -> KernelCall:
+def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> KernelCall:
     """Return what a call of an op computes and moves."""
     name = func._overloadpacket.__name__
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -87,7 +87,7 @@ def _kind(name: str) -> KernelKind:
     return "copy" if name in _COPIES else "elementwise"
 
 
-def _written(func: Any, args: Any, out: Any) -> list[Tensor]:
+def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]:
     """Return an op's outputs or, if it has none, the tensors that it changes, such as optimizers' lists."""
     made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     if made:
@@ -119,27 +119,27 @@ def _stored_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _product_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
+def _product_shape(arguments: dict[str, object], tensors: Sequence[Tensor], out: object) -> tuple[int, ...]:
     """Return M, N, K; for a mixture of experts, M is the average number of rows per expert."""
     left, right = [t for t in tensors if t.dim() > 1 and t.is_floating_point()][-2:]
     rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
     return rows, right.shape[-1], left.shape[-1]
 
 
-def _convolution_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
+def _convolution_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
     """Return output pixels of all samples, output channels per group, and inputs per output."""
     made = arguments.get("grad_output", out)
     weight, groups = arguments["weight"], arguments["groups"]
     return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
 
 
-def _attention_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
+def _attention_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
     """Return heads of all samples, queries, keys, and the width of a head."""
     query, key = arguments["query"], arguments["key"]
     return query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3]
 
 
-_SHAPES: dict[str, Callable[[dict[str, Any], Sequence[Tensor], Any], tuple[int, ...]]] = {
+_SHAPES: dict[str, Callable[[OpKeywords, Sequence[Tensor], OpOutput], tuple[int, ...]]] = {
     "product": _product_shape,
     "convolution": _convolution_shape,
     "attention": _attention_shape,

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zerofit.models.build import expert_places
 from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
@@ -26,7 +28,7 @@ from zerofit.simulate.costs.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.costs.traced_experts import STAND_INS
 from zerofit.simulate.costs.traced_model import TracedModel
 from zerofit.simulate.ops import shortcuts as quick_ops
-from zerofit.simulate.ops.costs import Scratch, added_to
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, added_to
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
 
 # not 1: with one sample some ops copy less (a transposed batch of 1 is contiguous, gradients need no sum)
@@ -90,7 +92,7 @@ class ProfileRecorder(TorchDispatchMode):
         if later is not None:
             self.mark(*later)
 
-    def watch(self) -> list[Any]:
+    def watch(self) -> list[RemovableHandle]:
         """Remove each parameter's gradient when it is complete; return the handles of the hooks."""
         return [
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
@@ -98,7 +100,7 @@ class ProfileRecorder(TorchDispatchMode):
             if parameter.requires_grad
         ]
 
-    def watch_modules(self) -> list[Any]:
+    def watch_modules(self) -> list[RemovableHandle]:
         """Record where modules begin and end, recomputation included; return the handles of the hooks."""
         place = {id(p): n for n, p in enumerate(self._model.parameters())}
         handles = []
@@ -108,7 +110,7 @@ class ProfileRecorder(TorchDispatchMode):
             handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
         return handles
 
-    def _note_module(self, call: ModuleCall, _: nn.Module, args: Any, *__: Any) -> None:
+    def _note_module(self, call: ModuleCall, _: nn.Module, args: object, *__: object) -> None:
         fed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))
         self.modules.setdefault(self._later or self.segments[-1].key, []).append(call._replace(fed=fed))
 
@@ -142,7 +144,9 @@ class ProfileRecorder(TorchDispatchMode):
             yield start
         self._calls += self._calls[began:] * (len(starts) - 2)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
+    ) -> OpOutput:
         kwargs = kwargs or {}
         self._begin_later()
         self.last_op = str(func)
@@ -162,7 +166,7 @@ class ProfileRecorder(TorchDispatchMode):
             self._calls.append(call_of(func, args, kwargs, out))
         return out
 
-    def _note_readers(self, args: Any) -> None:
+    def _note_readers(self, args: object) -> None:
         for leaf in tree_leaves(args):
             place = self._frozen.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
             if place is not None:
@@ -192,7 +196,7 @@ class ProfileRecorder(TorchDispatchMode):
 
 
 @cache
-def is_kernel(func: Any) -> bool:
+def is_kernel(func: OpOverload) -> bool:
     """Return whether an op launches a kernel: views and bare allocations do not."""
     alias = next((r.alias_info for r in func._schema.returns), None)
     view = alias is not None and not alias.is_write

@@ -62,7 +62,7 @@ def profile_model(
     source: ModelSource,
     task: Task,
     inputs: Inputs,
-    args: dict[str, Any],
+    args: dict[str, object],
     settings: Iterable[TraceSetting],
     device: str = "cuda",
 ) -> Profile:
@@ -110,7 +110,7 @@ def _key(one: TraceSetting) -> str:
 
 
 def _traced(
-    source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
+    source: ModelSource, task: Task, inputs: Inputs, args: dict[str, object], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep, one.whole)
@@ -210,7 +210,7 @@ def _run(
     recorder = ProfileRecorder(model, scratch_on(device))
     passing = True
 
-    def begin(unit: int, tensors: Any) -> None:
+    def begin(unit: int, tensors: object) -> None:
         if not passing:  # checkpointing is running a forward again
             return
         # until the next op, the caller still holds the block that has returned, and its input
@@ -269,7 +269,7 @@ def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[
 
 
 def _loss(
-    model: Any, batch: dict[str, Tensor], inputs: Inputs, task: Task, one: TraceSetting, recorder: ProfileRecorder
+    model: nn.Module, batch: dict[str, Tensor], inputs: Inputs, task: Task, one: TraceSetting, recorder: ProfileRecorder
 ) -> Tensor:
     if isinstance(inputs, NamedInputs):
         return forward_loss(model, inputs, batch)

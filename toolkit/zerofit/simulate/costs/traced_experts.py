@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -50,7 +49,7 @@ def spread(model: nn.Module, degree: int) -> None:
 def without_ranks(device: str, sent: Callable[[int], None]) -> Iterator[None]:
     """Run AutoEP's layers without other ranks, as on "cpu" or "cuda"; `sent` gets the bytes of each exchange."""
 
-    def exchange(output: Tensor, given: Tensor, *_: Any, **__: Any) -> None:
+    def exchange(output: Tensor, given: Tensor, *_: object, **__: object) -> None:
         if given.is_floating_point():
             sent(given.nbytes)
 

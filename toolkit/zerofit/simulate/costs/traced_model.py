@@ -44,7 +44,7 @@ class TracedModel:
 def make_subject(
     source: ModelSource,
     inputs: Inputs | None,
-    args: dict[str, Any],
+    args: dict[str, object],
     dtype: torch.dtype,
     checkpointing: bool,
     tp: int,

@@ -39,7 +39,7 @@ def start(
         return kind(job, coords_of(rank, job.layout), inputs)
 
 
-def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
+def train_steps(driver: Driver, batches: Iterator[dict[str, object]], steps: int, log: PhaseLog) -> None:
     """Train this many steps, and record their phases in the log."""
     announce_phases(driver.engine, log.begin)
     fetched = _fetched(batches, log.begin)
@@ -49,7 +49,7 @@ def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, l
     log.end()
 
 
-def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, Any]]:
+def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, object]]:
     """Yield micro batches without data, on the CPU, in the form of `zerofit.data.micro_batches`.
 
     `samples`: of a micro batch; 0: the job's number.
@@ -63,7 +63,7 @@ def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[s
         del batch
 
 
-def _fetched(batches: Iterator[dict[str, Any]], begin: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _fetched(batches: Iterator[dict[str, object]], begin: Callable[[str], None]) -> Iterator[dict[str, object]]:
     """Yield the batches; loading one belongs to the forward."""
     while True:
         begin("forward")

@@ -46,11 +46,11 @@ class GradientLog:
 
     def __init__(self, meter: AllocationTracker):
         self._meter, self._ledger = meter, meter.ledger
-        self._calls: WeakKeyDictionary[Any, list[_Call]] = WeakKeyDictionary()  # per optimizer
+        self._calls: WeakKeyDictionary[DeepSpeedZeroOptimizer, list[_Call]] = WeakKeyDictionary()  # per optimizer
         for name in (AVERAGE, REDUCE, EPILOGUE, NORM, FREE, STEP):
             setattr(DeepSpeedZeroOptimizer, name, self._noting(name, getattr(DeepSpeedZeroOptimizer, name)))
 
-    def heavier_rank(self, engines: Sequence[Any], among: Sequence[int] = ()) -> int | None:
+    def heavier_rank(self, engines: Sequence[object], among: Sequence[int] = ()) -> int | None:
         """Return the rank with the highest peak, or None if none exceeds this rank's.
 
         `among`: candidates, which do the same work as this rank; (): all ranks that share the first engine's
@@ -69,9 +69,9 @@ class GradientLog:
                 return ranks[most] if needs[most] > needs[here] else None
         return None
 
-    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, name: str, original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def noted(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def noted(optimizer: Any, *args: object, **kwargs: object) -> object:
             begin, calls = len(self._ledger.events), self._calls.setdefault(optimizer, [])
             held, before = _in_buckets(optimizer), len(calls)
             is_last: Any = optimizer.is_gradient_accumulation_boundary

@@ -83,8 +83,8 @@ def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
         setattr(engine, name, _announced(getattr(engine, name), begin, name))
 
 
-def _announced(function: Callable[..., Any], begin: Callable[[str], None], name: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _announced(function: Callable[..., object], begin: Callable[[str], None], name: str) -> Callable[..., object]:
+    def run(*args: object, **kwargs: object) -> object:
         begin(name)
         return function(*args, **kwargs)
 

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -140,7 +139,7 @@ def _set_environment(target: SimulationTarget) -> None:
     } | UNCHECKED
 
 
-def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, Any]:
+def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, object]:
     """Train; return the log of phases and the engine."""
     job, drivers = target.job, []
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
@@ -26,7 +27,7 @@ _WITH_DTYPE = {
 }
 _LIST = re.compile(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)+.*)")
 _OP = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
-_libraries: list[Any] = []  # kernels stay registered as long as these objects live
+_libraries: list[torch.library.Library] = []  # kernels stay registered as long as these objects live
 
 
 def policies() -> dict[str, str]:
@@ -60,7 +61,7 @@ class CastCache:
         is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
         return is_float and value.device.type == self.device
 
-    def cast(self, value: Any, to: torch.dtype) -> Any:
+    def cast(self, value: Any, to: torch.dtype) -> object:
         """Return a tensor, or those of a list, in another type; anything else unchanged."""
         if isinstance(value, (list, tuple)):
             return [self.cast(one, to) for one in value]
@@ -100,14 +101,14 @@ def autocast_as_cuda(name: str, device: str) -> None:
     torch.clear_autocast_cache = clear_autocast_cache
 
 
-def _registered() -> Iterator[tuple[Any, str]]:
+def _registered() -> Iterator[tuple[OpOverload, str]]:
     """Yield the ops of the installed torch with their policies."""
     for name, policy in policies().items():
         base, _, overload = name.removeprefix("aten::").partition(".")
         yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy
 
 
-def _kernel(op: Any, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
+def _kernel(op: OpOverload, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
     """Return the function that autocast runs for an op."""
     if policy == APPEND:
         op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
@@ -131,5 +132,5 @@ def _kernel(op: Any, policy: str, key: DispatchKey, cache: CastCache) -> Callabl
     return run
 
 
-def _is_float32(value: Any, cache: CastCache) -> bool:
+def _is_float32(value: object, cache: CastCache) -> bool:
     return isinstance(value, Tensor) and cache.eligible(value) and value.dtype == torch.float32

@@ -7,6 +7,7 @@ allocated in Python.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -158,7 +159,7 @@ class SimulatedGpu(SimulatedHost):
         self._meter.pin(pinned)
         return pinned
 
-    def _torch_empty_pinned(self, tensor: Tensor, shape: Any) -> Tensor:
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         pinned = tensor.new_empty(shape)
         self._meter.pin(pinned)
         return pinned
@@ -167,7 +168,7 @@ class SimulatedGpu(SimulatedHost):
         return self._meter.is_pinned(tensor)
 
 
-def fake_op(name: str, meter: AllocationTracker) -> Any:
+def fake_op(name: str, meter: AllocationTracker) -> object:
     """Return a replacement for the module that the builder of this op (by its NAME) would load."""
     return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
 
@@ -178,11 +179,11 @@ class _InPlace:
     def __init__(self, meter: AllocationTracker):
         self._meter = meter
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def work(*args: Any, **_: Any) -> int:
+        def work(*args: object, **_: object) -> int:
             self._meter.ran(name, args)
             return 0
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from deepspeed import comm
 from torch import Tensor
@@ -48,9 +46,9 @@ def even_split_plan(
     num_experts: int,
     ep_size: int,
     num_local_experts: int,
-    ep_group: Any,
+    ep_group: object,
     num_tokens_per_expert: Tensor | None = None,
-) -> Any:
+) -> object:
     """Return AutoEP's plan of what ranks send each other, and exchange the counts as it does.
 
     (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
@@ -68,7 +66,7 @@ def even_split_plan(
 
 
 def unfilled_indices(
-    counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: Any
+    counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: object
 ) -> Tensor:
     """Return unknown places of rows among the experts (-1). (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
     return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
@@ -80,8 +78,8 @@ def gather_rows(src: Tensor, index: Tensor) -> Tensor:
 
 
 def grouped_product(
-    fake_mode: Any,
-    func: Any,
+    fake_mode: object,
+    func: object,
     mat_a: Tensor,
     mat_b: Tensor,
     offs: Tensor | None = None,

@@ -25,7 +25,7 @@ def tensor_constructor() -> None:
 
     original = torch.tensor
 
-    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> object:
         made = original(*args, **kwargs)
         if device is None:
             return made
@@ -139,7 +139,7 @@ def sends_in_batches() -> None:
     (torch.distributed.batch_isend_irecv, DualPipeV)
     """
 
-    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+    def batch_isend_irecv(p2p_op_list: list[torch.distributed.P2POp]) -> list[object]:
         return [one.op(one.tensor, one.peer, group=one.group, tag=one.tag) for one in p2p_op_list]
 
     torch.distributed.batch_isend_irecv = batch_isend_irecv
@@ -162,7 +162,7 @@ class HostSteps:
     That process has moments and a buffer in host memory. A simulation has a single process, so they are allocated here.
     """
 
-    def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: Any):
+    def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: object):
         from deepspeed.runtime.superoffload.superoffload_utils import _allocate_worker_grad_buffer
 
         self._buffer = _allocate_worker_grad_buffer(max_grad_numel, pin_memory)
@@ -170,7 +170,7 @@ class HostSteps:
         self._done: deque[dict[str, Any]] = deque()
 
     def async_step(
-        self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: Any
+        self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: object
     ) -> None:
         """Step a group; the first time, allocate its moments."""
         from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
@@ -179,7 +179,7 @@ class HostSteps:
             self._moments[sub_group_id] = torch.zeros_like(fp32_param), torch.zeros_like(fp32_param)
         self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
 
-    def get_result(self, **_: Any) -> dict[str, Any] | None:
+    def get_result(self, **_: object) -> dict[str, object] | None:
         """Return the next group that was stepped, if there is one."""
         return self._done.popleft() if self._done else None
 

@@ -150,7 +150,7 @@ def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]
     Inputs and output are (batch, heads, length / sp, head_dim).
     """
 
-    def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         if key.shape[1] % sp:  # repeat key and value heads, so each rank has one
             key = key.repeat_interleave(sp // key.shape[1], dim=1)
             value = value.repeat_interleave(sp // value.shape[1], dim=1)
@@ -175,7 +175,7 @@ class _AllToAll(torch.autograd.Function):
     """Receive into a new buffer of the same shape, in forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor) -> Tensor:
+    def forward(ctx: object, sent: Tensor) -> Tensor:
         return torch.empty_like(sent)
 
     @staticmethod

@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributions import Distribution
@@ -32,7 +34,7 @@ class AskedForValueError(RuntimeError):
     """The user's own module reads the value of a fake tensor, so what it does next is unknown."""
 
 
-def replace_in(owner: Any, name: str, value: Any) -> None:
+def replace_in(owner: object, name: str, value: object) -> None:
     """Replace an attribute where type checkers reject a plain assignment."""
     setattr(owner, name, value)
 
@@ -44,7 +46,7 @@ def module_apply() -> None:
     """
     original = nn.Module._apply
 
-    def apply(self: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+    def apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         own = [t for t in [*self._parameters.values(), *self._buffers.values()] if t is not None]
         if own and not any(isinstance(t, FakeTensor) for t in own):
             return original(self, function, recurse)
@@ -76,7 +78,7 @@ def item(meter: AllocationTracker) -> None:
     (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
     """
 
-    def local_scalar_dense(fake_mode: Any, func: Any, arg: FakeTensor) -> Any:
+    def local_scalar_dense(fake_mode: object, func: OpOverload, arg: FakeTensor) -> object:
         if arg.constant is not None:
             return arg.constant.item()
         if meter.in_own_code():
@@ -142,7 +144,7 @@ def device_mesh() -> None:
 
     original = comm.initialize_mesh_device
 
-    def initialize_mesh_device(*args: Any, **kwargs: Any) -> Any:
+    def initialize_mesh_device(*args: object, **kwargs: object) -> object:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
@@ -153,10 +155,10 @@ def device_mesh() -> None:
 def object_collectives() -> None:
     """Use this rank's objects for all ranks: fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
 
-    def broadcast_object_list(object_list: list[Any], *_: Any, **__: Any) -> None:
+    def broadcast_object_list(object_list: list[object], *_: object, **__: object) -> None:
         pass
 
-    def all_gather_object(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+    def all_gather_object(object_list: list[object], obj: object, *_: object, **__: object) -> None:
         object_list[:] = [obj] * len(object_list)
 
     torch.distributed.broadcast_object_list = broadcast_object_list
@@ -181,7 +183,7 @@ def cpu_vendor() -> None:
     """
     import cpuinfo
 
-    def get_cpu_info() -> dict[str, Any]:
+    def get_cpu_info() -> dict[str, object]:
         return {}
 
     cpuinfo.get_cpu_info = get_cpu_info
@@ -205,7 +207,7 @@ class WeightFile:
     Real ones are mapped pages of the file, which the kernel can drop, until they are copied or cast.
     """
 
-    def __init__(self, file: Any, *args: Any, **kwargs: Any):
+    def __init__(self, file: str, *args: str, **kwargs: str):
         from safetensors import safe_open
 
         self._file = safe_open(file, *args, **kwargs)
@@ -236,7 +238,7 @@ class WeightSlice:
         self.get_shape: Callable[[], list[int]] = lazy.get_shape
         self.get_dtype: Callable[[], str] = lazy.get_dtype
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: EllipsisType | slice | tuple[slice, ...]) -> torch.Tensor:
         from transformers.modeling_utils import str_to_torch_dtype
 
         fakes = next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, FakeTensorMode))
@@ -263,7 +265,7 @@ def small_values() -> None:
     """
     original = torch.linspace
 
-    def linspace(*args: Any, **kwargs: Any) -> Any:
+    def linspace(*args: Any, **kwargs: Any) -> object:
         made = original(*args, **kwargs)
         if isinstance(made, FakeTensor) and made.device.type == "cpu" and made.numel() <= _SMALL:
             with unset_fake_temporarily():
@@ -279,7 +281,7 @@ def data_setter() -> None:
     """Let `parameter.data = t` adopt t's device and forget the old value. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
-    def set_data(self: FakeTensor, value: Any) -> None:
+    def set_data(self: FakeTensor, value: object) -> None:
         data.__set__(self, value)
         self.constant = None
         if isinstance(value, FakeTensor):

@@ -58,7 +58,7 @@ def moments_of_eight_bits(gpu: bool) -> None:
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
 
-    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: object = None) -> torch.Tensor:
         made: Any = torch.empty(shape, dtype=dtype, device="cpu")
         made.is_paged, made.page_deviceid = True, 0
         return made
@@ -85,7 +85,9 @@ def traced_bits(device: str) -> Iterator[None]:
     """For a trace on meta: count the weights that products unpack, and run the products of this kind of device."""
     kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
 
-    def on_cpu(a: Any, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
+    def on_cpu(
+        a: object, b: object, out: object = None, state: object = None, threshold: float = 0.0, bias: object = None
+    ) -> object:
         return functions.MatMul8bitFp.apply(a, b, out, bias, state)
 
     stand_ins = [patch.object(packet, "default", impl) for packet, impl in _unpacking().items()]
@@ -100,7 +102,7 @@ def traced_bits(device: str) -> Iterator[None]:
             one.stop()
 
 
-def _unpacking() -> Mapping[Any, Callable[..., Any]]:
+def _unpacking() -> Mapping[object, Callable[..., object]]:
     """Return the products of packed weights as separate ops, for devices without a kernel that does both."""
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return {}  # older versions call dequantize_4bit themselves
@@ -108,7 +110,7 @@ def _unpacking() -> Mapping[Any, Callable[..., Any]]:
     return {torch.ops.bitsandbytes.gemm_4bit: ops._gemm_4bit_default_impl}
 
 
-def _or_fakes(weight: Any, state: Mapping[str, Any]) -> Callable[..., Any]:
+def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
     """Return a constructor that makes a fake parameter of a fake, with the attributes of `state`."""
     original = weight.__new__
     kind = type(weight.__name__, (FakeTensor, weight), {})

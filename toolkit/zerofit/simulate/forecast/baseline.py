@@ -35,7 +35,7 @@ class BaselineComparison:
         return self.added_bytes / self.base_bytes
 
 
-def read_baseline(path: Path) -> dict[str, Any]:
+def read_baseline(path: Path) -> dict[str, object]:
     """Read the output of an earlier `zerofit simulate --json`: the last line of a file. Raises UserError."""
     with refused(path, kind="baseline", hint=HINT, where="--baseline"):
         lines = path.read_bytes().strip().splitlines() or [b""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Knob:
     config: dict[str, Any] | str  # or the name of a bundled JSON
 
 
-def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[Knob]:
+def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
     """Return changes worth trying for a job with the JSON `written`, roughly those that cost least speed first.
 
     The training's mathematics stay the same. Changes that DeepSpeed or zerofit refuse for this model are found when
@@ -79,7 +80,7 @@ def _bundled(name: str) -> Knob:
     return Knob(change=f"--ds-config {name}", fields={}, config=name)
 
 
-def edited(written: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def edited(written: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of a DeepSpeed JSON with new values at dotted paths."""
     config = copy.deepcopy(written)
     for path, value in values.items():
@@ -87,5 +88,5 @@ def edited(written: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _edited(written: dict[str, Any], change: str, **values: Any) -> Knob:
+def _edited(written: dict[str, object], change: str, **values: object) -> Knob:
     return Knob(change=change, fields={}, config=edited(written, values))

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.endings import (
@@ -64,13 +64,12 @@ IMPORTED_FOR_SCRIPTS = (
     *NEW_IN_DEEPSPEED,
     "zerofit.simulate.script.rank",
 )
+Target = SimulationTarget | ScriptTarget
 POLL_S = 0.2
 PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most need less
 
 
-def simulate_all(
-    targets: Sequence[SimulationTarget | ScriptTarget], show: Callable[[str], None]
-) -> list[RankRecord | Problem]:
+def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return for each target the record of its rank, or the Problem that prevented it.
 
     As many run at a time as cores and memory allow. `show` gets a line of progress.
@@ -123,7 +122,7 @@ def _is_over(server: ServerProcess, folder: Path) -> bool:
     return True
 
 
-def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
+def _needed(target: Target) -> tuple[str, ...]:
     """Return the modules that the server imports before it forks processes for a target."""
     if isinstance(target, ScriptTarget):
         return IMPORTED_FOR_SCRIPTS
@@ -249,10 +248,10 @@ def _answer(folder: Path) -> NoReturn:
         os._exit(0)
 
 
-def _simulate_side_by_side(waiting: list[tuple[int, Any]], folder: Path) -> None:
+def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
     """Simulate as many at a time as cores and memory allow; if one is killed for memory, retry it alone."""
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
-    running = dict[int, tuple[int, Any]]()
+    running = dict[int, tuple[int, Target]]()
     while waiting or running:
         while waiting and len(running) < most:
             n, target = waiting.pop(0)
@@ -270,7 +269,7 @@ def _simulate_side_by_side(waiting: list[tuple[int, Any]], folder: Path) -> None
         (folder / f"{n}.ended").touch()
 
 
-def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> NoReturn:
+def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
     """Write the result of one simulation to `N.result`: a RankRecord, a Problem, or the exception that ended it."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
@@ -283,7 +282,7 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
 
-    result: Any
+    result: RankRecord | Problem | Exception
     try:
         if isinstance(target, ScriptTarget):
             from zerofit.simulate.script.rank import simulate_script

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -295,7 +295,7 @@ def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -
 def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
     """Extrapolate the figures of rows that agree in all else; figures of rows that only `more` has are kept."""
 
-    def key(row: Row) -> tuple[Any, ...]:
+    def key(row: Row) -> tuple[object, ...]:
         return tuple(value for name, value in vars(row).items() if name not in figures)
 
     before = {key(row): row for row in few}
@@ -321,7 +321,7 @@ def _leading(target: SimulationTarget) -> int:
     return max((leading(part(config, path)) for path in _depths(target)), default=0)
 
 
-def _config(target: SimulationTarget) -> Any:
+def _config(target: SimulationTarget) -> object:
     """Return the transformers config of a target's model; None for other models."""
     source = find(target.job.run.model)
     if source.family != "transformers":

@@ -91,7 +91,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[
     return found
 
 
-def _typed(name: str, value: Any) -> str:
+def _typed(name: str, value: object) -> str:
     """Return an argument as HfArgumentParser reads it; FSDP's switch names its sharding there."""
     if name == "fsdp":
         return "--fsdp full_shard"
@@ -130,7 +130,7 @@ def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, fold
     return found
 
 
-def _large(zero: dict[str, Any]) -> bool:
+def _large(zero: dict[str, object]) -> bool:
     return get(zero, "reduce_bucket_size", 500_000_000) > SMALL_BUCKET
 
 

@@ -17,7 +17,7 @@ WORKSPACES = "workspaces"  # that libraries keep from their first call on
 SAVED = (PARAMETERS, MASTER, STATE)  # contents of a checkpoint
 KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES, WORKSPACES)
 
-Tag = Callable[[Any, str], None]  # AllocationTracker.tag
+Tag = Callable[[object, str], None]  # AllocationTracker.tag
 
 # attributes of DeepSpeed's ZeRO optimizers
 OWNED_AS = {
@@ -105,7 +105,7 @@ def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
         tag(leaf, STATE)
 
 
-def _chain(optimizer: Any) -> Iterator[Any]:
+def _chain(optimizer: object) -> Iterator[object]:
     """Yield DeepSpeed's optimizer and those that it wraps, innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import PurePath
 from types import CodeType
-from typing import Any
 
 from zerofit.simulate.memory.allocator import EmptyCache, Event, Note, Synchronized
 from zerofit.simulate.record import KindPeak, MemoryPoint
@@ -116,7 +115,7 @@ def kind_peaks(ledger: Ledger) -> list[KindPeak]:
 
     Storages must be classified.
     """
-    best: dict[tuple[Any, ...], dict[str, _Moment]] = {}
+    best: dict[tuple[object, ...], dict[str, _Moment]] = {}
     alive: Counter[str] = Counter()
     live = 0
     for index, change in ledger.events:

@@ -7,20 +7,27 @@ oneDNN's convolutions and bf16 products need an amount that depends on the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> bytes alive only while the op runs
+# torch does not type the arguments and results of ops: numbers, tensors, None, or lists of them
+OpArguments = Sequence[Any]
+OpKeywords = dict[str, Any]
+OpOutput = Any
+Scratch = Callable[
+    [str, OpArguments, OpKeywords, OpOutput], int
+]  # (op, args, kwargs, out) -> bytes alive only while the op runs
 
 
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
     """Return the FLOPs of one call of an op, 2 per multiply-add; 0 for an op without products."""
     count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
     if not count:
@@ -30,7 +37,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return count(*args, **kwargs, out_val=out)
 
 
-def added_to(func: Any, args: Any, caller: FrameType | None) -> Tensor | None:
+def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> Tensor | None:
     """Return the older gradient if this op is autograd's sum of two gradients; `caller`: the op's frame in Python.
 
     Autograd adds in place if there is no other reference to the older one (autograd/input_buffer.cpp, accumulate), but
@@ -48,12 +55,12 @@ def added_to(func: Any, args: Any, caller: FrameType | None) -> Tensor | None:
     return older if older.untyped_storage().nbytes() == older.nbytes else None
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     """Count attention's FLOPs without a reduction for a causal mask."""
     return sdpa_flop_count(query.shape, *_ungrouped(query, key, value))
 
 
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     return sdpa_backward_flop_count(grad.shape, query.shape, *_ungrouped(query, key, value))
 
 
@@ -62,18 +69,18 @@ def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
     return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
-def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
     """Count the (tokens, k) by (experts, k, n) product of a mixture of experts."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
-def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: Any) -> int:
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
     """Count forward's FLOPs for each gradient: torch 2.11's counter multiplies the weight's by `groups`."""
     transposed, wanted = more[4], more[7]
     return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
 
 
-_MORE: dict[Any, Callable[..., int]] = {
+_MORE: dict[object, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped,
     torch.ops.aten.convolution_backward: _convolution_backward,
 }
@@ -86,17 +93,17 @@ BLAS = frozenset(
 )
 
 
-def bytes_of(value: Any) -> int:
+def bytes_of(value: object) -> int:
     """Return the bytes of the tensors in a structure."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _softmax_mask(args: Any, out: Any) -> int:
+def _softmax_mask(args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of a bool for each element and each row of the scores."""
     return args[0].numel() + args[0].numel() // args[0].shape[-1] + 4
 
 
-def _flash_backward(args: Any, out: Any) -> int:
+def _flash_backward(args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of dq's accumulator (float32, padded to 128 rows and 32 columns) and of the row sums.
 
     Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). With fewer key
@@ -110,12 +117,12 @@ def _flash_backward(args: Any, out: Any) -> int:
     return accumulated + expanded
 
 
-def _copies(*places: int) -> Callable[[Any, Any], int]:
+def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
     """Return a function that counts the bytes of those of an op's tensors that are not contiguous."""
     return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
 
 
-def _reduced(args: Any, out: Any) -> int:
+def _reduced(args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of per-element losses if the op reduces them; args[2] is 0 if it does not."""
     whole = torch.broadcast_tensors(*args[:2])[0]
     return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
@@ -123,7 +130,7 @@ def _reduced(args: Any, out: Any) -> int:
 
 # ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu copy tensors that are not
 # contiguous; Loss.cpp stores the loss of each element before it adds them up
-_ANYWHERE: dict[str, Callable[[Any, Any], int]] = {
+_ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
     "aten::_softmax": _copies(0),
     "aten::_log_softmax": _copies(0),
     "aten::_softmax_backward_data": _copies(0, 1),
@@ -137,7 +144,7 @@ _ANYWHERE: dict[str, Callable[[Any, Any], int]] = {
 # Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather uses a flat
 # copy of the output, reduce-scatter an all-reduced clone of the input. aten: batch_norm_cpu's backward multiplies into
 # a copy of the input, _safe_softmax compares all scores with -inf.
-KERNEL_SCRATCH: dict[str, dict[str, Callable[[Any, Any], int]]] = {
+KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
     "cpu": {
         **_ANYWHERE,
         "c10d::_allgather_base_": lambda args, out: bytes_of(args[0]),
@@ -155,7 +162,7 @@ def scratch_on(device: str) -> Scratch:
     """Return the function for the scratch bytes of ops on a kind of device, "cpu" or "cuda"."""
     table = KERNEL_SCRATCH[device]
 
-    def scratch(op: str, args: Any, kwargs: Any, out: Any) -> int:
+    def scratch(op: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
         formula = table.get(op)
         if formula:
             return formula(args, out)
@@ -171,7 +178,7 @@ def _is_pointwise(op: str) -> bool:
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-def _casts(op: str, args: Any, out: Any) -> int:
+def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
     """Count the bytes of operands whose type differs from the one that a pointwise op computes in.
 
     A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts while it reads. A

@@ -13,7 +13,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput
 
 # losses that are stored per element in the tensor that becomes the scalar: its storage keeps that size
 # (aten/src/ATen/native/Loss.cpp)
@@ -25,29 +28,29 @@ _AS_LONG_AS_ELEMENTS = {
 }
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
+def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     """Run an op; return fakes of the same shape, type and device as without shortcuts."""
     if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
         return _view(func, args, kwargs)
-    if func is torch.ops.aten.cat.default and _are_rows_alike(args[0]):
+    if func is torch.ops.aten.cat.default and _are_rows_alike(list(args[0])):
         return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
     return as_stored(func, args, func(*args, **kwargs))
 
 
-def as_stored(func: Any, args: Any, out: Any) -> Any:
+def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
     """Return an op's output with the storage that a real output has."""
     if func in _AS_LONG_AS_ELEMENTS and not out.dim() and (out.is_meta or isinstance(out, FakeTensor)):
         return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
     return out
 
 
-def sharing_pieces(function: Callable[..., Any], cut: str) -> Callable[..., Any]:
+def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
     """Wrap a function that only joins the pieces it cuts: it gets one shared fake for all pieces of equal size.
 
     `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
     """
 
-    def run_sharing(*args: Any, **kwargs: Any) -> Any:
+    def run_sharing(*args: object, **kwargs: object) -> Any:
         pieces: dict[tuple[int, int], Tensor] = {}
         original = getattr(Tensor, cut)
 
@@ -64,7 +67,7 @@ def sharing_pieces(function: Callable[..., Any], cut: str) -> Callable[..., Any]
     return run_sharing
 
 
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
+def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     whole = args[0]
     with in_kernel_invocation_manager(whole.fake_mode):
         made = func(*args, **kwargs)

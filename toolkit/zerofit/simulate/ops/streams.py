@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from zerofit.simulate.memory.allocator import Synchronized
 from zerofit.simulate.memory.ledger import Ledger
@@ -29,14 +28,14 @@ class Streams:
         class Stream(SimulatedStream):
             """A stream of this device (torch.cuda.Stream)."""
 
-            def __init__(self, *_: Any, **__: Any):
+            def __init__(self, *_: object, **__: object):
                 super().__init__(streams, streams.made)
                 streams.made += 1
 
         class DeviceEvent(SimulatedEvent):
             """An event of this device (torch.cuda.Event)."""
 
-            def __init__(self, *_: Any, **__: Any):
+            def __init__(self, *_: object, **__: object):
                 super().__init__(streams)
 
         self.Stream, self.Event = Stream, DeviceEvent
@@ -48,7 +47,7 @@ class Streams:
         return getattr(self._here, "stream", self.default)
 
     @current.setter
-    def current(self, stream: Any) -> None:
+    def current(self, stream: object) -> None:
         self._here.stream = stream
 
     @contextmanager
@@ -61,7 +60,7 @@ class Streams:
         finally:
             self.current = before
 
-    def synchronize(self, *_: Any) -> None:
+    def synchronize(self, *_: object) -> None:
         """Wait for all work on the device."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
         self.known = dict.fromkeys(range(self.made), self.now)
@@ -122,7 +121,7 @@ class SimulatedEvent:
         self._asked_at = self._streams.now
         return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
 
-    def elapsed_time(self, *_: Any) -> float:
+    def elapsed_time(self, *_: object) -> float:
         """Return 1 millisecond: no time passes here, and libraries divide by it."""
         return 1.0
 

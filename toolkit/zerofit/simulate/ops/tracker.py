@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence import layer as ulysses_layer
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +26,7 @@ from zerofit.simulate.memory.allocator import RecordStream
 from zerofit.simulate.memory.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.memory.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
 from zerofit.simulate.ops import shortcuts as quick_ops
-from zerofit.simulate.ops.costs import BLAS, Scratch, added_to, bytes_of, flops_of
+from zerofit.simulate.ops.costs import BLAS, OpArguments, OpKeywords, OpOutput, Scratch, added_to, bytes_of, flops_of
 from zerofit.simulate.ops.streams import SimulatedStream, Streams
 from zerofit.spec.local_machine import is_older
 from zerofit.spec.overhead import CUBLASLT_BYTES, CUBLASLT_SHARES_FROM
@@ -107,7 +109,7 @@ class AllocationTracker(TorchDispatchMode):
         """Return the records of all live storages."""
         return [self.ledger.storages[index] for index in self._index.values()]
 
-    def tag(self, tensor: Any, kind: str) -> None:
+    def tag(self, tensor: object, kind: str) -> None:
         """Set what a tensor's storage is used for, unless it is set already.
 
         Ignore values that are not tensors with memory.
@@ -118,7 +120,7 @@ class AllocationTracker(TorchDispatchMode):
             if storage is not None and storage.kind is None:
                 storage.kind = kind
 
-    def ran(self, name: str, args: Any) -> None:
+    def ran(self, name: str, args: object) -> None:
         """Handle that one of DeepSpeed's C++ ops ran in place."""
 
     def in_own_code(self) -> bool:
@@ -147,13 +149,15 @@ class AllocationTracker(TorchDispatchMode):
     def _module(self) -> str:
         return self._running[-1] if self._running else ""
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, _: object) -> None:
         self._running.append(self._names.get(id(module), ""))
 
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+    def _leave(self, module: nn.Module, _: object, __: object) -> None:
         self._running.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
+    ) -> OpOutput:
         """Run an op and record what it did."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # only a query, made for every piece of a tensor
@@ -167,7 +171,7 @@ class AllocationTracker(TorchDispatchMode):
             self._note_storages(name, func, args, kwargs, out)
         return out
 
-    def _note_storages(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _note_storages(self, name: str, func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> None:
         flops = flops_of(func, args, kwargs, out)
         if flops:
             self.flops[self._phase, self._step] += flops
@@ -212,7 +216,7 @@ class AllocationTracker(TorchDispatchMode):
         storage.stream = self.streams.current.number
         return self.ledger.allocated(storage)
 
-    def _has_waited(self, name: str, args: Any, kwargs: Any, out: Any) -> bool:
+    def _has_waited(self, name: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> bool:
         """Return whether the host waits in this op, for a value or for a copy between host and device."""
         if name == "aten::_local_scalar_dense":
             return args[0].device.type == self.device
@@ -246,13 +250,13 @@ class AllocationTracker(TorchDispatchMode):
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
         self._watch(storage, self.ledger.allocated(noted, instead))
 
-    def resized(self, storage: Any) -> None:
+    def resized(self, storage: torch.UntypedStorage) -> None:
         """Record the new size of a known storage."""
         index = self._index.get(storage._cdata)
         if index is not None and self.ledger.storages[index].bytes != storage.nbytes():
             self.ledger.resized(index, storage.nbytes())
 
-    def _watch(self, storage: Any, index: int) -> None:
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         """Have the release of a storage recorded."""
         self._index[storage._cdata] = index
         weakref.finalize(storage, self._released, storage._cdata, index).atexit = False
@@ -279,7 +283,7 @@ class AllocationTracker(TorchDispatchMode):
         self._last = here
         return here
 
-    def _note_collective(self, name: str, args: Any) -> None:
+    def _note_collective(self, name: str, args: OpArguments) -> None:
         group: Any
         if name == _ULYSSES:  # DeepSpeed's own op (deepspeed/sequence/layer.py), which gets the name of its group
             name, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # from DeepSpeed 0.19.7 on
@@ -292,7 +296,7 @@ class AllocationTracker(TorchDispatchMode):
         self.groups.setdefault(group.group_name if group else "", (ranks, set()))[1].add(op)
 
 
-def is_counted(func: Any) -> bool:
+def is_counted(func: OpOverload) -> bool:
     """Return whether an op's output may have memory of its own; torch.tensor() returns its new one through a "view"."""
     return not func.is_view or func is torch.ops.aten.lift_fresh.default
 

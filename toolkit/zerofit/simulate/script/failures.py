@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,7 +167,7 @@ def _holds_fakes(frame: FrameType) -> bool:
     return any(map(_is_stand_in, values))
 
 
-def _is_stand_in(value: Any) -> bool:
+def _is_stand_in(value: object) -> bool:
     """Return whether a value is a fake tensor, or a replacement object of this package."""
     if isinstance(value, Tensor):
         return isinstance(getattr(value, "_local_tensor", value), FakeTensor)

@@ -96,7 +96,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Translate a CUDA device to the simulated one in `.to()` and `.cuda()`. (torch.Tensor.to, cuda)"""
     original = Tensor.to
 
-    def named(value: Any) -> Any:
+    def named(value: object) -> object:
         if isinstance(value, int) or (isinstance(value, str) and value.startswith(SHOWN)):
             return SIMULATED
         return on_simulated(value)
@@ -110,7 +110,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
             kwargs["device"] = named(kwargs["device"])
         return original(self, *args, **kwargs)
 
-    def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+    def cuda(self: Tensor, device: object = None, non_blocking: bool = False, **_: object) -> Tensor:
         return original(self, SIMULATED, non_blocking=non_blocking)
 
     replace_in(Tensor, "to", to)
@@ -149,7 +149,7 @@ def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
     class HostGenerator(original):
         """A generator of the host for any device."""
 
-        def __new__(cls, device: Any = "cpu") -> Any:
+        def __new__(cls, device: object = "cpu") -> object:
             return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
     replace_in(torch, "Generator", HostGenerator)

@@ -63,7 +63,7 @@ def pretrained(meter: ScriptTracker) -> None:
     `_from_config` uses zero.Init as `from_pretrained` does. (transformers.PreTrainedModel.from_pretrained)
     """
 
-    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, path: Any, *args: object, config: Any = None, **kwargs: Any) -> object:
         for name in _QUANTIZED:
             if kwargs.get(name):
                 raise not_simulated(f"{name}: quantized weights", "simulate with unquantized weights")

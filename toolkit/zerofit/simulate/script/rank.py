@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
 
 import accelerate  # noqa: F401  # its modules bind what is replaced below
 import deepspeed  # noqa: F401
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import transformers.integrations.deepspeed  # noqa: F401
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensorMode,
@@ -144,10 +144,10 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
     host.gradients(meter, parameter)
 
 
-def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
+def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[DeepSpeedEngine]], None]:
     """Return the function that runs after the steps."""
 
-    def follow(engines: list[Any]) -> None:
+    def follow(engines: list[DeepSpeedEngine]) -> None:
         for trainer in list(seen.trainers):
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
