@@ -20,6 +20,7 @@ T = TypeVar("T")
 OUT_OF_MEMORY, EXITED, KILLED, CRASHED = "out-of-memory", "exit", "killed", "crashed"  # kinds of problems
 _FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of what was simulated
 LINES = 6  # of output that are shown
+ERROR_LINES = 3  # of an exception's message
 HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 _SAID = re.compile(
@@ -129,6 +130,11 @@ def with_output(problem: Problem, output: str) -> Problem:
     if not lines:
         return problem
     return replace(problem, message="\n".join([f"{problem.message}; its last output:", *(f"  {one}" for one in lines)]))
+
+
+def first_lines(error: BaseException) -> str:
+    """Return the first lines of an exception's message as one line."""
+    return "; ".join(line.strip() for line in str(error).strip().splitlines()[:ERROR_LINES])
 
 
 def last_lines(text: str, count: int) -> list[str]:

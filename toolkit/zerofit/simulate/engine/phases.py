@@ -38,6 +38,11 @@ class MemoryMeter(Protocol):
         """Reset the peak."""
 
 
+def phase_name(name: str, step: int) -> str:
+    """Return a phase for the user, with its optimizer step if it has one (steps count from 0)."""
+    return name if step < 0 else f"step {step + 1}: {name}"
+
+
 class PhaseLog:
     """The phases so far. Beginning the current phase again changes nothing."""
 

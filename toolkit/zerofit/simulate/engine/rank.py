@@ -23,9 +23,10 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.models.router_loss import router_loss
+from zerofit.simulate.endings import first_lines
 from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
 from zerofit.simulate.engine.partitions import GradientLog
-from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.engine.phases import PhaseLog, phase_name
 from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.engine.stage_input import Sizes, give_input
 from zerofit.simulate.fakes import device
@@ -40,7 +41,6 @@ from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
-LINES = 3  # of an exception's message
 _NO_ZENFLOW = Problem(
     kind="not-simulated",
     message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
@@ -99,11 +99,10 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
     op, module = meter.last
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if is_own(f.filename)] or frames)[-1]
-    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:LINES])
     return Problem(
         kind="not-simulated",
         message=f"{target.job.run.model} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
-        f"at op {op}: {first}",
+        f"at op {op}: {first_lines(error)}",
         hint="check that it accepts the inputs of --data or --input. Code that reads values of tensors (item(), "
         "`if x.sum() > 0`) cannot be simulated: train it for a step instead",
         where=f"{frame.filename}:{frame.lineno}",
@@ -154,7 +153,7 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
             for average in one.averaged.tensors if one.averaged else ():
                 meter.tag(average, STATE)
         meter.begin(name, step)
-        say(name if step < 0 else f"step {step + 1}: {name}")
+        say(phase_name(name, step))
 
     log = PhaseLog(meter, begin)
     driver = start(job, target.rank, target.inputs, log, on_built=built)

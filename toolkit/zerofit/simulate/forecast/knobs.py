@@ -14,6 +14,12 @@ from zerofit.spec.run_folder import Job
 PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ only in their stage
 OFFLOADED = ("zero2_offload", "zero3_offload")
 SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
+STATE, PARAMETERS, BUCKETS = "optimizer state", "parameters", "buckets"  # what a change makes smaller on the device
+_SHOWN = {
+    STATE: "optimizer state in host memory (offload_optimizer)",
+    PARAMETERS: "optimizer state and parameters in host memory",
+    BUCKETS: f"buckets of {SMALL_BUCKET:,} elements",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +39,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     are flags.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
-    found = []
-    if job.batch.micro > 1:
-        half = job.batch.micro // 2
-        more = {"gradient_accumulation_steps": job.batch.total // (half * job.batch.dp), "micro_batch": half}
-        if half * more["gradient_accumulation_steps"] * job.batch.dp == job.batch.total:
-            text = f"--micro-batch {half} --gradient-accumulation-steps {more['gradient_accumulation_steps']}"
-            sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-            config = {**written, **{key: "auto" for key in sizes if key in written}}
-            found.append(Knob(change=text, fields=more, config=config))
+    found = _half_the_micro_batch(job, written)
     chunks, length = offered(job.facts.task, job.facts.model_type), run.seq_len or 0
     chunk, tile = chunks.loss_chunk, chunks.mlp_chunk
     if chunk and run.loss_chunk is None and job.batch.micro * length > 2 * chunk:
@@ -58,22 +56,45 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
         found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
     if run.activation_checkpointing and not run.activation_offload:
         found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
-    on_host = {"device": "cpu", "pin_memory": True}
-    if named in PLAIN and layout.pp == 1:
+    changes = less_on_device(zero, layout.zero_stage)
+    if named in PLAIN and layout.pp == 1:  # bundled JSONs are flags, so these stand for the first two changes
         found += [_bundled(name) for name in OFFLOADED if name >= named]
-    elif layout.zero_stage and get(zero, "offload_optimizer.device", "none") == "none":
-        change = "optimizer state in host memory (offload_optimizer)"
-        found.append(_edited(written, change, **{"zero_optimization.offload_optimizer": on_host}))
-    if named not in PLAIN and layout.zero_stage == 3 and get(zero, "offload_param.device", "none") == "none":
-        both = {"zero_optimization.offload_optimizer": on_host, "zero_optimization.offload_param": on_host}
-        found.append(_edited(written, "optimizer state and parameters in host memory", **both))
-    if layout.zero_stage and get(zero, "reduce_bucket_size", 500_000_000) > SMALL_BUCKET:
-        sizes = {f"zero_optimization.{key}_bucket_size": SMALL_BUCKET for key in ("reduce", "allgather")}
-        found.append(_edited(written, f"buckets of {SMALL_BUCKET:,} elements", **sizes))
+        changes = {name: values for name, values in changes.items() if name == BUCKETS}
+    found += [_edited(written, _SHOWN[name], **values) for name, values in changes.items()]
     if run.seq_len and run.seq_len > 1:
         fields = {"seq_len": run.seq_len // 2}
         found.append(Knob(change=f"--seq-len {run.seq_len // 2} (other data)", fields=fields, config=written))
     return found
+
+
+def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, object]]:
+    """Return what each change to a JSON's `zero_optimization` sets, by dotted path; cheapest in speed first.
+
+    Changes that the JSON has already, or that this ZeRO stage does not support, are left out.
+    """
+    state: dict[str, object] = {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    found: dict[str, dict[str, object]] = {}
+    if stage and get(zero, "offload_optimizer.device", "none") == "none":
+        found[STATE] = state
+    if stage == 3 and get(zero, "offload_param.device", "none") == "none":
+        found[PARAMETERS] = {**state, "zero_optimization.offload_param": {"device": "cpu", "pin_memory": True}}
+    bucket = get(zero, "reduce_bucket_size", 500_000_000)
+    if stage and (bucket == "auto" or bucket > SMALL_BUCKET):
+        found[BUCKETS] = {f"zero_optimization.{key}_bucket_size": SMALL_BUCKET for key in ("reduce", "allgather")}
+    return found
+
+
+def _half_the_micro_batch(job: Job, written: dict[str, Any]) -> list[Knob]:
+    """Halve the micro batch and accumulate more, unless the global batch would change."""
+    half = job.batch.micro // 2
+    steps = job.batch.total // (half * job.batch.dp) if half else 0
+    if not half or half * steps * job.batch.dp != job.batch.total:
+        return []
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {**written, **{key: "auto" for key in sizes if key in written}}
+    fields = {"gradient_accumulation_steps": steps, "micro_batch": half}
+    text = f"--micro-batch {half} --gradient-accumulation-steps {steps}"
+    return [Knob(change=text, fields=fields, config=config)]
 
 
 def _bundled(name: str) -> Knob:

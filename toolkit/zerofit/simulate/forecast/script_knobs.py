@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.check.dotted import get
-from zerofit.simulate.forecast.knobs import SMALL_BUCKET, edited
+from zerofit.simulate.forecast.knobs import BUCKETS, PARAMETERS, SMALL_BUCKET, STATE, edited, less_on_device
 from zerofit.simulate.record import ScriptFacts
 from zerofit.simulate.script.command import ScriptCommand
 from zerofit.spec.foreign import Unreadable, read_json
@@ -20,8 +19,12 @@ _ARGUMENTS = tuple(f"--{name}" for name in (_MICRO, _ACCUMULATION, "output_dir",
 _SHARDED, _OFFLOADED = ("zero2", "zero3"), ("zero3_offload",)  # bundled JSONs
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
 _FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
-_ON_HOST = {"device": "cpu", "pin_memory": True}
 _MAX_STAGE = 3
+_SHOWN = {
+    STATE: "offload_optimizer to the host",
+    PARAMETERS: "offload_optimizer and offload_param to the host",
+    BUCKETS: f"buckets of {SMALL_BUCKET:,} elements",
+}
 
 Words = tuple[str, ...]
 
@@ -110,16 +113,10 @@ def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, fold
     written = read_json(file)  # already read once by `named_config`
     section = written.get("zero_optimization")
     zero: dict[str, Any] = section if isinstance(section, dict) else {}
-    changes = {f"zero_optimization.stage {n}": {"zero_optimization.stage": n} for n in stages}
-    offload: dict[str, Any] = {"zero_optimization.offload_optimizer": _ON_HOST}
-    if stage and get(zero, "offload_optimizer.device", "none") == "none":
-        changes["offload_optimizer to the host"] = offload
-    if stage == _MAX_STAGE and get(zero, "offload_param.device", "none") == "none":
-        both = {**offload, "zero_optimization.offload_param": _ON_HOST}
-        changes["offload_optimizer and offload_param to the host"] = both
-    if stage and (get(zero, "reduce_bucket_size", 500_000_000) == "auto" or _large(zero)):
-        sizes = {f"zero_optimization.{key}_bucket_size": SMALL_BUCKET for key in ("reduce", "allgather")}
-        changes[f"buckets of {SMALL_BUCKET:,} elements"] = sizes
+    changes: dict[str, dict[str, object]] = {
+        f"zero_optimization.stage {n}": {"zero_optimization.stage": n} for n in stages
+    }
+    changes |= {_SHOWN[name]: values for name, values in less_on_device(zero, stage).items()}
     found = []
     for n, (change, values) in enumerate(changes.items()):
         target = folder / str(n) / file.name
@@ -128,10 +125,6 @@ def _of_json(command: ScriptCommand, file: Path, stage: int, stages: range, fold
         changed = _everywhere(command, _replacing(str(file), str(target)))
         found.append(ScriptKnob(change=f"{file.name}: {change}", command=changed))
     return found
-
-
-def _large(zero: dict[str, object]) -> bool:
-    return get(zero, "reduce_bucket_size", 500_000_000) > SMALL_BUCKET
 
 
 def _replacing(old: str, new: str) -> Callable[[Words], Words]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
-from zerofit.simulate.endings import EXITED, lacks_memory, out_of_memory, shown_path
+from zerofit.simulate.endings import EXITED, first_lines, lacks_memory, out_of_memory, shown_path
 from zerofit.simulate.fakes import patches
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script import tracker
@@ -28,7 +28,6 @@ from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.errors import Problem, UserError
 
-_LINES = 3  # of an exception's message
 _FEW = 100  # items of a list that are searched
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
@@ -69,7 +68,7 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     """Return a message about what cannot be simulated, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
-    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
+    first = first_lines(error)
     hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
     if isinstance(error, patches.AskedForValueError):
         return f"{inside} reads the value of a tensor, which a simulation does not compute", hint

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import is_lazy
 
 from zerofit.simulate.engine.partitions import GradientLog
-from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.engine.phases import PhaseLog, phase_name
 from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
@@ -164,7 +164,7 @@ def _announcer(
         _tag(meter, phases)
         meter.begin(name, step)
         meter.streams.issued = issued if name in STEPS and step == last else None
-        say(name if step < 0 else f"step {step + 1}: {name}")
+        say(phase_name(name, step))
 
     return begin
 
