@@ -19,7 +19,6 @@ from typing import Any
 
 from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run, RunRequest

@@ -28,7 +28,7 @@ from zerofit.config.ds_json import bundled
 from zerofit.models.inputs import TableInputs, inputs_to_dict
 from zerofit.report.trace_kernels import measured_kernels
 from zerofit.report.traces import read_trace
-from zerofit.simulate.baseline import read_baseline
+from zerofit.simulate.forecast.baseline import read_baseline
 from zerofit.spec.device_file import read_device
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import calibration_file, read_calibration

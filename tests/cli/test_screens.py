@@ -42,7 +42,7 @@ from zerofit.cli.train import show as show_training
 from zerofit.doctor.check import Check
 from zerofit.infer.evaluate import EvalScores
 from zerofit.models.names import model_table
-from zerofit.simulate.result import KnobResult
+from zerofit.simulate.forecast.result import KnobResult
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Batch, Layout

@@ -19,10 +19,10 @@ from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import Timer, model_flops
-from zerofit.simulate.fake_kernels import as_on
-from zerofit.simulate.kernels import KernelCall, kernels_of
-from zerofit.simulate.layer_costs import envelope
-from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.costs.kernels import KernelCall, kernels_of
+from zerofit.simulate.costs.layers import envelope
+from zerofit.simulate.costs.profile import TraceSetting, profile_model
+from zerofit.simulate.fakes.kernels import as_on
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Linear, Profile, Savings, setting
 from zerofit.spec.run import Run

@@ -20,7 +20,7 @@ from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.plan.layout import PlannedLayout
-from zerofit.simulate.result import SimulatedRun
+from zerofit.simulate.forecast.result import SimulatedRun
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run, RunRequest

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zerofit.app.training.train import TrainingRun as TrainingRun
     from zerofit.app.training.train import train as train
     from zerofit.app.tuning.tune import tune as tune
-    from zerofit.simulate.result import Simulation as Simulation
+    from zerofit.simulate.forecast.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import DoesNotFit as DoesNotFit
     from zerofit.spec.errors import Problem as Problem
@@ -100,7 +100,7 @@ _MODULES = {
     "zerofit.app.training.train": ("TrainingRun", "train"),
     "zerofit.app.tuning.tune": ("tune",),
     "zerofit.hf": ("hf",),
-    "zerofit.simulate.result": ("Simulation",),
+    "zerofit.simulate.forecast.result": ("Simulation",),
     "zerofit.spec.cluster": ("Cluster",),
     "zerofit.spec.errors": ("DoesNotFit", "Problem", "RunFailed", "Stopped", "UserError"),
     "zerofit.spec.events": ("Event",),

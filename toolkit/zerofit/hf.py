@@ -45,7 +45,7 @@ from zerofit.app.simulation.runs import simulate as simulate_run
 from zerofit.check.dotted import autos, get
 from zerofit.config.ds_json import read_document
 from zerofit.models.catalog import ModelError, find
-from zerofit.simulate.result import Simulation
+from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter

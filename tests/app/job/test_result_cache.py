@@ -25,7 +25,9 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path / "zerofit"
 
 
-@pytest.mark.parametrize("file", ["simulate/profile.py", "models/layers.py", "train/loss.py", "models/data/qwen.json"])
+@pytest.mark.parametrize(
+    "file", ["simulate/costs/profile.py", "models/layers.py", "train/loss.py", "models/data/qwen.json"]
+)
 def test_any_change_of_the_code_gives_another_digest(copy, file):
     before = code_digest(copy)
     assert before == code_digest(ROOT)
@@ -37,7 +39,7 @@ def test_any_change_of_the_code_gives_another_digest(copy, file):
 
 def test_a_module_that_moves_gives_another_digest(copy):
     before = code_digest(copy)
-    (copy / "simulate" / "op_costs.py").rename(copy / "simulate" / "costs_of_ops.py")
+    (copy / "simulate" / "ops" / "costs.py").rename(copy / "simulate" / "ops" / "costs_of_ops.py")
     code_digest.cache_clear()
     assert code_digest(copy) != before
 

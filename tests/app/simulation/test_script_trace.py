@@ -12,7 +12,7 @@ import zerofit as zf
 from zerofit.app.simulation.script_trace import _Clocks
 from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.rates import rates_of
-from zerofit.simulate.issued import COPY, HOOKS, KERNEL, STEP, CommunicatingRanks, IssuedLog, IssuedWork
+from zerofit.simulate.ops.issued import COPY, HOOKS, KERNEL, STEP, CommunicatingRanks, IssuedLog, IssuedWork
 from zerofit.spec.profile import Kernel, Linear
 
 H100 = zf.Cluster("h100-80gb", gpus=4)

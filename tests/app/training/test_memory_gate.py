@@ -25,8 +25,8 @@ from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.config.ds_json import read_for_run
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
-from zerofit.simulate import processes
 from zerofit.simulate.endings import Ending, why_ended
+from zerofit.simulate.forecast import processes
 from zerofit.spec import reservations
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter

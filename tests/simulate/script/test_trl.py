@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.meter.script_cases import SCRIPTS, save_tokenizer
 from zerofit.app.simulation.scripts import simulate_script
-from zerofit.simulate.result import SimulatedScript, Simulation
+from zerofit.simulate.forecast.result import SimulatedScript, Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 

@@ -13,7 +13,7 @@ from zerofit.cli.options import PATH, Decorator, add_options
 from zerofit.spec.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
 
 FAIL_ABOVE = 0.01
 
@@ -55,7 +55,7 @@ def read_asked_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
             message = "--fail-above needs --baseline"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--fail-above"))
         return None
-    from zerofit.simulate.baseline import read_baseline
+    from zerofit.simulate.forecast.baseline import read_baseline
 
     return read_baseline(options["baseline"])
 

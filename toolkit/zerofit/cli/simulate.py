@@ -35,7 +35,7 @@ from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
@@ -222,7 +222,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
     """Show the result; return it with its picture and comparison."""
     if options["base"] is not None:
-        from zerofit.simulate.baseline import compare_with
+        from zerofit.simulate.forecast.baseline import compare_with
 
         allowed = FAIL_ABOVE if options["fail_above"] is None else options["fail_above"]
         result = replace(result, against=compare_with(options["base"], result, options["baseline"], allowed))

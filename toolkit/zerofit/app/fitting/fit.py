@@ -23,7 +23,7 @@ from zerofit.config.batch import shown
 from zerofit.launch.host import this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.plan.fit import check_fit, explain
-from zerofit.simulate.result import Simulation
+from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, UserError
 from zerofit.spec.events import Reporter

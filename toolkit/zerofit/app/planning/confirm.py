@@ -14,7 +14,7 @@ from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
 
 MOST = 6  # simulated layouts at most until one fits
 

@@ -134,7 +134,7 @@ def kept_profile(wanted: ProfileRequest) -> Profile | None:
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     """Run the model on fake tensors; report unsupported degrees. Raises UserError and ModelError."""
     with deepspeed_quiet():
-        from zerofit.simulate.profile import TraceSetting, profile_model
+        from zerofit.simulate.costs.profile import TraceSetting, profile_model
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):

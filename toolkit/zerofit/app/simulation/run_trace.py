@@ -17,8 +17,8 @@ from zerofit.plan.rates import rates_of
 from zerofit.plan.step_timeline import StepTimeline, step_timeline
 from zerofit.plan.step_trace import MemorySample, step_trace
 from zerofit.plan.time import Timer
+from zerofit.simulate.forecast.result import Simulation
 from zerofit.simulate.record import STEPS, MemoryPoint
-from zerofit.simulate.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration

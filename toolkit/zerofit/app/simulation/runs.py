@@ -16,14 +16,14 @@ from zerofit.app.planning.step_time import traced_step_s
 from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.simulation.run_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
-from zerofit.simulate.alloc_conf import read_alloc_conf
-from zerofit.simulate.assess import assess, decided
 from zerofit.simulate.endings import note_failed, optional
-from zerofit.simulate.knobs import Knob, knobs
+from zerofit.simulate.forecast.assess import assess, decided
+from zerofit.simulate.forecast.knobs import Knob, knobs
+from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, severity
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
+from zerofit.simulate.forecast.run import simulate as simulate_ranks
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.result import KnobResult, Simulation, StagePeak, severity
-from zerofit.simulate.run import SimulatedRank, heaviest_of
-from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter

@@ -13,7 +13,7 @@ from zerofit.plan.kernels import kernel_s
 from zerofit.plan.rates import rates_of
 from zerofit.plan.step_timeline import LAUNCHES, Span, StepTimeline
 from zerofit.plan.step_trace import MemorySample, step_trace
-from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, ON_HOST, STEP, IssuedWait, IssuedWork
+from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, ON_HOST, STEP, IssuedWait, IssuedWork
 from zerofit.simulate.record import MemoryPoint, RankRecord
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import read_calibration

@@ -12,14 +12,15 @@ from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.simulation.runs import stage_peaks
 from zerofit.app.simulation.script_trace import trace_of_script
 from zerofit.config.ds_json import write_for_trainer
-from zerofit.simulate.alloc_conf import read_alloc_conf
-from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.endings import note_failed
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
+from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak, severity
+from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
+from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
-from zerofit.simulate.script.knobs import ScriptKnob, script_knobs
 from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError

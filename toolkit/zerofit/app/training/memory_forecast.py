@@ -13,12 +13,12 @@ from zerofit.app.job.result_cache import result_file
 from zerofit.app.simulation.runs import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
-from zerofit.simulate.assess import assess, decided
-from zerofit.simulate.categories import MASTER, PARAMETERS, STATE
+from zerofit.simulate.forecast.assess import assess, decided
+from zerofit.simulate.forecast.result import Simulation
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
+from zerofit.simulate.forecast.run import simulate as simulate_ranks
+from zerofit.simulate.memory.categories import MASTER, PARAMETERS, STATE
 from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
-from zerofit.simulate.result import Simulation
-from zerofit.simulate.run import SimulatedRank, heaviest_of
-from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
