@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
+from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
 from zerofit.simulate.record import RankRecord
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError

@@ -43,17 +43,17 @@ MOST_ARGUMENTS = 7
 # longer lists of arguments: those of a library's function that is replaced, and some that wait for their owner
 MORE_ARGUMENTS = {
     "zerofit.models.state_space": {"inner", "selective_scan"},  # mamba_ssm's
-    "zerofit.simulate.fake_kernels": {"_fused_attention"},  # torch's
+    "zerofit.simulate.fakes.kernels": {"_fused_attention"},  # torch's
     "zerofit.doctor.check": {"check"},
     "zerofit.doctor.host_checks": {"_rate"},
     "zerofit.infer.evaluate": {"evaluate"},
-    "zerofit.simulate.traced_model": {"make_subject"},
+    "zerofit.simulate.costs.traced_model": {"make_subject"},
     "zerofit.train.zero_layouts": {"_stretches"},
 }
 # modules that import each other for types only
 TYPE_CIRCLES = {
     *("zerofit.compare.benchmark_task", "zerofit.compare.epochs"),
-    *("zerofit.simulate.baseline", "zerofit.simulate.result"),
+    *("zerofit.simulate.forecast.baseline", "zerofit.simulate.forecast.result"),
     *("zerofit.train.averaging", "zerofit.train.shard_index", "zerofit.train.trainer"),
 }
 COMMENTS = 0.005  # of all lines

@@ -15,11 +15,10 @@ from zerofit.config.ds_json import write_for_trainer
 from zerofit.simulate.endings import note_failed
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak, severity
+from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
 from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
 from zerofit.spec.cluster import Cluster

@@ -14,12 +14,12 @@ from zerofit.app.training.free_memory import Facts, HostMemory, memory_here, mem
 from zerofit.app.training.memory_forecast import RankForecasts, forecast_ranks, least_bytes
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
-from zerofit.simulate.alloc_conf import alloc_conf_of
-from zerofit.simulate.assess import assess
 from zerofit.simulate.endings import optional
-from zerofit.simulate.processes import end_server
-from zerofit.simulate.result import Simulation, severity
-from zerofit.simulate.verdict import FITS, NOT, ORDER, WITHIN
+from zerofit.simulate.forecast.assess import assess
+from zerofit.simulate.forecast.processes import end_server
+from zerofit.simulate.forecast.result import Simulation, severity
+from zerofit.simulate.forecast.verdict import FITS, NOT, ORDER, WITHIN
+from zerofit.simulate.memory.alloc_conf import alloc_conf_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import by_name
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, UserError
