@@ -38,8 +38,8 @@ def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(ds_file, config)
-        described = {**fields, "ds_config": str(ds_file.absolute())}
-        write_text(run_file, yaml.safe_dump(described, sort_keys=False) + comment)
+        # relative to run.yaml, so that the folder can be moved or copied to another machine
+        write_text(run_file, yaml.safe_dump({**fields, "ds_config": ds_file.name}, sort_keys=False) + comment)
     except OSError as error:
         message = f"cannot write to {folder}: {error.strerror or error}"
         raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
