@@ -19,8 +19,8 @@ from zerofit.app.beside import read as read_beside
 from zerofit.app.checking import check
 from zerofit.app.fitting.fit import read_choice
 from zerofit.app.hub_models import missing_files
+from zerofit.app.planning.corrections import read_tuned
 from zerofit.app.planning.profiles import read_profile
-from zerofit.app.planning.request import read_tuned
 from zerofit.app.requests import is_run_file
 from zerofit.app.tuning.job import read_space
 from zerofit.checkpoint.store import FORMAT, MANIFEST, ManifestError, checksum_of, read_manifest

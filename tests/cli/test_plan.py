@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from zerofit.app.planning.files import ds_config, run_fields, write_plan
+from zerofit.app.planning.output_files import ds_config, run_fields, write_plan
 from zerofit.check.check import check
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerofit.app.inference import chat as chat
     from zerofit.app.inference import evaluate as evaluate
     from zerofit.app.inference import generate as generate
-    from zerofit.app.planning.answers import Plan as Plan
+    from zerofit.app.planning.plan import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
     from zerofit.app.script_simulation import simulate_script as simulate_script
     from zerofit.app.session import Session as Session

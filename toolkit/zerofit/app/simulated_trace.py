@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from zerofit.app.planning.output_files import about
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.planning.traces import about
 from zerofit.app.requests import input_option
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
 from zerofit.plan.degrees import Degrees

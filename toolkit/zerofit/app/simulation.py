@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.hub_models import with_shape
-from zerofit.app.planning.step_time import traced_step_s
-from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.planning.job_forecast import traced_step_s
+from zerofit.app.planning.output_files import refuse_place, write_trace
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
 from zerofit.app.simulated_trace import trace_of_simulation

@@ -18,9 +18,10 @@ from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.app.planning.answers import LargestFit, Plan
-    from zerofit.app.planning.methods import MethodComparison
-    from zerofit.app.planning.request import TunedLayouts
+    from zerofit.app.planning.corrections import TunedLayouts
+    from zerofit.app.planning.largest_fit import LargestFit
+    from zerofit.app.planning.plan import Plan
+    from zerofit.app.planning.training_methods import MethodComparison
     from zerofit.plan.fit import Fit
     from zerofit.plan.layout import PlannedLayout
     from zerofit.plan.outlook import Outlook

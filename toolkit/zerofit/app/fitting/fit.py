@@ -15,7 +15,7 @@ from zerofit.app.clusters.hosts import filled
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused, needed_bytes
 from zerofit.app.fitting.options import CHOSEN, LayoutOption, chosen_fields, given_fields, options_of
 from zerofit.app.gate import MemoryGate
-from zerofit.app.planning.of_run import cluster_of
+from zerofit.app.planning.job_forecast import cluster_of
 from zerofit.app.resolve import ResolvedJob, resolve_job
 from zerofit.checkpoint.compatible import obstacles
 from zerofit.checkpoint.store import Store

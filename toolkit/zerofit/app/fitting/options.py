@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.planning.files import ds_config as planned_config
-from zerofit.app.planning.files import layout_fields, merged
-from zerofit.app.planning.of_run import profile_of
-from zerofit.app.planning.pins import DEGREES, FIELDS, decided, savings_of
-from zerofit.app.planning.question import forecast_of
+from zerofit.app.planning.job_forecast import profile_of
+from zerofit.app.planning.layout_pins import DEGREES, FIELDS, decided, savings_of
+from zerofit.app.planning.output_files import ds_config as planned_config
+from zerofit.app.planning.output_files import layout_fields, merged
+from zerofit.app.planning.search_setup import forecast_of
 from zerofit.app.resolve import ResolvedJob, ds_document
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import LayoutMemory, PlannedLayout

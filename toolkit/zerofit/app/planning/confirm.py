@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zerofit.app.planning.answers import Confirmation, LargestFit, Plan, PlannedRun
+from zerofit.app.planning.largest_fit import LargestFit
+from zerofit.app.planning.plan import Confirmation, Plan, PlannedRun
 from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 

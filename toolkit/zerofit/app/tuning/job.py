@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.clusters.hosts import filled, machine_of
-from zerofit.app.planning.files import ds_config as planned_config
-from zerofit.app.planning.files import layout_fields
-from zerofit.app.planning.of_run import cluster_of, profile_of
-from zerofit.app.planning.question import forecast_of
+from zerofit.app.planning.job_forecast import cluster_of, profile_of
+from zerofit.app.planning.output_files import ds_config as planned_config
+from zerofit.app.planning.output_files import layout_fields
+from zerofit.app.planning.search_setup import forecast_of
 from zerofit.app.resolve import ds_document, resolve_job
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host, read_hostfile

@@ -1,7 +1,8 @@
-"""Forecast of a job's step time from stored profiles and rates."""
+"""What plan forecasts for a resolved job: its cluster, the profile of its model, and its step time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -9,17 +10,43 @@ from zerofit.app.planning.profiles import ProfileRequest, get_profile, kept_prof
 from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
 from zerofit.check.dotted import get
+from zerofit.launch.hostfile import Host
 from zerofit.models.inputs import Inputs
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import ModelError, UserError
+from zerofit.spec.errors import ModelError, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run_folder import Job
+
+
+def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
+    """Return this machine, or hosts like it, as a cluster. Raises UserError if hosts have different slots."""
+    nodes = max(1, len(hosts))
+    if len({host.slots for host in hosts}) > 1 or ranks % nodes:
+        message = f"{ranks} ranks on {nodes} hosts with {', '.join(str(host.slots) for host in hosts)} slots"
+        hint = "forecasts need the same number of ranks on every host: use --include, --exclude or --ranks"
+        raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
+    return replace(Cluster.here(), gpus=ranks // nodes, nodes=nodes)
+
+
+def profile_of(
+    resolved: ResolvedJob,
+    cluster: Cluster,
+    precision: str,
+    report: Reporter,
+    *,
+    degrees: tuple[Degrees, ...] | None = None,
+    savings: Savings = NOTHING_SAVED,
+) -> Profile:
+    """Return the stored profile of a run's model with its inputs, or trace it now. Raises UserError and ModelError."""
+    run, inputs = resolved.job.run, resolved.inputs
+    request = ProfileRequest.of_run(run, precision, cluster.accelerator, input_option(inputs), degrees)
+    return get_profile(replace(request, savings=savings), report)[0]
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
@@ -33,7 +60,7 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)
     except UserError:  # a GPU that is not in the catalogue
         return None
-    profile = _profile(resolved, cluster.accelerator)
+    profile = _stored_profile(resolved, cluster.accelerator)
     return step_s_of(job, profile, cluster) if profile else None
 
 
@@ -63,7 +90,7 @@ def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
     return timer.step(replace(layout, micro_batch=max(job.batch.shares))).step_s  # of the slowest, on equal devices
 
 
-def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
+def _stored_profile(resolved: ResolvedJob, device: str) -> Profile | None:
     """Return a stored profile of the job's model in its setting, whatever it was traced for."""
     job, inputs = resolved.job, resolved.inputs
     layout, run = job.layout, job.run

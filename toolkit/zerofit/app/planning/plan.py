@@ -1,98 +1,34 @@
-"""Answers of a plan: layouts as runs and files, the largest value that fits, the fewest devices."""
+"""A plan: the layouts that fit, as runs and files, and why others do not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
-from zerofit.app.planning.from_trace import TraceCalibration
-from zerofit.app.planning.measured import MeasuredScaling
-from zerofit.app.planning.pins import savings_of
-from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
-from zerofit.app.planning.traces import trace_of_layout, write_trace
+from zerofit.app.planning.corrections import MeasuredScaling, TraceCalibration, TunedLayouts
+from zerofit.app.planning.largest_fit import FewestDevices, LargestFit
+from zerofit.app.planning.layout_pins import savings_of
+from zerofit.app.planning.output_files import (
+    data_line,
+    ds_config,
+    merged,
+    run_fields,
+    trace_of_layout,
+    write_plan,
+    write_trace,
+)
+from zerofit.app.planning.request import PlanningRequest
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Outlook
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import field_data
-from zerofit.spec.profile import Profile, Savings
+from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
 
 DEPTH = "num_hidden_layers"  # transformers' name for the number of layers in every model (`attribute_map`)
-
-
-class LongerSequence(NamedTuple):
-    """The longest sequence by forecast, with further options that reduce activations."""
-
-    savings: Savings
-    value: int  # tokens
-
-    def __str__(self) -> str:
-        return f"{self.value} with {self.savings.flags}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LargestFit:
-    """The largest value of a size with which a layout fits."""
-
-    what: Maximum
-    value: int | None  # None: not even the smallest fits
-    step: int  # distance between tried values
-    looked: int  # number of tried values
-    bounded: bool  # no larger value was tried
-    limit: int | None = None  # the model's limit
-    layer: str | None = None  # the repeated layer
-    now: int | None = None  # how often the model now repeats it
-    longer: tuple[LongerSequence, ...] = ()  # each with one more option than the one before
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the value of `asked` in `zerofit plan --json`."""
-        found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
-        if self.what == "seq-len":
-            found["limit"] = self.limit
-            found["longer"] = [{"value": one.value, **one.savings.fields} for one in self.longer]
-        if self.what == "layers":
-            found |= {"layer": self.layer, "now": self.now}
-        return {**found, "next_fits": None if self.bounded else False}
-
-    def __str__(self) -> str:
-        if self.longer:
-            return f"{self._found}. By forecast: {'; '.join(map(str, self.longer))}"
-        return self._found
-
-    @property
-    def _found(self) -> str:
-        if self.value is None:
-            return f"no {self.what} fits"
-        words = f"largest {self.what}: {self.value}"
-        if self.layer is not None:
-            words += f" (the model has {self.now} of {self.layer})"
-        if not self.bounded:
-            return f"{words}; {self.value + self.step} does not fit"
-        return f"{words}, the model's limit" if self.limit else f"{words}; larger values were not tried"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FewestDevices:
-    """The smallest cluster on which a layout fits."""
-
-    cluster: Cluster | None  # None: none fits
-    looked_up_to: int  # devices
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the value of `asked` in `zerofit plan --json`."""
-        found = {"min": "gpus", "value": None, "looked_up_to": self.looked_up_to}
-        if self.cluster:
-            found |= {"value": self.cluster.ranks, "gpus": self.cluster.gpus, "nodes": self.cluster.nodes}
-        return found
-
-    def __str__(self) -> str:
-        if self.cluster is None:
-            return f"not even {self.looked_up_to} devices suffice"
-        return f"fewest devices: {self.cluster.ranks} ({self.cluster.nodes} node(s) of {self.cluster.gpus})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The question of a plan about one cluster: the profile, and the fixed values."""
+"""The input of a search on one cluster: the profile, the fixed values, and the corrections."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.planning.from_trace import TraceCalibration, calibrated
-from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
-from zerofit.app.planning.pins import DEGREES, batch_and_precision, knobs_of, savings_of
+from zerofit.app.planning.corrections import MeasuredScaling, MeasuredSpeed, TraceCalibration, calibrated, scaling_of
+from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
@@ -28,8 +27,8 @@ from zerofit.spec.run import Run, micro_batches_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanQuestion:
-    """A profile, the question about its layouts, and how to trace it again for another sequence length."""
+class SearchSetup:
+    """A profile, what its layouts have in common, and how to trace it again for another sequence length."""
 
     profile: Profile
     request: PlanRequest
@@ -41,18 +40,18 @@ class PlanQuestion:
     by_trace: TraceCalibration | None = None  # set if the calibration is from a trace
 
 
-def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
-    """Return the question about this cluster, and the file of its profile."""
-    question, file = _uncalibrated(cluster, request, report)
-    question = replace(question, calibration=read_calibration(cluster.device.kind))
+def setup_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[SearchSetup, Path | None]:
+    """Return the setup for this cluster, and the file of its profile."""
+    setup, file = _uncalibrated(cluster, request, report)
+    setup = replace(setup, calibration=read_calibration(cluster.device.kind))
     if request.from_trace:
-        by_trace = calibrated(request.from_trace, cluster, question.calibration, report, request.trust_model_code)
-        question = replace(question, calibration=by_trace.calibration, by_trace=by_trace)
-    return _scaled(question, cluster, request.measured), file
+        by_trace = calibrated(request.from_trace, cluster, setup.calibration, report, request.trust_model_code)
+        setup = replace(setup, calibration=by_trace.calibration, by_trace=by_trace)
+    return _scaled(setup, cluster, request.measured), file
 
 
-def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
-    """Return the question without the device's calibration."""
+def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[SearchSetup, Path | None]:
+    """Return the setup without the device's calibration."""
     stored = read_profile(request.profile) if request.profile else None
     if request.profile and stored:  # --confirm would build its model, --write would name it in run.yaml
         refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
@@ -61,8 +60,8 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     correct = corrections.correct if corrections else None
     if stored is not None:
         request.refuse_meaningless(stored)
-        question = PlanQuestion(profile=stored, request=wanted, top=request.top, correct=correct)
-        return question, request.profile
+        setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
+        return setup, request.profile
     assert isinstance(request.model, str)
     degrees = None  # all useful ones
     if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # only the requested ones and the plain model
@@ -82,18 +81,18 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
     traced = replace(traced, seq_len=profile.seq_len)
-    question = PlanQuestion(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
-    return question, file
+    setup = SearchSetup(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
+    return setup, file
 
 
-def _scaled(question: PlanQuestion, cluster: Cluster, speed: MeasuredSpeed | None) -> PlanQuestion:
-    """Return the question for all layouts with the measured layout's global batch, scaled by the measurement."""
+def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -> SearchSetup:
+    """Return the setup of a free search with the measured global batch; the measurement scales its step times."""
     if speed is None:
-        return question
-    profile, wanted = question.profile, question.request
-    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster), question.calibration)
+        return setup
+    profile, wanted = setup.profile, setup.request
+    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster), setup.calibration)
     free = PlanRequest(precision=wanted.precision, global_batch=scaling.layout.global_batch)
-    return replace(question, request=free, correct=scaling.correct, scaling=scaling)
+    return replace(setup, request=free, correct=scaling.correct, scaling=scaling)
 
 
 def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:

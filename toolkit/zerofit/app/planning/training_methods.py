@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from zerofit.app.planning.answers import LargestFit, Plan, PlannedRun
-from zerofit.app.planning.limits import maximum_of
+from zerofit.app.planning.largest_fit import LargestFit, maximum_of
+from zerofit.app.planning.plan import Plan, PlannedRun
 from zerofit.app.planning.planner import plan_for
-from zerofit.app.planning.question import question_of
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.planning.search_setup import setup_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
@@ -112,6 +112,6 @@ def _row(method: Method, request: PlanningRequest, cluster: Cluster, report: Rep
     plan = plan_for(cluster, asked, report)
     longest = None
     if plan.profile.seq_len is not None:
-        question, _ = question_of(cluster, asked, report)
-        longest = maximum_of(question, cluster, "seq-len", report)[1]
+        setup, _ = setup_of(cluster, asked, report)
+        longest = maximum_of(setup, cluster, "seq-len", report)[1]
     return MethodFit(method=method, plan=plan, longest=longest)

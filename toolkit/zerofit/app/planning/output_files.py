@@ -1,8 +1,9 @@
-"""A planned layout as files for `zerofit train`: ds_config.json and run.yaml."""
+"""What a plan writes: a layout's ds_config.json and run.yaml for `zerofit train`, and the trace of a step."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,21 @@ import yaml
 
 from zerofit.config.ds_json import read_for_run
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster
+from zerofit.plan.rates import Rates
 from zerofit.plan.space import stage3_sizes
+from zerofit.plan.step_timeline import step_timeline
+from zerofit.plan.step_trace import layer_memory, step_trace
+from zerofit.plan.time import Timer
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import write_json, write_text
 from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
+from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 
 NAMES = ("ds_config.json", "run.yaml")
+TRACE_FLAG = "--trace"
 
 
 def refuse_existing(folder: Path) -> None:
@@ -134,3 +143,38 @@ def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
         elif value != "auto" or key not in found:
             found[key] = copy.deepcopy(value)
     return found
+
+
+def refuse_place(path: Path) -> None:
+    """Raise a UserError if a trace cannot be written to this path."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        hint = "name a file in an existing folder"
+        raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=TRACE_FLAG))
+
+
+def write_trace(path: Path, trace: dict[str, Any]) -> None:
+    """Write a trace. Raises UserError if it cannot be written."""
+    try:
+        write_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror or error}"
+        raise UserError(Problem(kind="unwritable", message=message, where=TRACE_FLAG)) from None
+
+
+def trace_of_layout(
+    profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
+) -> dict[str, Any]:
+    """Return the trace of a planned step, scaled to `step_s`: the first rank of each pipeline stage."""
+    timer = Timer(profile, cluster, rates)
+    timeline = step_timeline(profile, timer, layout)
+    timeline = timeline.scaled(step_s / timeline.step_s)
+    forecaster = Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device.kind))
+    ranks = {stage: stage * (layout.world_size // layout.pp) for stage in range(layout.pp)}
+    memory = [sample for stage in ranks for sample in layer_memory(timeline, stage, forecaster.along(layout, stage))]
+    return step_trace(timeline, memory, ranks, about(profile, cluster, layout))
+
+
+def about(profile: Profile, cluster: Cluster, layout: PlannedLayout) -> dict[str, Any]:
+    """Return the description of a traced step: the layout, the model and the machine."""
+    machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
+    return {"forecast": str(layout), "model": profile.model, **machine, "layout": layout.to_dict()}
