@@ -58,7 +58,7 @@ class PartSeconds(NamedTuple):
     backward_s: float
 
 
-class Played(NamedTuple):
+class TimedPass(NamedTuple):
     """One action of a stage in a step, in seconds from its start."""
 
     stage: int
@@ -71,7 +71,7 @@ class Played(NamedTuple):
 Message = tuple[str, int, int]  # "F" or "B", the part that receives it (of all parts), how many it has received before
 
 
-def played(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[Played]:
+def timed_passes(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[TimedPass]:
     """Return all actions of all stages with their times.
 
     `parts`: of each stage, `send_s`: of one activation or gradient. An exchange begins when all stages that take part
@@ -101,7 +101,7 @@ class _Rank:
     def __init__(self, stage: int, stages: int, parts: Sequence[PartSeconds], micro_batches: int):
         self.stage, self.now_s = stage, 0.0
         self.queued: list[Message] = []
-        self.done: list[Played] = []
+        self.done: list[TimedPass] = []
         self._words: Iterator[str] = iter(order(stages, stage, micro_batches))
         self._seconds, self._counts = parts, Counter[str]()
         self._parts, self._sent = parts_of_stage(stage, stages, "dualpipev"), 0
@@ -128,13 +128,13 @@ class _Rank:
         """Send and receive at the same time, one message after the other in each direction."""
         start_s = max(time for message in self.queued for time in there[message])
         self.now_s = start_s + send_s * max(self._sent, len(self.queued) - self._sent)
-        self.done.append(Played(self.stage, EXCHANGE, -1, start_s, self.now_s))
+        self.done.append(TimedPass(self.stage, EXCHANGE, -1, start_s, self.now_s))
         self.queued, self._sent = [], 0
 
     def _pass(self, word: str, number: int) -> None:
         start_s, seconds = self.now_s, self._seconds[int(word[1])]
         self.now_s += seconds.forward_s if word[0] == "F" else seconds.backward_s
-        self.done.append(Played(self.stage, word, number, start_s, self.now_s))
+        self.done.append(TimedPass(self.stage, word, number, start_s, self.now_s))
 
     def _queue(self, word: str, number: int) -> None:
         sends = word.endswith(">")

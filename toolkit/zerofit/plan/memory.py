@@ -15,9 +15,9 @@ from typing import NamedTuple
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.persistent import PersistentMemory, add_kinds, held_bits, overlap_in_partition, persistent_memory
-from zerofit.plan.pipeline import DIRECTIONS, Pass, in_flight, most_in_flight, stage_parts
+from zerofit.plan.pipeline import DIRECTIONS, Direction, Pass, in_flight, most_in_flight, stage_parts
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
-from zerofit.plan.transient import init_moments, step_moments
+from zerofit.plan.transient import StepMemory, init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.overhead import CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES, pinned_bytes
@@ -117,7 +117,7 @@ class Forecaster:
             peak_bytes=peak_bytes,
             peak_phase=moment.phase,
             static_bytes=stage.static_bytes,
-            host_bytes=max(one.host_at(samples) for one in stages),
+            host_bytes=max(stage.host_at(samples) for stage in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
             large_bytes=stage.large_at(samples, peak_bytes),
@@ -149,18 +149,12 @@ class Forecaster:
             moment, key = self._moment(phase, live, persistent, more), (phase, live.layer)
             activations = round(moment.activations[0] + moment.activations[1] * layout.micro_batch)
             kinds = {kind: size for kind, size in {**moment.kinds, "activations": activations}.items() if size}
-            found[key] = max(found.get(key, {}), kinds, key=lambda one: sum(one.values()))
+            found[key] = max(found.get(key, {}), kinds, key=lambda sizes: sum(sizes.values()))
 
-        for one in passes:
-            if one.direction == "forward":
-                for live in _forward_moments(one, layout, self.device):
-                    note("forward", live, one.beside)
-            else:
-                for live in replayed(one.line, layout, self.device, one.graded):
-                    note("backward", live, between if live.after else one.beside)
+        for direction, live, more in self._live_in_passes(layout, passes, between, every=True):
+            note(direction, live, more)
         for step in step_moments(lines[0], layout, self.device):
-            temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
-            note("step", LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries), between)
+            note("step", self._live_in_step(step), between)
         return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in found.items()]
 
     def _all_stages(self, layout: PlannedLayout) -> Iterator[_StageMoments]:
@@ -191,19 +185,11 @@ class Forecaster:
         line = lines[0]
         persistent = persistent_memory(line, layout, self.device, self._tied)
         moments = []
-        for one in passes:
-            if one.direction == "forward":
-                forward = reversed(list(_forward_moments(one, layout, self.device)))
-                for live in upper(forward, LiveMemory.line):
-                    moments.append(self._moment("forward", live, persistent, one.beside))
-                continue
-            for live in backward_moments(one.line, layout, self.device, one.graded):
-                moments.append(self._moment("backward", live, persistent, between if live.after else one.beside))
+        for direction, live, more in self._live_in_passes(layout, passes, between, every=False):
+            moments.append(self._moment(direction, live, persistent, more))
         host, stepped = persistent.momentary, []
         for step in step_moments(line, layout, self.device):
-            temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
-            live = LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
-            moments.append(self._moment("step", live, persistent, between))
+            moments.append(self._moment("step", self._live_in_step(step), persistent, between))
             stepped.append(add((step.flat + step.temporaries, 0.0), (moments[-1].fixed, moments[-1].slope)))
             host = max(host, step.host)
         for kinds in init_moments(line, layout, self.device, self._built_in_parts):
@@ -227,6 +213,27 @@ class Forecaster:
             large=large,
             stepped=tuple(stepped),
         )
+
+    def _live_in_passes(
+        self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
+    ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
+        """Yield the moments of forward and backward, and what is alive besides their own micro batch.
+
+        Without `every`, moments that are smaller than another one at any micro batch may be left out.
+        """
+        for kind in passes:
+            if kind.direction == "backward":
+                replay = replayed if every else backward_moments
+                moments = replay(kind.line, layout, self.device, kind.graded)
+            else:
+                forward = list(_forward_moments(kind, layout, self.device))
+                moments = forward if every else upper(reversed(forward), LiveMemory.line)
+            for live in moments:
+                yield kind.direction, live, between if live.after else kind.beside
+
+    def _live_in_step(self, step: StepMemory) -> LiveMemory:
+        temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
+        return LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device

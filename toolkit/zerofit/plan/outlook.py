@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zerofit.plan.failure_months import goodput_of
-from zerofit.plan.goodput import Goodput, Reliability
+from zerofit.plan.goodput import Goodput, Reliability, goodput_of
 from zerofit.plan.interval import PublishedErrors
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.cluster import Cluster
