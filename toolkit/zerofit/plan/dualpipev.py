@@ -58,6 +58,18 @@ class PartSeconds(NamedTuple):
     backward_s: float
 
 
+# DualPipeV (github.com/deepseek-ai/DualPipe) gives each of p ranks two parts of the model, cut into 2p:
+# rank r has parts r and 2p - 1 - r. A micro batch goes down the ranks through the first parts, and back
+# up through the second ones. Forwards of one part run while backwards of the other do, so the pipeline's
+# bubble is smaller than with 1F1B:
+#
+#     rank 0      part 0                      part 2p - 1
+#     rank 1         part 1                part 2p - 2
+#     ...
+#     rank p - 1        part p - 1    part p
+#
+# The order of each rank is fixed. The times follow from it: a pass starts when its rank is free and its
+# input has arrived.
 class TimedPass(NamedTuple):
     """One action of a stage in a step, in seconds from its start."""
 

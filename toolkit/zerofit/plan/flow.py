@@ -6,6 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
+# ZeRO-3 gathers the parameters of later layers while a layer computes. Backward also reduces the
+# gradients of the layers that are done. Links and device are a queue each:
+#
+#     links    fetch 1 | fetch 2 | fetch 3 |          reduce 1 | reduce 2 ...
+#     device           | layer 1 | layer 2 | layer 3
+#                        a layer waits for its fetch; a reduction waits for all fetches and for its layers
+#
+# The end of a queue is the longest path through this picture. A model has few runs of equal layers, so
+# the path is found in a step for each run instead of each layer.
 class FlowRun(NamedTuple):
     """Equal groups of equal layers, and the seconds of each part without contention."""
 

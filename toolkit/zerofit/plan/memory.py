@@ -80,6 +80,19 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
     return Forecaster(profile, device).memory(layout)
 
 
+# The peak of a rank is the largest sum, over all moments of its life, of
+#
+#     persistent    parameters, master weights, optimizer states, buffers      (persistent.py)
+#     activations   what forward saved, and what backward has not freed yet    (timeline.py, backward.py)
+#     gathered      ZeRO-3's full parameters of the layers in flight           (zero3_gather.py)
+#     gradients     those waiting, in buckets, or being reduced                (backward.py)
+#     step, init    the optimizer's temporaries, and making the engine         (transient.py)
+#
+# Activations are a line in the micro batch: a fixed part and a part for each sample. All else is fixed.
+# So each moment is a line, the peak is the upper envelope of these lines, and one forecast serves every
+# micro batch. Moments below the envelope are dropped (`upper`).
+#
+# A search needs the largest moment only (`memory`). The timeline of a step needs every layer's (`along`).
 class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 

@@ -61,6 +61,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+# The search forecasts every layout of the space; nothing is sampled.
+#
+#     1. The space comes in families: layouts that differ in bucket, overlap and stage-3 sizes only. The first
+#        needs the least memory. If it does not fit, none of its family does.
+#     2. Of a family that fits, other members are forecast only if larger buckets could exceed what is left.
+#     3. All that fit are timed and sorted by samples per second in three digits, equal ones by simplicity.
+#     4. Those that do not fit are counted by reason. The nearest of each reason is explained, with a remedy.
 @_without_collector()
 def search(
     profile: Profile,

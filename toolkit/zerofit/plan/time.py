@@ -175,6 +175,22 @@ class StepParts:
                 yield FlowRun(group.groups, n, self.fetch_s(i, True), self.rank_pass.backward[i].layer_s, reduce_s)
 
 
+# The time of an optimizer step. `Timer.parts` writes the step down once, as `StepParts`. Two forms read
+# it:
+#
+#     closed form   `Timer.step` adds the parts up; a search times ten thousand layouts with it (0.1 ms each)
+#     timeline      `step_timeline` places every kernel and collective; for traces and for tests of the closed form
+#
+# With m micro batches, forward f, backward b (with the reductions that it hides), p pipeline stages and
+# 1F1B:
+#
+#     step = (m + p - 1) (f + b + 2 send)                     passes of all stages in lockstep
+#          + reductions x (what backward does not hide)       once at stages 0 and 1, m times at stages 2 and 3
+#          + the engine's passes over gradients + optimizer + copies between device, host and disks
+#
+# A layer takes max(kernels, launches) on a GPU, whose host runs ahead, and their sum on a CPU.
+# Collectives of tensor, sequence and expert parallelism are added, since the next kernel needs their
+# result.
 class Timer:
     """Forecast step times for one model on one cluster; results that layouts share are computed once."""
 

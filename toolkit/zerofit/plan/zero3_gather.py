@@ -191,6 +191,15 @@ class _Gathering:
         self.whole -= self._size(self.coordinator.release(members)) if members else 0
 
 
+# Stage 3 keeps 1/n of each parameter on a rank. Before a module runs, DeepSpeed gathers its parameters
+# and prefetches those of the next modules. After a module, it releases what is not needed soon. Which
+# parameters are full at a moment depends on four sizes of the JSON, so the coordinator's own rules are
+# replayed on the module calls of the profile:
+#
+#     live elements    0 <= gathered <= stage3_max_live_parameters
+#     fetch(module)    its own parameters, then the next ones until stage3_prefetch_bucket_size elements
+#     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has passed it
+#     persistence      smaller parameters than stage3_param_persistence_threshold are never released
 class _Coordinator:
     """DeepSpeed's coordinator: which parameters are gathered and released as modules begin and end.
 

@@ -50,6 +50,13 @@ class Regret:
     at_most: float  # largest relative saving by any untried configuration, with 5 % risk
 
 
+# Bayesian optimisation over a list of configurations. A trial costs a minute, a forecast a millisecond.
+#
+#     1. The first trial is the simplest of those with the best forecasts.
+#     2. Each trial corrects the forecasts of all configurations (`StepTimeModel`): mean and deviation
+#        of log(step time).
+#     3. The next trial is the one with the largest expected gain over the best so far (`expected_gain`).
+#     4. The search ends if no trial promises half a percent. `Regret` states what may have been missed.
 @dataclass
 class Search:
     """All candidates, and the trials so far. The fastest has the least time per sample."""

@@ -35,6 +35,12 @@ def _kept_bytes(simulation: Simulation) -> float:
     return (1 + REPLAYED) * simulation.reserved_ahead_bytes
 
 
+# Plan's forecasts are fast and close; a simulation of the engine is exact and takes seconds. So plan
+# orders and the engine decides:
+#
+#     1. Take the simplest option within 10 % of the fastest that should fit, and simulate it.
+#     2. The ratio of simulated to forecast memory corrects the forecasts of the other options.
+#     3. If another option is better now, simulate that. Stop after six simulations, or if the best one is simulated.
 @dataclass
 class FitSearch:
     """A search among options, fastest first, for those that fit the free memory of each node."""
