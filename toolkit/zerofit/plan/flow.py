@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from zerofit.plan.passes import RankPass, StageLayers
 
 
 # ZeRO-3 gathers the parameters of later layers while a layer computes. Backward also reduces the
@@ -66,3 +68,30 @@ def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
     alone_s = flow_ends(runs).reduced_s
     busy_s = sum(run.groups * (run.layers * (run.fetch_s + run.compute_s) + run.reduce_s) for run in runs)
     return alone_s + exposed * (busy_s - alone_s)
+
+
+class ReduceGroup(NamedTuple):
+    """Layers whose gradients fill a bucket, in the order of backward; equal groups are counted."""
+
+    groups: int  # number of equal groups
+    members: tuple[StageLayers, ...]  # per group
+    elements: int  # per group
+
+
+def reduce_groups(rank_pass: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
+    """Yield the groups of a stage's layers, last to first, whose gradients fill a bucket; the last may be smaller."""
+    members: list[StageLayers] = []
+    elements = 0
+    for layer, count in reversed(stage):
+        size, left = rank_pass.trained[layer], count
+        while left:
+            needed = left if size == 0 else min(left, max(1, -(-(bucket - elements) // size)))
+            members.append(StageLayers(layer, needed))
+            elements, left = elements + needed * size, left - needed
+            if elements >= bucket:
+                same = 1 + left // needed if len(members) == 1 else 1
+                yield ReduceGroup(same, tuple(members), elements)
+                left -= (same - 1) * needed
+                members, elements = [], 0
+    if members:
+        yield ReduceGroup(1, tuple(members), elements)

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from zerofit.plan.contention import Clock, Piece
 from zerofit.plan.dualpipev import EXCHANGE
+from zerofit.plan.flow import ReduceGroup, reduce_groups
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.passes import StageLayers
 from zerofit.plan.rates import Rates
-from zerofit.plan.time import ReduceGroup, StepParts, StepTask, Stream, Timer, reduce_groups
+from zerofit.plan.time import StepParts, StepTask, Stream, Timer
 from zerofit.spec.profile import Profile
 
 LAUNCHES = "launches", "launches and hooks"  # of the host: without ZeRO-3, and with it

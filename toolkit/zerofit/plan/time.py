@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
 from zerofit.plan.engine_work import engine_work
-from zerofit.plan.flow import FlowRun, flow_s
+from zerofit.plan.flow import FlowRun, ReduceGroup, flow_s, reduce_groups
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STEP_BYTES, moments_bytes
-from zerofit.plan.passes import Passes, RankPass, StageLayers
+from zerofit.plan.passes import Passes, RankPass
 from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import StageTimeline, timeline
@@ -96,14 +96,6 @@ class Fetches(NamedTuple):
         """Return the seconds that this needs."""
         size, calls = (self.backward if backward else self.forward)[layer]
         return size * (self.copy_s + self.gather_s) + calls * self.call_s
-
-
-class ReduceGroup(NamedTuple):
-    """Layers whose gradients fill a bucket, in the order of backward; equal groups are counted."""
-
-    groups: int  # number of equal groups
-    members: tuple[StageLayers, ...]  # per group
-    elements: int  # per group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -400,25 +392,6 @@ class Timer:
             kept = kept_gathered(self._line(layout), layout)
             seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, rank_pass, at_once=True)
             yield StepTask("data parallel", GATHERED, kept.bytes, seconds)
-
-
-def reduce_groups(rank_pass: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
-    """Yield the groups of a stage's layers, last to first, whose gradients fill a bucket; the last may be smaller."""
-    members: list[StageLayers] = []
-    elements = 0
-    for layer, count in reversed(stage):
-        size, left = rank_pass.trained[layer], count
-        while left:
-            needed = left if size == 0 else min(left, max(1, -(-(bucket - elements) // size)))
-            members.append(StageLayers(layer, needed))
-            elements, left = elements + needed * size, left - needed
-            if elements >= bucket:
-                same = 1 + left // needed if len(members) == 1 else 1
-                yield ReduceGroup(same, tuple(members), elements)
-                left -= (same - 1) * needed
-                members, elements = [], 0
-    if members:
-        yield ReduceGroup(1, tuple(members), elements)
 
 
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:

@@ -130,7 +130,7 @@ def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
     best = result.measured.candidate
     write_json(config, job.ds_config(best))
     given = job.asked.run.model_dump(mode="json", include=set(job.asked.places) | {"model"})
-    tuned = {"global_batch": None, "output": None} | job.run_fields(best) | {"ds_config": str(config)}
+    tuned = {"global_batch": None, "output": None} | job.run_fields(best) | {"ds_config": config.name}
     run = {name: value for name, value in {**given, **tuned}.items() if value is not None}
     write_text(run_file, yaml.safe_dump(run, sort_keys=False))
     about = {"model": job.run.model, "device": job.device, "versions": versions()}
