@@ -68,7 +68,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Drop moments that need no more memory than another one at any micro batch; of equal ones, keep the first.
+    """Return the moments that can be the peak at some micro batch; of equal moments, the first.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """

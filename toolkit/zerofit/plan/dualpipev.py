@@ -91,19 +91,19 @@ def timed_passes(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, sen
     """
     stages = len(parts)
     ranks = [_Rank(stage, stages, parts[stage], micro_batches) for stage in range(stages)]
-    there = defaultdict[Message, list[float]](list)
+    posted = defaultdict[Message, list[float]](list)
     waiting = {rank.stage: rank for rank in ranks if rank.work()}
     for rank in ranks:
-        rank.arrive(there)
+        rank.arrive(posted)
     while waiting:
-        ready = [one for one in waiting.values() if all(len(there[message]) == 2 for message in one.queued)]
+        ready = [rank for rank in waiting.values() if all(len(posted[message]) == 2 for message in rank.queued)]
         assert ready, f"DualPipeV on {stages} stages: every one waits for another one"
-        for one in ready:
-            one.exchange(there, send_s)
-            if not one.work():
-                del waiting[one.stage]
-        for one in ready:
-            one.arrive(there)
+        for rank in ready:
+            rank.exchange(posted, send_s)
+            if not rank.work():
+                del waiting[rank.stage]
+        for rank in ready:
+            rank.arrive(posted)
     return [done for rank in ranks for done in rank.done]
 
 
@@ -131,14 +131,14 @@ class _Rank:
                 self._queue(word, number)
         return False
 
-    def arrive(self, there: defaultdict[Message, list[float]]) -> None:
+    def arrive(self, posted: defaultdict[Message, list[float]]) -> None:
         """Announce the messages that this stage waits to exchange."""
         for message in self.queued:
-            there[message].append(self.now_s)
+            posted[message].append(self.now_s)
 
-    def exchange(self, there: defaultdict[Message, list[float]], send_s: float) -> None:
+    def exchange(self, posted: defaultdict[Message, list[float]], send_s: float) -> None:
         """Send and receive at the same time, one message after the other in each direction."""
-        start_s = max(time for message in self.queued for time in there[message])
+        start_s = max(time for message in self.queued for time in posted[message])
         self.now_s = start_s + send_s * max(self._sent, len(self.queued) - self._sent)
         self.done.append(TimedPass(self.stage, EXCHANGE, -1, start_s, self.now_s))
         self.queued, self._sent = [], 0

@@ -1,4 +1,4 @@
-"""Decide whether a forecast fits device, host and disks, explain why not, and find a change that fits."""
+"""Decide whether a forecast fits device, host and disks, explain why it does not, and find a change that fits."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
     for groups, layers, fetch, compute, reduce in runs:
         every = groups * layers
-        one, all_computed, all_reduced = layers * compute, every * compute, groups * reduce
+        group_computed, all_computed, all_reduced = layers * compute, every * compute, groups * reduce
         if reduce:
             ways = (
                 reduced + all_reduced,
-                computed + max(one + all_reduced, all_computed + reduce),
-                fetched + max(fetch + one, layers * fetch + compute) + all_reduced,
+                computed + max(group_computed + all_reduced, all_computed + reduce),
+                fetched + max(fetch + group_computed, layers * fetch + compute) + all_reduced,
                 fetched + max(fetch + all_computed, every * fetch + compute) + reduce,
             )
             reduced = max(ways)

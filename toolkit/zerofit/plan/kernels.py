@@ -19,7 +19,7 @@ def launches(kernels: Iterable[Kernel]) -> float:
 
 def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> float:
     """Return the seconds of kernels that run one after the other."""
-    return sum(kernel_s(one, micro_batch, rates) for one in kernels)
+    return sum(kernel_s(kernel, micro_batch, rates) for kernel in kernels)
 
 
 # The roofline model (Williams, Waterman, Patterson, 2009): a kernel takes the longer of

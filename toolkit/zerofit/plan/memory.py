@@ -151,7 +151,7 @@ class Forecaster:
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return the peak of each layer of a pipeline stage and of its step; of equal layers only a few.
 
-        Of several micro batches it is the one with most live bytes. Raises KeyError as `memory` does.
+        The micro batch is the one with the most live bytes. Raises KeyError as `memory` does.
         """
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
@@ -212,11 +212,14 @@ class Forecaster:
         on_host = sum(persistent.host.values())
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
         counts = most_in_flight(layout, stage)
-        kept = tuple(chain(*(one.on_host * count for one, count in zip(lines, counts, strict=True))))
+        kept = tuple(chain(*(line.on_host * count for line, count in zip(lines, counts, strict=True))))
         steps = [moment.kinds for moment in moments if moment.phase != "init"]
         most = [max(kinds.get(kind, 0) for kinds in steps) for kind in ("communication buckets", "temporaries")]
         twice = self._tied if layout.pp == 1 else 0  # both gradients of a tied matrix, before their sum
-        large = layout.element_bytes * (line.largest + twice) + sum(most), tuple(chain(*(one.blocks for one in lines)))
+        large = (
+            layout.element_bytes * (line.largest + twice) + sum(most),
+            tuple(chain(*(line.blocks for line in lines))),
+        )
         return _StageMoments(
             moments=tuple(upper(moments, _Moment.line)),
             static_bytes=static,
@@ -232,7 +235,7 @@ class Forecaster:
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
         """Yield the moments of forward and backward, and what is alive besides their own micro batch.
 
-        Without `every`, moments that are smaller than another one at any micro batch may be left out.
+        Without `every`, moments that cannot be the peak at any micro batch may be left out.
         """
         for kind in passes:
             if kind.direction == "backward":
@@ -271,12 +274,12 @@ def _cpu_process_bytes(profile: Profile) -> int:
     return CPU_PROCESS_HIGH_BYTES  # a user's own code, or a model whose libraries a profile does not name
 
 
-def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
+def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
     """Yield the moments of the forward with most live bytes: a later micro batch's, if gradients accumulate."""
-    line, gradients, buckets = one.line, 0, 0
+    line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
-        gradients = layout.element_bytes * one.graded
-        if one.graded and layout.zero_stage == 1:
+        gradients = layout.element_bytes * kind.graded
+        if kind.graded and layout.zero_stage == 1:
             buckets = layout.element_bytes * layout.bucket * (1 + layout.overlap)
     elif layout.accumulation > 1 and layout.zero_stage == 2 and layout.offload_optimizer == "none":
         gradients = layout.element_bytes * overlap_in_partition(line, layout.zero_ranks)

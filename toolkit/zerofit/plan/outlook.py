@@ -39,8 +39,8 @@ class Work:
 
     def price(self, cluster: Cluster) -> Price | None:
         """Return the given price, else the node's list price; None if there is none."""
-        asked = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
-        for name in (asked, cluster.device.kind, ""):
+        requested = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
+        for name in (requested, cluster.device.kind, ""):
             if name in self.prices:
                 return Price(self.prices[name], "--price")
         listed = cluster.device.node.price

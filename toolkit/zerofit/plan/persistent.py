@@ -146,7 +146,7 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return pairs of a rank's overlap (as `overlap_in_partition`) and its largest piece for the norm, in elements.
 
-    Ranks are left out if another one has at least as much of both.
+    A rank is left out if another rank has at least as much of both.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):
@@ -283,9 +283,9 @@ def _small(line: StageTimeline, threshold: int, spread: ParameterSharers, elemen
     return KeptGathered(len(sizes), sum(sizes))
 
 
-def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+def add_kinds(sizes: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     """Add bytes kind by kind."""
-    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
+    return {kind: sizes.get(kind, 0) + other.get(kind, 0) for kind in {**sizes, **other}}
 
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:

@@ -94,9 +94,9 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 
 
 def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes still gathered when the last gradients are reduced: e.g.
+    """Return the bytes still gathered when the last gradients are reduced.
 
-    an embedding, whose input has no gradient.
+    An embedding is still gathered, for example: its input has no gradient, so DeepSpeed does not see its backward end.
     """
     return _gathering(line, layout).whole
 
@@ -201,7 +201,7 @@ class _Gathering:
 #     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has passed it
 #     persistence      smaller parameters than stage3_param_persistence_threshold are never released
 class _Coordinator:
-    """DeepSpeed's coordinator: which parameters are gathered and released as modules begin and end.
+    """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
 
     A module fetches its own parameters, then the step's next ones up to the prefetch size (:447), within the limit of
     live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A module's

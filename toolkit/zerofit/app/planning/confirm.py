@@ -27,14 +27,14 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
     """Return the plan with layouts simulated until one fits: first the one that `Plan.write` writes, then others."""
-    known = {one.layout: one for one in plan.confirmed}
+    known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
         if number not in known:
             known[number] = _look(plan, number, report)
         if known[number].fits or known[number].problem:
             break
-    return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda one: one.layout)))
+    return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda confirmation: confirmation.layout)))
 
 
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
@@ -68,7 +68,7 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
         found = _simulate(planned, plan)
     except Exception as error:  # the plan is valid without it
         return Confirmation(layout=number, fits=False, problem=why_it_failed(error))
-    beside = sum(one.high_bytes for one in found.overheads)
+    beside = sum(overhead.high_bytes for overhead in found.overheads)
     return Confirmation(
         layout=number,
         fits=found.fits,

@@ -154,7 +154,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredScaling:
-    """Ratio of measured to forecast step time of one layout: a factor for all layouts of this plan."""
+    """The measured step time of a layout over its forecast. It is a factor for all layouts of the plan."""
 
     layout: PlannedLayout
     forecast_step_s: float
@@ -293,8 +293,8 @@ def _with_kernels(
 ) -> Calibration:
     """Return a calibration with a trace's kernels replacing those of the same kind and dtype."""
     kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
-    known = {(one.kind, one.dtype) for one in found}
-    others = tuple(one for one in kept.kernels if (one.kind, one.dtype) not in known)
+    known = {(kernel.kind, kernel.dtype) for kernel in found}
+    others = tuple(kernel for kernel in kept.kernels if (kernel.kind, kernel.dtype) not in known)
     return replace(kept, kernels=(*others, *found), origin=str(path), longer={}, slower=1.0)
 
 

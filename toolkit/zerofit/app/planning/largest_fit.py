@@ -57,7 +57,7 @@ class LargestFit:
         found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
         if self.what == "seq-len":
             found["limit"] = self.limit
-            found["longer"] = [{"value": one.value, **one.savings.fields} for one in self.longer]
+            found["longer"] = [{"value": sequence.value, **sequence.savings.fields} for sequence in self.longer]
         if self.what == "layers":
             found |= {"layer": self.layer, "now": self.now}
         return {**found, "next_fits": None if self.bounded else False}
@@ -191,7 +191,7 @@ def _longest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[Se
 def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
     """Return the degrees of a profile that are possible on a cluster."""
     found = [Degrees(**{n: int(d) for n, d in (p.split("=") for p in key.split("/")[2:])}) for key in profile.costs]
-    fitting = [one for one in found if cluster.ranks % one.product == 0 and cluster.ranks % one.ep == 0]
+    fitting = [degrees for degrees in found if cluster.ranks % degrees.product == 0 and cluster.ranks % degrees.ep == 0]
     return tuple(dict.fromkeys((Degrees(), *fitting)))
 
 
@@ -200,7 +200,7 @@ def _longer(
 ) -> Iterator[LongerSequence]:
     """Yield longer and longer sequences.
 
-    Each adds one option: the one that needs least memory at twice the length of the sequence before.
+    Each adds the option that needs the least memory at twice the previous length.
     """
     traced, known = setup.traced, setup.profile
     assert traced
@@ -211,15 +211,15 @@ def _longer(
     while length + TOKENS <= most and (choices := _others(choices, traced.savings)):
         tries = [replace(traced, savings=traced.savings._replace(**{name: choices[name]})) for name in choices]
 
-        def wants(seq_len: int, one: ProfileRequest) -> float:
-            report.status(f"tracing {one.model} at {seq_len} tokens with {one.savings.flags} ...")
-            profile = trace(replace(one, seq_len=seq_len), report)
+        def wants(seq_len: int, request: ProfileRequest) -> float:
+            report.status(f"tracing {request.model} at {seq_len} tokens with {request.savings.flags} ...")
+            profile = trace(replace(request, seq_len=seq_len), report)
             return pressure(profile, cluster, setup.request, forecast_of(profile, cluster))
 
         there = min(max(2 * length, TOKENS), most)
-        pressures = [wants(there, one) for one in tries]
+        pressures = [wants(there, request) for request in tries]
         traced = tries[pressures.index(min(pressures))]
-        longer, _ = largest(partial(wants, one=traced), max(length, TOKENS), TOKENS, most)
+        longer, _ = largest(partial(wants, request=traced), max(length, TOKENS), TOKENS, most)
         if longer is None or longer <= length:
             return
         length = longer

@@ -135,12 +135,16 @@ class Plan:
     @property
     def layouts(self) -> tuple[PlannedRun, ...]:
         """The best layouts."""
-        return tuple(PlannedRun(ranked=one, profile=self.profile, request=self.request) for one in self.result.layouts)
+        return tuple(
+            PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.layouts
+        )
 
     @property
     def misfits(self) -> tuple[PlannedRun, ...]:
         """Layouts that do not fit, nearest first, if fewer fit than were wanted."""
-        return tuple(PlannedRun(ranked=one, profile=self.profile, request=self.request) for one in self.result.misfits)
+        return tuple(
+            PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.misfits
+        )
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -163,10 +167,12 @@ class Plan:
 
         None if nothing fits.
         """
-        refused = {one.layout for one in self.confirmed if not one.fits and not one.problem}
+        refused = {
+            confirmation.layout for confirmation in self.confirmed if not confirmation.fits and not confirmation.problem
+        }
         if self.result.plainest not in refused:
             return self.result.plainest  # its forecast time is as good as the fastest's, within the error
-        return next((one.layout for one in self.confirmed if one.fits), None)
+        return next((confirmation.layout for confirmation in self.confirmed if confirmation.fits), None)
 
     @property
     def shown(self) -> int:
@@ -195,8 +201,8 @@ class Plan:
         if planned is None:
             message, hint = "no layout has a step time to trace", "ask for a layout that DeepSpeed supports"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
-        one = planned.ranked
-        trace = trace_of_layout(self.profile, self.cluster, self.result.rates, one.layout, one.step_s)
+        ranked = planned.ranked
+        trace = trace_of_layout(self.profile, self.cluster, self.result.rates, ranked.layout, ranked.step_s)
         write_trace(Path(path), trace)
         return Path(path)
 
@@ -215,14 +221,14 @@ class Plan:
         if not self.result.layouts:
             found["remedies"] = list(self.remedies)
         if self.boxes:
-            found["boxes"] = [_box(one) for one in self.boxes]
+            found["boxes"] = [_box(plan) for plan in self.boxes]
         found["total_s"] = self.total_s
         if self.written:
             found |= {"written": [str(path) for path in self.written], "written_layout": self.chosen}
         if self.traced:
             found["trace"] = str(self.traced)
         if self.confirmed:
-            found["confirmed"] = [field_data(one) for one in self.confirmed]
+            found["confirmed"] = [field_data(confirmation) for confirmation in self.confirmed]
         return found
 
     def _repr_html_(self) -> str:

@@ -131,7 +131,7 @@ def answer_request(
         problems.add("usage", "--measured is for one kind of machine", "name one with --gpu", "--measured, --gpu")
     problems.raise_if_any()
     plans = [plan_for(cluster, request, report) for cluster in clusters]
-    plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
+    plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
     best = replace(plans[0], boxes=boxes)
     if on_plan:

@@ -63,8 +63,8 @@ def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
             problems.add("unknown-key", f"unknown knob {key!r}", nearest(str(key), KNOBS), place)
             continue
         allowed[key] = list(value) if isinstance(value, list | tuple) else [value]
-        for one in allowed[key]:
-            _check(key, one, place, problems)
+        for value in allowed[key]:
+            _check(key, value, place, problems)
     problems.raise_if_any()
     return allowed
 
@@ -105,14 +105,14 @@ class TrialHosts:
         return hosts or cls(hosts=(), flags=())
 
 
-def _refuse_untried(asked: RunRequest) -> None:
+def _refuse_untried(request: RunRequest) -> None:
     """Raise a UserError for settings that no trial has."""
-    if asked.run.micro_batch_by_rank:
-        message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
+    if request.run.micro_batch_by_rank:
+        message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
         hint = "remove it here, and add it to `zerofit train` with the result"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
     for key in ("zenflow", "offload_optimizer.super_offload"):
-        if get(ds_document(asked.run).config, f"zero_optimization.{key}"):
+        if get(ds_document(request.run).config, f"zero_optimization.{key}"):
             message = f"trials set zero_optimization themselves, and none of them has {key}"
             hint = "remove --ds-config, and compare the result with `zerofit train --ds-config ...`"
             raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--ds-config"))
@@ -141,7 +141,7 @@ def _forecast(
 class TuneJob:
     """The part of a tuning that is the same for all trials."""
 
-    asked: RunRequest
+    request: RunRequest
     run: Run  # with all values filled in
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
     profiles: dict[str, Profile]  # by precision
@@ -154,7 +154,7 @@ class TuneJob:
     @classmethod
     def of(
         cls,
-        asked: RunRequest,
+        request: RunRequest,
         *,
         space: Path | str | Mapping[str, Any] | None = None,
         hosts: Path | str | TrialHosts | None = None,
@@ -163,10 +163,10 @@ class TuneJob:
     ) -> TuneJob:
         """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
         report, on = report or Reporter(), TrialHosts.of(hosts)
-        _refuse_untried(asked)
+        _refuse_untried(request)
         allowed = read_space(space) if space else {}
         machine = machine_of(on.hosts, None) if on.hosts else None
-        resolved = resolve_job(asked, machine=machine, report=report)
+        resolved = resolve_job(request, machine=machine, report=report)
         job, run = resolved.job, resolved.job.run
         used = filled(on.hosts, job.layout.world_size) if on.hosts else ()
         cluster = cluster_of(job.layout.world_size, used)
@@ -184,7 +184,7 @@ class TuneJob:
             hint = "`zerofit plan` shows what is missing" if not space else "allow more values"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where=place if space else "MODEL"))
         return cls(
-            asked=asked,
+            request=request,
             run=run,
             ds_source=resolved.ds_source,
             profiles=profiles,
