@@ -39,6 +39,16 @@ class PersistentMemory(NamedTuple):
     momentary: int = 0  # extra bytes when host memory is at its peak
 
 
+# Bytes for each element in 16 bits that a rank keeps between steps, with Adam and n ranks to divide by:
+#
+#     stage    parameters   master weights   moments   gradients              buckets
+#     0        2            4                8         (in backward only)
+#     1, 2     2            4/n              8/n       (in backward only)
+#     3        2/n          4/n              8/n       2/n                    of fixed size
+#
+# In 32 bits there are no master weights at stage 0: the optimizer steps the parameters themselves.
+# Offloading moves columns to the host or to disk, and adds page-locked buffers. Page-locked blocks are
+# rounded up, so the number of tensors matters besides their sizes.
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
     """Return the persistent memory of a rank's layers at a ZeRO stage; `tied`: elements of a tied matrix."""
     if layout.zero_stage == 3:

@@ -232,6 +232,9 @@ class Rates:
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
+# For each rate the first of these that exists counts: a measurement of `zerofit calibrate` on this kind of device, a
+# rate that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` says
+# which, and `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
 def rates_of(
     cluster: Cluster, precision: str, calibration: Calibration | None = None, fitted: Coefficients = FITTED
 ) -> Rates:

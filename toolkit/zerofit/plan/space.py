@@ -78,6 +78,16 @@ class SearchSpace:
         self.left_out[problem.kind] = (problem, count + 1)
 
 
+# The space is the product of
+#
+#     degrees        divisors of the ranks, a kind at a time: tensor, pipeline, sequence or expert parallelism
+#     sharding       ZeRO stage, place of the optimizer's states, place of the parameters
+#     recomputation  with and without activation checkpointing
+#     batch          divisors of the global batch, or powers of two
+#     variants       bucket size, overlap, prefetch and persistence sizes: they make a family
+#
+# less what DeepSpeed or zerofit refuses, and less what contradicts a fixed value. What is impossible for
+# every layout of a degree is counted with its reason, so that the plan can name it.
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)

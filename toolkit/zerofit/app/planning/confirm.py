@@ -37,6 +37,14 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
     return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda confirmation: confirmation.layout)))
 
 
+# Plan forecasts fragmentation with a margin, a simulation replays each allocation. They may disagree near
+# the limit:
+#
+#     value      0 ...... fitting ...... guess ...... refused
+#                         simulated: fits             simulated or forecast: does not fit
+#
+# The guess scales with the memory that the last simulation lacked, and is the middle once a value has
+# been found to fit.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value at which the smallest layout also fits in simulation.
 

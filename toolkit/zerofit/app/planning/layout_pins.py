@@ -95,6 +95,8 @@ class LayoutPins(TypedDict, total=False):
     ds_config: str | dict[str, Any] | None  # a file, a bundled name, or the content
 
 
+# A value of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and
+# that wins over the DeepSpeed JSON. "auto" fixes nothing. What no place fixes is searched.
 def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a layout that these fields set, including the keys of the DeepSpeed JSON."""
     config = given.get("ds_config", {})
