@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.tune_regret import JOBS, RANKS
 from zerofit.app.fitting import choose
 from zerofit.app.fitting.options import LayoutOption
-from zerofit.app.planning.question import forecast_of
+from zerofit.app.planning.search_setup import forecast_of
 from zerofit.app.tuning.job import TuneJob
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout

@@ -11,7 +11,7 @@ import pytest
 import zerofit as zf
 from tests.plan.stub import make_profile
 from zerofit.app.planning import confirm
-from zerofit.app.planning.answers import LargestFit
+from zerofit.app.planning.largest_fit import LargestFit
 from zerofit.plan.inverse import with_layers
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter

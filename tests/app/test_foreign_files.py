@@ -20,8 +20,8 @@ from zerofit.app.checking import check
 from zerofit.app.fitting.fit import read_choice
 from zerofit.app.job.hub_models import missing_files
 from zerofit.app.job.requests import is_run_file
+from zerofit.app.planning.corrections import read_tuned
 from zerofit.app.planning.profiles import read_profile
-from zerofit.app.planning.request import read_tuned
 from zerofit.app.tuning.job import read_space
 from zerofit.checkpoint.store import FORMAT, MANIFEST, ManifestError, checksum_of, read_manifest
 from zerofit.config.ds_json import bundled

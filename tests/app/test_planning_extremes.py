@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 import zerofit as zf
-from zerofit.app.planning.answers import PlannedRun
-from zerofit.app.planning.limits import maximum_of
-from zerofit.app.planning.question import forecast_of, question_of
+from zerofit.app.planning.largest_fit import maximum_of
+from zerofit.app.planning.plan import PlannedRun
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.planning.search_setup import forecast_of, setup_of
 from zerofit.plan.search import pressure
 from zerofit.spec.events import Reporter
 from zerofit.spec.profile import OFFERED
@@ -65,8 +65,8 @@ def test_what_makes_longer_sequences_fit_is_said_in_order():
     cluster = zf.Cluster("h100-80gb", gpus=1)
     sizes = {"vocab_size": 128_000, "max_position_embeddings": 2**20, "eos_token_id": 0, "bos_token_id": 0}
     request = PlanningRequest(model="llama-tiny", pins={"model_args": sizes, "precision": "bf16"}, maximum="seq-len")
-    question, _ = question_of(cluster, request, Reporter(None))
-    _, found = maximum_of(question, cluster, "seq-len", Reporter(None))
+    setup, _ = setup_of(cluster, request, Reporter(None))
+    _, found = maximum_of(setup, cluster, "seq-len", Reporter(None))
     assert found.value is not None and not found.bounded
     first, *others = found.longer
     assert first.savings.fields == {"loss_chunk": OFFERED.loss_chunk} and first.value > 2 * found.value
@@ -81,9 +81,9 @@ def test_what_makes_longer_sequences_fit_is_said_in_order():
 
 
 def fits(request: PlanningRequest, cluster: zf.Cluster) -> bool:
-    question, _ = question_of(cluster, replace(request, maximum=None), Reporter(None))
-    wanted = replace(question.request, micro_batch=1)
-    return pressure(question.profile, cluster, wanted, forecast_of(question.profile, cluster)) <= 1
+    setup, _ = setup_of(cluster, replace(request, maximum=None), Reporter(None))
+    wanted = replace(setup.request, micro_batch=1)
+    return pressure(setup.profile, cluster, wanted, forecast_of(setup.profile, cluster)) <= 1
 
 
 def test_all_ends_at_once_and_the_shortest_training():

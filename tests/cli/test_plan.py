@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from zerofit.app.planning.files import ds_config, run_fields, write_plan
+from zerofit.app.planning.output_files import ds_config, run_fields, write_plan
 from zerofit.check.check import check
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
@@ -24,7 +25,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.profile import Profile
-from zerofit.spec.run import load_run
+from zerofit.spec.run import Run, load_run
 
 KEYS = {
     *("zero_stage", "offload", "micro_batch", "gradient_accumulation_steps", "dp", "tp", "pp", "sp"),
@@ -103,7 +104,7 @@ def test_what_people_read(stored):
     assert done.exit_code == 0
     many = run(*stored, "--global-batch", 64, "--top", 5000, "--details").stdout
     assert "the fastest bucket and overlap of each of" in " ".join(many.split())
-    for words in ("tokens/s", "MFU", "buckets of", "peak of 1", "2.00 TiB per node"):
+    for words in ("tokens/s", "MFU", "buckets of", "peak memory in backward", "2.00 TiB per node", "dp: data parallel"):
         assert words in done.stdout
 
 
@@ -197,6 +198,19 @@ def test_without_hardware_flags_it_is_this_machine(stored, monkeypatch):
     assert found["cluster"]["gpu"] == "cpu" and found["layouts"][0]["mfu"] is None
     assert found["layouts"][0]["tokens_per_s"] is None and found["layouts"][0]["precision"] == "fp32"
     assert all(row["offload"] == "none" for row in found["layouts"])
+
+
+def test_a_written_folder_can_be_copied(stored, tmp_path, monkeypatch):
+    asked(*stored, "--global-batch", 64, "--write", tmp_path / "planned")
+    copy = shutil.copytree(tmp_path / "planned", tmp_path / "copied")
+    shutil.rmtree(tmp_path / "planned")
+    for place, file in (("/", copy / "run.yaml"), (copy, Path("run.yaml")), (tmp_path, Path("copied/run.yaml"))):
+        monkeypatch.chdir(place)
+        for loaded in (Run.load(file), load_run(file, {}).run):
+            assert Path(str(loaded.ds_config)).resolve() == copy / "ds_config.json"
+    (tmp_path / "ds.json").write_text("{}")  # as before: what is not in the file's folder is relative to the process
+    (copy / "other.yaml").write_text("model: gpt2\nds_config: ds.json\n")
+    assert Run.load("copied/other.yaml").ds_config == "ds.json"
 
 
 def test_written_files_never_replace_others(stored, tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from click.testing import CliRunner
 
 from tests.plan.stub import make_profile
-from zerofit.app.planning.files import data_line
+from zerofit.app.planning.output_files import data_line
 from zerofit.cli.main import main
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import zerofit as zf
 from tests.plan.stub import Formula, make_cluster, make_profile
-from zerofit.app.planning.measured import MeasuredSpeed
+from zerofit.app.planning.corrections import MeasuredSpeed
 from zerofit.cli.main import main
 from zerofit.plan.interval import CLASSES, PAIRS
 from zerofit.plan.layout import PlannedLayout

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import zerofit as zf
 from tests.plan.stub import make_profile
-from zerofit.app.planning.work import measured_times, read_work
+from zerofit.app.planning.outlook_options import measured_times, read_work
 from zerofit.cli.main import main
 
 

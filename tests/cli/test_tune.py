@@ -54,6 +54,7 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
         "trials.json",
         "trials.png",
     }
+    assert yaml.safe_load((tmp_path / "tuned" / "run.yaml").read_text())["ds_config"] == "ds_config.json"
 
     code, again, err = tune(tmp_path, "--output", "tuned")  # as a tuner that was killed at its end
     assert code == 0, err

@@ -6,7 +6,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 
 from tests.plan.stub import make_cluster, make_profile
-from zerofit.plan.dualpipev import PartSeconds, order, played
+from zerofit.plan.dualpipev import PartSeconds, order, timed_passes
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import most_in_flight, stage_parts
 from zerofit.plan.rates import rates_of
@@ -42,7 +42,7 @@ def test_ranks_wait_as_long_as_deepspeeds_schedule_has_them(stages, waits):
     """benchmarks/pipeline_idle.py: 2.5 p - 3 of a stage's forwards, however many micro batches there are."""
     parts = [[PartSeconds(0.5, 1.0)] * 2] * stages
     for micro_batches in (2 * stages, 4 * stages):
-        ends = max(one.end_s for one in played(parts, micro_batches, 0.0))
+        ends = max(one.end_s for one in timed_passes(parts, micro_batches, 0.0))
         assert ends - 3 * micro_batches == pytest.approx(waits)
 
 

@@ -6,14 +6,16 @@ import math
 
 import pytest
 
-from zerofit.plan.failure_months import MONTH_S, draw_months, goodput_of
 from zerofit.plan.goodput import (
     GPU_MTBF_H,
+    MONTH_S,
     Failures,
     Reliability,
     checkpoint_bytes,
     daly_interval,
+    draw_months,
     goodput,
+    goodput_of,
     spare_nodes,
     young_interval,
 )

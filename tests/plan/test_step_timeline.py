@@ -13,12 +13,12 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
-from zerofit.plan.flow import FlowRun, flow_ends
+from zerofit.plan.flow import FlowRun, flow_ends, reduce_groups
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.passes import StageLayers
 from zerofit.plan.rates import rates_of
 from zerofit.plan.step_timeline import Span, StepTimeline, step_timeline
-from zerofit.plan.time import Timer, reduce_groups
+from zerofit.plan.time import Timer
 from zerofit.report.traces import FORECAST_KINDS, HOST, KINDS, OPTIMIZER
 
 PARAMETERS = BLOCKS * BLOCK
@@ -154,7 +154,7 @@ def test_a_pipeline_is_never_faster_than_its_stages_let_it_be(blocks, equal):
     layout = PlannedLayout(zero_stage=0, dp=1, pp=stages, accumulation=micro_batches, **SIZES)
     timer = timer_of(nodes=1, blocks=blocks)
     parts = timer.parts(layout)
-    one, sent_s = parts.one, parts.send_s
+    one, sent_s = parts.rank_pass, parts.send_s
     own = [(one.total(stage, one.forward) + sent_s, one.total(stage, one.backward) + sent_s) for stage in one.stages]
     ends: dict[tuple[str, int, int], float] = {}
 
@@ -206,7 +206,7 @@ def test_the_closed_form_of_a_flow_is_its_schedule():
 
 @pytest.mark.parametrize("bucket", [1, *BUCKETS, 5 * BLOCK])
 def test_buckets_are_filled_by_whole_layers_and_have_every_layer(bucket):
-    one = timer_of(blocks=17).parts(PlannedLayout(zero_stage=2, micro_batch=1, dp=8)).one
+    one = timer_of(blocks=17).parts(PlannedLayout(zero_stage=2, micro_batch=1, dp=8)).rank_pass
     stage = one.slowest
     groups = list(reduce_groups(one, stage, bucket))
     assert sum(group.groups * member.count for group in groups for member in group.members) == 17

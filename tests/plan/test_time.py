@@ -121,7 +121,7 @@ def test_autograd_adds_gradients_of_later_micro_batches(timer, stage):
     own = Timer(make_profile(), make_cluster(), replace(timer.rates, streaming=1e12))
     for layout in (choose(zero_stage=stage, accumulation=3), choose(zero_stage=stage, pp=4, dp=2, accumulation=5)):
         extra_s = own.step(layout).reduce_s - own.step(replace(layout, accumulation=1)).reduce_s
-        parameters = own.parts(layout).one.trained_parameters
+        parameters = own.parts(layout).rank_pass.trained_parameters
         assert extra_s == pytest.approx((layout.accumulation - 1) * 3 * 2 * parameters / 1e12)
 
 
@@ -159,7 +159,7 @@ def test_zero_3_with_one_rank_waits_for_each_parameter_that_it_fetches(timer):
 def test_gradients_take_the_host_where_zero_handles_them_one_by_one(timer):
     slow = Timer(make_profile(), make_cluster(), replace(timer.rates, gradient_s=1.0))
     assert slow.step(choose(zero_stage=0)) == timer.step(choose(zero_stage=0))
-    one = timer.parts(choose(zero_stage=1)).one
+    one = timer.parts(choose(zero_stage=1)).rank_pass
     forward_s = sum(n * one.forward[i].layer_s for i, n in one.slowest)
     assert slow.step(choose(zero_stage=1)).compute_s == pytest.approx(BLOCKS * 1.0 + forward_s)
 
@@ -260,7 +260,7 @@ def test_superoffload_steps_beside_backward_where_nothing_is_clipped(timer):
     plain, early = (choose(zero_stage=3, dp=1, offload_optimizer="cpu", steps_early=early) for early in (False, True))
     for host, slower in ((1e13, False), (1e11, True)):
         own = Timer(many, make_cluster(gpus=1), replace(timer.rates, host=host))
-        after, backward_s = own.step(plain), own.parts(plain).one.backward_s
+        after, backward_s = own.step(plain), own.parts(plain).rank_pass.backward_s
         step_s = (ADAM_BYTES + 2) * elements / host
         left_s = backward_s / 4 + step_s - backward_s if slower else step_s / 4  # 302 million elements: four groups
         assert (step_s / 4 > backward_s / 4) == slower

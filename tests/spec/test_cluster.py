@@ -8,9 +8,8 @@ import pytest
 
 from zerofit.spec import cluster, local_machine
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.devices import DEVICES, cpu_device
+from zerofit.spec.devices import DEVICES, INSTANCES, cpu_device
 from zerofit.spec.errors import UserError
-from zerofit.spec.instances import INSTANCES
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 GIB = 2**30

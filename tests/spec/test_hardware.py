@@ -1,24 +1,104 @@
-"""The catalogue: every row is whole and plausible, names and kinds are found, sizes are read."""
+"""The catalog: every entry is complete and plausible, names and kinds are found, sizes are read."""
 
 from __future__ import annotations
 
-import pytest
+import re
+import shutil
 
-from zerofit.spec.devices import DEVICES, KINDS, by_name, cpu_device, find_device, peak_flops, supports
+import pytest
+import yaml
+
+from zerofit.spec import device_file
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.device_file import CATALOG, KEYS, REQUIRED
+from zerofit.spec.devices import DEVICES, INSTANCES, by_name, cpu_device, find_device, peak_flops, supports
 from zerofit.spec.errors import UserError
 from zerofit.spec.units import parse_bytes, shown_bytes
 
 GIB = 2**30
 ASKED = {
     *("v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h100-pcie-80gb", "h200", "b200", "l4", "a10"),
-    *("a10g", "l40", "l40s", "rtx3090", "rtx4090", "t4", "mi250x", "mi300x", "cpu"),
+    *("a10g", "l40", "l40s", "rtx3090", "rtx4090", "t4", "mi250x", "mi300x"),
     *("a800-80gb", "h800-80gb", "h20", "b300", "gb200", "rtx5090", "rtx-pro-6000", "a6000", "l20", "mi325x", "mi355x"),
     *("gh200", "gh200-144gb"),
 }
 
 
 def test_all_kinds_are_there():
-    assert set(KINDS) == ASKED
+    assert set(DEVICES) == ASKED
+
+
+ENTRIES = sorted(CATALOG.glob("*/*"))
+
+
+@pytest.mark.parametrize("path", ENTRIES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_entry_has_the_keys_of_its_folder_with_source_and_date(path):
+    entry = yaml.safe_load(path.read_text())
+    assert path.suffix == ".yaml" and path.stem == path.stem.lower()
+    assert set(REQUIRED[path.parent.name]) <= set(entry) <= set(KEYS)
+    for key in ("date", "price_date") if "price" in entry else ("date",):
+        assert re.fullmatch(r"20\d\d(-[01]\d(-[0-3]\d)?)?", str(entry[key])), entry[key]
+    assert entry["source"] and ("price" not in entry or entry["price_source"])
+
+
+def test_every_node_of_the_catalog_is_in_use():
+    nodes = {yaml.safe_load(path.read_text())["node"] for path in ENTRIES if path.parent.name == "gpus"}
+    assert {path.stem for path in ENTRIES if path.parent.name == "nodes"} <= nodes
+    assert all(name in device_file.entry_names("nodes") or name in INSTANCES for name in nodes)
+
+
+GPU = """
+torch_name: X100
+memory: 79.11GiB
+tflops: {bf16: 1000, fp16: 1000, fp32: 70}
+bandwidth: 4TB
+link: 450GB
+link_name: NVLink 9
+pcie: 63GB
+node: box
+source: data sheet
+memory_source: nvidia-smi
+date: 2027
+"""
+NODE = """
+name: a box
+gpus: 4
+host_memory: 1TiB
+host_bandwidth: 600GB
+network: 50GB
+nvme_read: 20GB
+nvme_write: 10GB
+source: user guide
+date: 2027-01
+"""
+INSTANCE = NODE.replace("a box", "x9.metal").replace(
+    "gpus: 4", "gpus: 16\ngpu: x100\nprice: 2.5\nprice_date: 2027-02-01"
+)
+
+
+def test_a_gpu_a_node_and_an_instance_are_one_entry_each(tmp_path, monkeypatch):
+    catalog = shutil.copytree(CATALOG, tmp_path / "catalog")
+    monkeypatch.setattr(device_file, "CATALOG", catalog)
+    (catalog / "gpus" / "x100.yaml").write_text(GPU)
+    (catalog / "nodes" / "box.yaml").write_text(NODE)
+    (catalog / "instances" / "x9.metal.yaml").write_text(INSTANCE)
+    usual, cloud, known = Cluster("x100"), Cluster("x9.metal"), by_name("NVIDIA X100")
+    assert (usual.gpus, usual.device.node.name, usual.device.node.source) == (4, "a box", "user guide (2027-01)")
+    assert (usual.device.memory_bytes, usual.device.peak("bf16")) == (int(79.11 * GIB), 1e15)
+    assert known is not None and (known.kind, known.link_name) == ("x100", "NVLink 9")
+    assert (cloud.gpus, cloud.label) == (16, "x100 (x9.metal)") and cloud.device.bandwidth == 4e12
+    assert cloud.device.node.price is not None and cloud.device.node.price.usd == 2.5 * 16
+    (tmp_path / "mine.yaml").write_text("gpu: x100\nnode: box\nnetwork: 25GB\n")  # a user's file, by the same reader
+    mine = Cluster(str(tmp_path / "mine.yaml")).device
+    assert (mine.kind, mine.bandwidth, mine.node.gpus, mine.node.network) == ("own:mine", 4e12, 4, 25e9)
+
+
+@pytest.mark.parametrize("text", ["gpu: h100-8gb\nnode: dgx-h100\n", "gpu: h100-80gb\nnode: dgx-h10\n"])
+def test_names_that_are_not_in_the_catalog_get_the_nearest(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        Cluster(str(tmp_path / "mine.yaml"))
+    assert [p.kind for p in error.value.problems] == ["bad-value"] and "h100" in error.value.problems[0].hint
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.kind)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zerofit.app.inference import chat as chat
     from zerofit.app.inference import evaluate as evaluate
     from zerofit.app.inference import generate as generate
-    from zerofit.app.planning.answers import Plan as Plan
+    from zerofit.app.planning.plan import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
     from zerofit.app.simulation.runs import simulate as simulate
     from zerofit.app.simulation.scripts import simulate_script as simulate_script
@@ -91,7 +91,7 @@ _MODULES = {
     "zerofit.app.comparing.rows": ("Comparison",),
     "zerofit.app.data_view": ("DataView", "look_at_data"),
     "zerofit.app.inference": ("ChatResult", "Evaluation", "Generation", "chat", "evaluate", "generate"),
-    "zerofit.app.planning.answers": ("Plan",),
+    "zerofit.app.planning.plan": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
     "zerofit.app.simulation.scripts": ("simulate_script",),
     "zerofit.app.training.session": ("Session",),

@@ -32,9 +32,9 @@ from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Savings
 
 if TYPE_CHECKING:
-    from zerofit.app.planning.answers import Plan
-    from zerofit.app.planning.methods import MethodComparison
+    from zerofit.app.planning.plan import Plan
     from zerofit.app.planning.request import PlanningRequest
+    from zerofit.app.planning.training_methods import MethodComparison
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
@@ -124,7 +124,7 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _compare(model: str | None, options: dict[str, Any], methods: str) -> MethodComparison:
-    from zerofit.app.planning.methods import compare_methods, read_methods
+    from zerofit.app.planning.training_methods import compare_methods, read_methods
 
     request, found = _asked(model, options)
     beside = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(found) > 1)
@@ -151,11 +151,10 @@ def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], 
 
 def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest, list[Cluster]]:
     """Return the request and the clusters. Raises UserError with all problems."""
-    from zerofit.app.planning.files import refuse_existing
-    from zerofit.app.planning.measured import MeasuredSpeed
+    from zerofit.app.planning.corrections import MeasuredSpeed
+    from zerofit.app.planning.outlook_options import read_work
+    from zerofit.app.planning.output_files import refuse_existing, refuse_place
     from zerofit.app.planning.request import PlanningRequest
-    from zerofit.app.planning.traces import refuse_place
-    from zerofit.app.planning.work import read_work
 
     problems = Problems()
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})

@@ -18,9 +18,10 @@ from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.app.planning.answers import LargestFit, Plan
-    from zerofit.app.planning.methods import MethodComparison
-    from zerofit.app.planning.request import TunedLayouts
+    from zerofit.app.planning.corrections import TunedLayouts
+    from zerofit.app.planning.largest_fit import LargestFit
+    from zerofit.app.planning.plan import Plan
+    from zerofit.app.planning.training_methods import MethodComparison
     from zerofit.plan.fit import Fit
     from zerofit.plan.layout import PlannedLayout
     from zerofit.plan.outlook import Outlook
@@ -61,6 +62,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         drawn = {str(column.header) for column in table.columns}
         hidden = [name for name in keep if name not in drawn and any(row.get(name, "-") != "-" for row in rows)]
         console.print()
+        print_facts(console, [("layouts", _terms(shown))])
         if hidden:
             how = "in a wider terminal" if columns else "in a wider terminal, or with --columns"
             print_facts(console, [("more columns", f"{', '.join(hidden)} {how}")])
@@ -127,8 +129,8 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
         what, figures, low, high = best.errors
         span = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
         span += f" (from {figures} published figures: {what})" if details else ""
-    yield "peak of 1", f"{memory.peak_phase}: {kinds}"
-    yield "step of 1", f"{shares}{span}"
+    yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
+    yield "", f"step time: {shares}{span}"
     overlap = "with" if layout.overlap else "without"
     yield "", f"{layout.optimizer}, buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
     yield from _outlook(best.outlook) if best.outlook else ()
@@ -173,6 +175,14 @@ def _row(number: int, one: RankedLayout) -> dict[str, str]:
         "GPU hours": _rate(outlook.gpu_hours) if outlook and outlook.gpu_hours is not None else "-",
         "cost": f"${_rate(outlook.cost)}" if outlook and outlook.cost is not None else "-",
     }
+
+
+def _terms(shown: Sequence[RankedLayout]) -> str:
+    """Explain the degrees and batch sizes of the shown layouts."""
+    degrees = {"dp": "data parallel ranks", "tp": "tensor parallel ranks", "pp": "pipeline stages"}
+    degrees |= {"sp": "sequence parallel ranks", "ep": "expert parallel ranks"}
+    used = [f"{name}: {words}" for name, words in degrees.items() if any(getattr(r.layout, name) > 1 for r in shown)]
+    return "; ".join([*([", ".join(used)] if used else []), "micro batch: samples x accumulation steps"])
 
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:

@@ -68,7 +68,8 @@ def _gpus(host: str, facts: Facts) -> Iterator[Check]:
         return
     for name in dict.fromkeys(gpu["name"] for gpu in facts["gpus"]):
         same = [gpu for gpu in facts["gpus"] if gpu["name"] == name]
-        device, total = by_name(name), min(gpu["total_bytes"] or 0 for gpu in same)
+        total = min(gpu["total_bytes"] or 0 for gpu in same)
+        device = by_name(name, total)
         good, problem = f"{len(same)} x {name}, {shown_bytes(total)}", ""
         if device is None:
             problem = f"{good}: not in the catalogue, so its speed is not known"
@@ -141,7 +142,7 @@ def _shared(host: str, facts: Facts) -> Check:
 
 def _device(facts: Facts, ranks: int) -> Device | None:
     if facts["gpus"]:
-        return by_name(facts["gpus"][0]["name"])
+        return by_name(facts["gpus"][0]["name"], facts["gpus"][0]["total_bytes"])
     return cpu_device(facts["cores"]["usable"], facts["memory"]["total_bytes"], ranks)
 
 

@@ -68,7 +68,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Drop moments that need no more memory than another one at any micro batch; of equal ones, keep the first.
+    """Return the moments that can be the peak at some micro batch; of equal moments, the first.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """
@@ -81,6 +81,16 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
     return best
 
 
+# Backward makes gradients from the last layer to the first. Each stage handles them differently:
+#
+#     0, and 1 without overlap   gradients wait for the last micro batch, and are reduced then   (`_accumulated`)
+#     2, and 1 with overlap      gradients are copied into a bucket. A full bucket is reduced,   (`_Bucketed`)
+#                                and a rank keeps its own part
+#     3                          as stage 2, but a rank receives its part only. Parameters are   (`_Scattered`)
+#                                gathered and released meanwhile
+#
+# The replays walk through the events of the timeline (a layer's live activations, then a complete
+# gradient) and yield what is alive after each.
 def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
     """Replay stages 0 and 1: full gradients wait for the last micro batch.
 

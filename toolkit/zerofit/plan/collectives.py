@@ -16,6 +16,10 @@ _SENT = {
 }
 
 
+# NCCL's rings: for n ranks and S bytes, each rank sends (n - 1)/n S in an all-gather or reduce-scatter,
+# and twice that in an all-reduce. The time is bytes / bandwidth + calls x latency, where small all-
+# reduces run as trees. A group that spans nodes has rings inside each node and rings across nodes. Chunks
+# move through both at once, so the slower one counts.
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks of a collective, and how many of them share a node."""

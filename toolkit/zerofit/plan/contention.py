@@ -25,6 +25,15 @@ class Piece(NamedTuple):
     flops: float = 0.0
 
 
+# Pieces are first laid out as if links and device did not disturb each other. Then time is stretched:
+# while both are busy, a second of the lay-out takes (1 + exposed) real seconds.
+#
+#     lay-out   links   [======]    [===]          real   links   [=========]    [===]
+#               device     [==========]                   device      [=============]
+#                          ^^^  ^^ both busy: stretched
+#
+# Real time is therefore piecewise linear in the time of the lay-out. This is the same model as `flow_s`
+# in closed form.
 class Clock:
     """Real times of pieces that were laid out without contention.
 

@@ -48,7 +48,7 @@ class Degrees(NamedTuple):
     def alone(self) -> Iterator[Degrees]:
         """Yield the pipeline, tensor and sequence degrees above 1, one at a time."""
         found = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))
-        return (one for one in found if one.product > 1)
+        return (single for single in found if single.product > 1)
 
 
 def settings_of(
@@ -65,7 +65,7 @@ def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_typ
     """Return whether tensor and sequence parallelism can divide a model with these attention and key-value heads."""
     if degrees.tp * degrees.sp == 1:
         return True
-    able = all(model_type in types_of(one, degrees.combined) for one in degrees.alone())
+    able = all(model_type in types_of(single, degrees.combined) for single in degrees.alone())
     return able and any(heads) and not any(_undivided(degrees, heads))
 
 
@@ -107,11 +107,11 @@ def degree_problem(
         return Problem(kind="tensor-parallel-part", message=message, hint="leave it at 1", where="--tensor-parallel")
     if degrees.ep > 1 and (problem := _experts_problem(degrees, profile, cluster)):
         return problem
-    for one in degrees.alone():
+    for single in degrees.alone():
         problem = (
-            _pipeline_problem(one.pp, profile, pipeline_parts(1, schedule))
-            if one.pp > 1
-            else _heads_problem(one, degrees, profile, cluster)
+            _pipeline_problem(single.pp, profile, pipeline_parts(1, schedule))
+            if single.pp > 1
+            else _heads_problem(single, degrees, profile, cluster)
         )
         if problem:
             return problem

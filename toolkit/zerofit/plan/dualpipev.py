@@ -58,7 +58,19 @@ class PartSeconds(NamedTuple):
     backward_s: float
 
 
-class Played(NamedTuple):
+# DualPipeV (github.com/deepseek-ai/DualPipe) gives each of p ranks two parts of the model, cut into 2p:
+# rank r has parts r and 2p - 1 - r. A micro batch goes down the ranks through the first parts, and back
+# up through the second ones. Forwards of one part run while backwards of the other do, so the pipeline's
+# bubble is smaller than with 1F1B:
+#
+#     rank 0      part 0                      part 2p - 1
+#     rank 1         part 1                part 2p - 2
+#     ...
+#     rank p - 1        part p - 1    part p
+#
+# The order of each rank is fixed. The times follow from it: a pass starts when its rank is free and its
+# input has arrived.
+class TimedPass(NamedTuple):
     """One action of a stage in a step, in seconds from its start."""
 
     stage: int
@@ -71,7 +83,7 @@ class Played(NamedTuple):
 Message = tuple[str, int, int]  # "F" or "B", the part that receives it (of all parts), how many it has received before
 
 
-def played(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[Played]:
+def timed_passes(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[TimedPass]:
     """Return all actions of all stages with their times.
 
     `parts`: of each stage, `send_s`: of one activation or gradient. An exchange begins when all stages that take part
@@ -79,19 +91,19 @@ def played(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: f
     """
     stages = len(parts)
     ranks = [_Rank(stage, stages, parts[stage], micro_batches) for stage in range(stages)]
-    there = defaultdict[Message, list[float]](list)
+    posted = defaultdict[Message, list[float]](list)
     waiting = {rank.stage: rank for rank in ranks if rank.work()}
     for rank in ranks:
-        rank.arrive(there)
+        rank.arrive(posted)
     while waiting:
-        ready = [one for one in waiting.values() if all(len(there[message]) == 2 for message in one.queued)]
+        ready = [rank for rank in waiting.values() if all(len(posted[message]) == 2 for message in rank.queued)]
         assert ready, f"DualPipeV on {stages} stages: every one waits for another one"
-        for one in ready:
-            one.exchange(there, send_s)
-            if not one.work():
-                del waiting[one.stage]
-        for one in ready:
-            one.arrive(there)
+        for rank in ready:
+            rank.exchange(posted, send_s)
+            if not rank.work():
+                del waiting[rank.stage]
+        for rank in ready:
+            rank.arrive(posted)
     return [done for rank in ranks for done in rank.done]
 
 
@@ -101,7 +113,7 @@ class _Rank:
     def __init__(self, stage: int, stages: int, parts: Sequence[PartSeconds], micro_batches: int):
         self.stage, self.now_s = stage, 0.0
         self.queued: list[Message] = []
-        self.done: list[Played] = []
+        self.done: list[TimedPass] = []
         self._words: Iterator[str] = iter(order(stages, stage, micro_batches))
         self._seconds, self._counts = parts, Counter[str]()
         self._parts, self._sent = parts_of_stage(stage, stages, "dualpipev"), 0
@@ -119,22 +131,22 @@ class _Rank:
                 self._queue(word, number)
         return False
 
-    def arrive(self, there: defaultdict[Message, list[float]]) -> None:
+    def arrive(self, posted: defaultdict[Message, list[float]]) -> None:
         """Announce the messages that this stage waits to exchange."""
         for message in self.queued:
-            there[message].append(self.now_s)
+            posted[message].append(self.now_s)
 
-    def exchange(self, there: defaultdict[Message, list[float]], send_s: float) -> None:
+    def exchange(self, posted: defaultdict[Message, list[float]], send_s: float) -> None:
         """Send and receive at the same time, one message after the other in each direction."""
-        start_s = max(time for message in self.queued for time in there[message])
+        start_s = max(time for message in self.queued for time in posted[message])
         self.now_s = start_s + send_s * max(self._sent, len(self.queued) - self._sent)
-        self.done.append(Played(self.stage, EXCHANGE, -1, start_s, self.now_s))
+        self.done.append(TimedPass(self.stage, EXCHANGE, -1, start_s, self.now_s))
         self.queued, self._sent = [], 0
 
     def _pass(self, word: str, number: int) -> None:
         start_s, seconds = self.now_s, self._seconds[int(word[1])]
         self.now_s += seconds.forward_s if word[0] == "F" else seconds.backward_s
-        self.done.append(Played(self.stage, word, number, start_s, self.now_s))
+        self.done.append(TimedPass(self.stage, word, number, start_s, self.now_s))
 
     def _queue(self, word: str, number: int) -> None:
         sends = word.endswith(">")

@@ -1,4 +1,4 @@
-"""Decide whether a forecast fits device, host and disks, explain why not, and find a change that fits."""
+"""Decide whether a forecast fits device, host and disks, explain why it does not, and find a change that fits."""
 
 from __future__ import annotations
 
@@ -87,6 +87,14 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
     )
 
 
+# The device needs more than the bytes that tensors have at the peak:
+#
+#     fragmentation   a share of the peak, but at least the largest blocks that are freed and cannot be reused
+#     context         CUDA's context and kernels
+#     communicators   NCCL's buffers for each group of ranks, and its connections to single peers
+#
+# A forecast cannot replay every allocation, as a simulation does. So each part is at the upper end of
+# what was measured.
 def margin_bytes(
     peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
 ) -> float:

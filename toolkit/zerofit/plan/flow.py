@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from zerofit.plan.passes import RankPass, StageLayers
 
+
+# ZeRO-3 gathers the parameters of later layers while a layer computes. Backward also reduces the
+# gradients of the layers that are done. Links and device are a queue each:
+#
+#     links    fetch 1 | fetch 2 | fetch 3 |          reduce 1 | reduce 2 ...
+#     device           | layer 1 | layer 2 | layer 3
+#                        a layer waits for its fetch; a reduction waits for all fetches and for its layers
+#
+# The end of a queue is the longest path through this picture. A model has few runs of equal layers, so
+# the path is found in a step for each run instead of each layer.
 class FlowRun(NamedTuple):
     """Equal groups of equal layers, and the seconds of each part without contention."""
 
@@ -34,12 +45,12 @@ def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
     reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
     for groups, layers, fetch, compute, reduce in runs:
         every = groups * layers
-        one, all_computed, all_reduced = layers * compute, every * compute, groups * reduce
+        group_computed, all_computed, all_reduced = layers * compute, every * compute, groups * reduce
         if reduce:
             ways = (
                 reduced + all_reduced,
-                computed + max(one + all_reduced, all_computed + reduce),
-                fetched + max(fetch + one, layers * fetch + compute) + all_reduced,
+                computed + max(group_computed + all_reduced, all_computed + reduce),
+                fetched + max(fetch + group_computed, layers * fetch + compute) + all_reduced,
                 fetched + max(fetch + all_computed, every * fetch + compute) + reduce,
             )
             reduced = max(ways)
@@ -57,3 +68,30 @@ def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
     alone_s = flow_ends(runs).reduced_s
     busy_s = sum(run.groups * (run.layers * (run.fetch_s + run.compute_s) + run.reduce_s) for run in runs)
     return alone_s + exposed * (busy_s - alone_s)
+
+
+class ReduceGroup(NamedTuple):
+    """Layers whose gradients fill a bucket, in the order of backward; equal groups are counted."""
+
+    groups: int  # number of equal groups
+    members: tuple[StageLayers, ...]  # per group
+    elements: int  # per group
+
+
+def reduce_groups(rank_pass: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
+    """Yield the groups of a stage's layers, last to first, whose gradients fill a bucket; the last may be smaller."""
+    members: list[StageLayers] = []
+    elements = 0
+    for layer, count in reversed(stage):
+        size, left = rank_pass.trained[layer], count
+        while left:
+            needed = left if size == 0 else min(left, max(1, -(-(bucket - elements) // size)))
+            members.append(StageLayers(layer, needed))
+            elements, left = elements + needed * size, left - needed
+            if elements >= bucket:
+                same = 1 + left // needed if len(members) == 1 else 1
+                yield ReduceGroup(same, tuple(members), elements)
+                left -= (same - 1) * needed
+                members, elements = [], 0
+    if members:
+        yield ReduceGroup(1, tuple(members), elements)

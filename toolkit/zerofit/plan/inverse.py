@@ -11,6 +11,9 @@ from zerofit.spec.profile import Profile
 MOST_GPUS = 65536
 
 
+# Memory grows with the length of a sequence, the micro batch and the number of layers. So the largest
+# value that fits is bracketed by doubling, and the bracket is narrowed by lines and halves. `pressure`
+# returns the share of the scarcest memory that a value needs. Above 1 the value does not fit.
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:

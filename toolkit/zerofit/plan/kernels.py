@@ -19,9 +19,15 @@ def launches(kernels: Iterable[Kernel]) -> float:
 
 def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> float:
     """Return the seconds of kernels that run one after the other."""
-    return sum(kernel_s(one, micro_batch, rates) for one in kernels)
+    return sum(kernel_s(kernel, micro_batch, rates) for kernel in kernels)
 
 
+# The roofline model (Williams, Waterman, Patterson, 2009): a kernel takes the longer of
+#
+#     FLOPs / rate of its kind (matrix products, attention, convolutions), and bytes moved / memory bandwidth
+#
+# Rates of products fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
+# A kernel whose shape was measured on the device takes the measured time.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds of equal kernels: as measured, otherwise by the device's rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None

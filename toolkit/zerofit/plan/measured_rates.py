@@ -24,6 +24,10 @@ class _Point(NamedTuple):
     rate: float
 
 
+# A measured kernel gives a rate (FLOP/s or bytes/s) at the logarithms of its sizes. The rate at other
+# sizes is the mean of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance
+# weighting, Shepard, 1968). So a shape that was measured gets its own rate, and a shape far from all gets
+# about the mean.
 class KernelTable:
     """Measured rates of kernels by kind, dtype and shape; between points, rates are weighted by nearness in size."""
 
@@ -31,14 +35,14 @@ class KernelTable:
         self._points: defaultdict[tuple[str, str, bool, bool], list[_Point]] = defaultdict(list)
         self._known: dict[tuple, float] = {}
         self.shapes = 0
-        for one in measured:
-            amount = _made(one.flops, one.causal) if one.kind in WITH_PRODUCTS else one.moved_bytes
-            if amount <= 0 or one.seconds <= 0:
+        for kernel in measured:
+            amount = _made(kernel.flops, kernel.causal) if kernel.kind in WITH_PRODUCTS else kernel.moved_bytes
+            if amount <= 0 or kernel.seconds <= 0:
                 continue
             self.shapes += 1
-            point = _Point(_logs((*one.shape, amount)), math.log(amount / one.seconds))
-            odd = one.kind == "product" and one.dtype in HALF and any(size % ALIGNED for size in one.shape)
-            self._points[one.kind, one.dtype, one.groups > 1, odd].append(point)
+            point = _Point(_logs((*kernel.shape, amount)), math.log(amount / kernel.seconds))
+            odd = kernel.kind == "product" and kernel.dtype in HALF and any(size % ALIGNED for size in kernel.shape)
+            self._points[kernel.kind, kernel.dtype, kernel.groups > 1, odd].append(point)
 
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
         """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
@@ -109,8 +113,8 @@ class CollectiveTable:
 
     def __init__(self, measured: Iterable[MeasuredCollective]):
         sizes: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-        for one in measured:
-            sizes[one.op, one.ranks].append((one.size_bytes, one.seconds))
+        for collective in measured:
+            sizes[collective.op, collective.ranks].append((collective.size_bytes, collective.seconds))
         self._lines = {key: _line(sorted(found)) for key, found in sizes.items()}
 
     def line(self, op: str, ranks: int) -> CollectiveLine | None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.persistent import PersistentMemory, add_kinds, held_bits, overlap_in_partition, persistent_memory
-from zerofit.plan.pipeline import DIRECTIONS, Pass, in_flight, most_in_flight, stage_parts
+from zerofit.plan.pipeline import DIRECTIONS, Direction, Pass, in_flight, most_in_flight, stage_parts
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
-from zerofit.plan.transient import init_moments, step_moments
+from zerofit.plan.transient import StepMemory, init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.overhead import CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES, pinned_bytes
@@ -80,6 +80,19 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
     return Forecaster(profile, device).memory(layout)
 
 
+# The peak of a rank is the largest sum, over all moments of its life, of
+#
+#     persistent    parameters, master weights, optimizer states, buffers      (persistent.py)
+#     activations   what forward saved, and what backward has not freed yet    (timeline.py, backward.py)
+#     gathered      ZeRO-3's full parameters of the layers in flight           (zero3_gather.py)
+#     gradients     those waiting, in buckets, or being reduced                (backward.py)
+#     step, init    the optimizer's temporaries, and making the engine         (transient.py)
+#
+# Activations are a line in the micro batch: a fixed part and a part for each sample. All else is fixed.
+# So each moment is a line, the peak is the upper envelope of these lines, and one forecast serves every
+# micro batch. Moments below the envelope are dropped (`upper`).
+#
+# A search needs the largest moment only (`memory`). The timeline of a step needs every layer's (`along`).
 class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
@@ -117,7 +130,7 @@ class Forecaster:
             peak_bytes=peak_bytes,
             peak_phase=moment.phase,
             static_bytes=stage.static_bytes,
-            host_bytes=max(one.host_at(samples) for one in stages),
+            host_bytes=max(stage.host_at(samples) for stage in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
             large_bytes=stage.large_at(samples, peak_bytes),
@@ -138,7 +151,7 @@ class Forecaster:
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return the peak of each layer of a pipeline stage and of its step; of equal layers only a few.
 
-        Of several micro batches it is the one with most live bytes. Raises KeyError as `memory` does.
+        The micro batch is the one with the most live bytes. Raises KeyError as `memory` does.
         """
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
@@ -149,18 +162,12 @@ class Forecaster:
             moment, key = self._moment(phase, live, persistent, more), (phase, live.layer)
             activations = round(moment.activations[0] + moment.activations[1] * layout.micro_batch)
             kinds = {kind: size for kind, size in {**moment.kinds, "activations": activations}.items() if size}
-            found[key] = max(found.get(key, {}), kinds, key=lambda one: sum(one.values()))
+            found[key] = max(found.get(key, {}), kinds, key=lambda sizes: sum(sizes.values()))
 
-        for one in passes:
-            if one.direction == "forward":
-                for live in _forward_moments(one, layout, self.device):
-                    note("forward", live, one.beside)
-            else:
-                for live in replayed(one.line, layout, self.device, one.graded):
-                    note("backward", live, between if live.after else one.beside)
+        for direction, live, more in self._live_in_passes(layout, passes, between, every=True):
+            note(direction, live, more)
         for step in step_moments(lines[0], layout, self.device):
-            temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
-            note("step", LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries), between)
+            note("step", self._live_in_step(step), between)
         return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in found.items()]
 
     def _all_stages(self, layout: PlannedLayout) -> Iterator[_StageMoments]:
@@ -191,19 +198,11 @@ class Forecaster:
         line = lines[0]
         persistent = persistent_memory(line, layout, self.device, self._tied)
         moments = []
-        for one in passes:
-            if one.direction == "forward":
-                forward = reversed(list(_forward_moments(one, layout, self.device)))
-                for live in upper(forward, LiveMemory.line):
-                    moments.append(self._moment("forward", live, persistent, one.beside))
-                continue
-            for live in backward_moments(one.line, layout, self.device, one.graded):
-                moments.append(self._moment("backward", live, persistent, between if live.after else one.beside))
+        for direction, live, more in self._live_in_passes(layout, passes, between, every=False):
+            moments.append(self._moment(direction, live, persistent, more))
         host, stepped = persistent.momentary, []
         for step in step_moments(line, layout, self.device):
-            temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
-            live = LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
-            moments.append(self._moment("step", live, persistent, between))
+            moments.append(self._moment("step", self._live_in_step(step), persistent, between))
             stepped.append(add((step.flat + step.temporaries, 0.0), (moments[-1].fixed, moments[-1].slope)))
             host = max(host, step.host)
         for kinds in init_moments(line, layout, self.device, self._built_in_parts):
@@ -213,11 +212,14 @@ class Forecaster:
         on_host = sum(persistent.host.values())
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
         counts = most_in_flight(layout, stage)
-        kept = tuple(chain(*(one.on_host * count for one, count in zip(lines, counts, strict=True))))
+        kept = tuple(chain(*(line.on_host * count for line, count in zip(lines, counts, strict=True))))
         steps = [moment.kinds for moment in moments if moment.phase != "init"]
         most = [max(kinds.get(kind, 0) for kinds in steps) for kind in ("communication buckets", "temporaries")]
         twice = self._tied if layout.pp == 1 else 0  # both gradients of a tied matrix, before their sum
-        large = layout.element_bytes * (line.largest + twice) + sum(most), tuple(chain(*(one.blocks for one in lines)))
+        large = (
+            layout.element_bytes * (line.largest + twice) + sum(most),
+            tuple(chain(*(line.blocks for line in lines))),
+        )
         return _StageMoments(
             moments=tuple(upper(moments, _Moment.line)),
             static_bytes=static,
@@ -227,6 +229,27 @@ class Forecaster:
             large=large,
             stepped=tuple(stepped),
         )
+
+    def _live_in_passes(
+        self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
+    ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
+        """Yield the moments of forward and backward, and what is alive besides their own micro batch.
+
+        Without `every`, moments that cannot be the peak at any micro batch may be left out.
+        """
+        for kind in passes:
+            if kind.direction == "backward":
+                replay = replayed if every else backward_moments
+                moments = replay(kind.line, layout, self.device, kind.graded)
+            else:
+                forward = list(_forward_moments(kind, layout, self.device))
+                moments = forward if every else upper(reversed(forward), LiveMemory.line)
+            for live in moments:
+                yield kind.direction, live, between if live.after else kind.beside
+
+    def _live_in_step(self, step: StepMemory) -> LiveMemory:
+        temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
+        return LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device
@@ -251,12 +274,12 @@ def _cpu_process_bytes(profile: Profile) -> int:
     return CPU_PROCESS_HIGH_BYTES  # a user's own code, or a model whose libraries a profile does not name
 
 
-def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
+def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
     """Yield the moments of the forward with most live bytes: a later micro batch's, if gradients accumulate."""
-    line, gradients, buckets = one.line, 0, 0
+    line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
-        gradients = layout.element_bytes * one.graded
-        if one.graded and layout.zero_stage == 1:
+        gradients = layout.element_bytes * kind.graded
+        if kind.graded and layout.zero_stage == 1:
             buckets = layout.element_bytes * layout.bucket * (1 + layout.overlap)
     elif layout.accumulation > 1 and layout.zero_stage == 2 and layout.offload_optimizer == "none":
         gradients = layout.element_bytes * overlap_in_partition(line, layout.zero_ranks)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zerofit.plan.failure_months import goodput_of
-from zerofit.plan.goodput import Goodput, Reliability
+from zerofit.plan.goodput import Goodput, Reliability, goodput_of
 from zerofit.plan.interval import PublishedErrors
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.cluster import Cluster
@@ -40,8 +39,8 @@ class Work:
 
     def price(self, cluster: Cluster) -> Price | None:
         """Return the given price, else the node's list price; None if there is none."""
-        asked = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
-        for name in (asked, cluster.device.kind, ""):
+        requested = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
+        for name in (requested, cluster.device.kind, ""):
             if name in self.prices:
                 return Price(self.prices[name], "--price")
         listed = cluster.device.node.price

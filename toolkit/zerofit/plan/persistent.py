@@ -39,6 +39,16 @@ class PersistentMemory(NamedTuple):
     momentary: int = 0  # extra bytes when host memory is at its peak
 
 
+# Bytes for each element in 16 bits that a rank keeps between steps, with Adam and n ranks to divide by:
+#
+#     stage    parameters   master weights   moments   gradients              buckets
+#     0        2            4                8         (in backward only)
+#     1, 2     2            4/n              8/n       (in backward only)
+#     3        2/n          4/n              8/n       2/n                    of fixed size
+#
+# In 32 bits there are no master weights at stage 0: the optimizer steps the parameters themselves.
+# Offloading moves columns to the host or to disk, and adds page-locked buffers. Page-locked blocks are
+# rounded up, so the number of tensors matters besides their sizes.
 def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
     """Return the persistent memory of a rank's layers at a ZeRO stage; `tied`: elements of a tied matrix."""
     if layout.zero_stage == 3:
@@ -146,7 +156,7 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return pairs of a rank's overlap (as `overlap_in_partition`) and its largest piece for the norm, in elements.
 
-    Ranks are left out if another one has at least as much of both.
+    A rank is left out if another rank has at least as much of both.
     """
     pieces = [0] * ranks
     for rank, parameter, piece in _reaching(line, ranks):
@@ -283,9 +293,9 @@ def _small(line: StageTimeline, threshold: int, spread: ParameterSharers, elemen
     return KeptGathered(len(sizes), sum(sizes))
 
 
-def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+def add_kinds(sizes: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     """Add bytes kind by kind."""
-    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
+    return {kind: sizes.get(kind, 0) + other.get(kind, 0) for kind in {**sizes, **other}}
 
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:

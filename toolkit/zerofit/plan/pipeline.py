@@ -134,10 +134,10 @@ def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
     for word in order(layout.pp, stage, min(layout.accumulation, 2 * layout.pp + 1)):
         walk.follow(word)
     kinds = defaultdict[tuple, list[Pass]](list)
-    for one in walk.passes:
-        kinds[one.line.received, one.line.sent, one.direction, one.graded].append(one)
-    most = (upper(same, lambda one: (one.beside[1], one.beside[0])) for same in kinds.values())
-    return [one for same in most for one in same], walk.held
+    for kind in walk.passes:
+        kinds[kind.line.received, kind.line.sent, kind.direction, kind.graded].append(kind)
+    most = (upper(same, lambda kind: (kind.beside[1], kind.beside[0])) for same in kinds.values())
+    return [kind for same in most for kind in same], walk.held
 
 
 class _Walk:

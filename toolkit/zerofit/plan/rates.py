@@ -232,6 +232,9 @@ class Rates:
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
+# For each rate the first of these that exists counts: a measurement of `zerofit calibrate` on this kind of device, a
+# rate that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` says
+# which, and `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
 def rates_of(
     cluster: Cluster, precision: str, calibration: Calibration | None = None, fitted: Coefficients = FITTED
 ) -> Rates:
@@ -272,7 +275,7 @@ def rates_of(
         **{name: rate.value for name, rate in chosen.items()},
         ahead=not cluster.on_cpu,
         edge=products.edge,
-        channel={} if cluster.on_cpu else {name: one / measured.slower for name, one in BATCH_NORM_CHANNEL.items()},
+        channel={} if cluster.on_cpu else {name: rate / measured.slower for name, rate in BATCH_NORM_CHANNEL.items()},
         attention_blocks=0.0 if cluster.on_cpu else ATTENTION_BLOCKS.value,
         unfused=1.0,
         exposed_inside=EXPOSED_INSIDE.value,
@@ -297,10 +300,10 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
 
 def _passes(cluster: Cluster, measured: Calibration) -> float | None:
     """Return bytes per second of long passes; on a CPU most of them fill memory that the system has just allocated."""
-    copies = [one for one in measured.kernels if one.kind == "copy" and one.dtype == "float32"]
+    copies = [kernel for kernel in measured.kernels if kernel.kind == "copy" and kernel.dtype == "float32"]
     if not cluster.on_cpu or not copies:
         return measured.memory_bandwidth
-    largest = max(copies, key=lambda one: one.moved_bytes)
+    largest = max(copies, key=lambda kernel: kernel.moved_bytes)
     return largest.moved_bytes / largest.seconds
 
 

@@ -66,7 +66,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts that do not fit for one reason, with the one that needs least (None if none was forecast)."""
+    """Layouts that do not fit for one reason; `layout` needs the least of them (None: none was forecast)."""
 
     reason: str  # stable slug
     count: int
@@ -116,7 +116,7 @@ class PlanResult:
         Of equally simple layouts it is the fastest. The uncertainty of the order is the error between two published
         layouts of one model and machine.
         """
-        speeds = [one.samples_per_s for one in self.layouts]
+        speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
         near = [n for n, speed in enumerate(speeds) if speed * apart >= speeds[0]]
         return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
@@ -139,14 +139,14 @@ class PlanResult:
                 "nvme_bytes": cluster.nvme_bytes,
                 "assumed": list(cluster.notes),
             },
-            "layouts": [one.to_dict() for one in self.layouts],
-            "misfits": [one.to_dict() for one in self.misfits],
+            "layouts": [ranked.to_dict() for ranked in self.layouts],
+            "misfits": [ranked.to_dict() for ranked in self.misfits],
             "plainest": self.plainest,
             "padding": self.padding,
             "fitting": self.fitting,
             "considered": self.considered,
-            "rejected": {one.reason: one.count for one in self.rejections},
-            "rejections": [one.to_dict() for one in self.rejections],
+            "rejected": {rejected.reason: rejected.count for rejected in self.rejections},
+            "rejections": [rejected.to_dict() for rejected in self.rejections],
             "nearest_miss": self.nearest.to_dict() if self.nearest and not self.layouts else None,
             "rates": {name: getattr(self.rates, name) for name in self.rates.sources},
             "rate_sources": self.rates.sources,
@@ -156,13 +156,13 @@ class PlanResult:
     def _repr_html_(self) -> str:
         rows = [
             (
-                one.layout,
-                shown_bytes(one.memory.peak_bytes),
-                f"{one.step_s:.3g} s",
-                f"{one.tokens_per_s or one.samples_per_s:,.3g}",
-                "" if one.mfu is None else f"{one.mfu:.0%}",
+                ranked.layout,
+                shown_bytes(ranked.memory.peak_bytes),
+                f"{ranked.step_s:.3g} s",
+                f"{ranked.tokens_per_s or ranked.samples_per_s:,.3g}",
+                "" if ranked.mfu is None else f"{ranked.mfu:.0%}",
             )
-            for one in self.layouts
+            for ranked in self.layouts
         ]
         cluster, speed = self.cluster, "tokens/s" if self.seq_len else "samples/s"
         caption = f"{self.model} in {self.precision} on {cluster.nodes} x {cluster.gpus} x {cluster.label}"
@@ -174,9 +174,11 @@ class PlanResult:
 def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResult:
     """Return the result with an outlook on a full training for each layout."""
 
-    def seen(one: RankedLayout) -> RankedLayout:
+    def seen(ranked: RankedLayout) -> RankedLayout:
         of_model = (profile.parameters, profile.seq_len)
-        return replace(one, outlook=outlook_of(work, one.layout, one.step_s, one.errors, *of_model, result.cluster))
+        return replace(
+            ranked, outlook=outlook_of(work, ranked.layout, ranked.step_s, ranked.errors, *of_model, result.cluster)
+        )
 
     layouts, misfits = (tuple(map(seen, ranked)) for ranked in (result.layouts, result.misfits))
     return replace(result, layouts=layouts, misfits=misfits)

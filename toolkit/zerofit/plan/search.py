@@ -61,6 +61,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+# The search forecasts every layout of the space; nothing is sampled.
+#
+#     1. The space comes in families: layouts that differ in bucket, overlap and stage-3 sizes only. The first
+#        needs the least memory. If it does not fit, none of its family does.
+#     2. Of a family that fits, other members are forecast only if larger buckets could exceed what is left.
+#     3. All that fit are timed and sorted by samples per second in three digits, equal ones by simplicity.
+#     4. Those that do not fit are counted by reason. The nearest of each reason is explained, with a remedy.
 @_without_collector()
 def search(
     profile: Profile,
@@ -85,14 +92,14 @@ def search(
     timer = Timer(profile, cluster, rates)
     timed = [_timed(layout, timer, correct) for layout in fitting]
     # fastest first; of equally fast ones the simplest
-    timed.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout)))
+    timed.sort(key=lambda timed_layout: (-timed_layout.samples_per_s, *plain(timed_layout.layout)))
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
     best = _best(timed, top, request.every)
-    near = [] if request.every else [_fastest(one, timer, correct) for one in too_large[: top - len(best)]]
-    ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in (*best, *near)]
+    near = [] if request.every else [_fastest(family, timer, correct) for family in too_large[: top - len(best)]]
+    ranked = [_ranked(timed_layout, profile, cluster, forecast, rates, flops) for timed_layout in (*best, *near)]
     if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts
-        ranked = [replace(one, errors=errors_of(profile.task, one.layout.offload)) for one in ranked]
+        ranked = [replace(layout, errors=errors_of(profile.task, layout.layout.offload)) for layout in ranked]
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,
@@ -110,9 +117,9 @@ def search(
     )
 
 
-def _padding(profile: Profile, one: RankedLayout, rates: Rates) -> str:
+def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
     """Return a hint on sizes that slow a layout's products, and the gain of padding them; "" if it is below 1 %."""
-    layout, lengths, slow_s, padded_s = one.layout, set[int](), 0.0, 0.0
+    layout, lengths, slow_s, padded_s = best.layout, set[int](), 0.0, 0.0
     for layer, cost in zip(profile.layers, profile.costs[layout.setting], strict=True):
         for kernel in (*cost.forward_kernels, *cost.backward_kernels):
             if found := unaligned_lengths(kernel):
@@ -121,11 +128,11 @@ def _padding(profile: Profile, one: RankedLayout, rates: Rates) -> str:
                 times = layer.count * layout.accumulation
                 slow_s += times * kernel_s(kernel, layout.micro_batch, rates)
                 padded_s += times * kernel_s(replace(kernel, shape=shape), layout.micro_batch, rates)
-    if slow_s - padded_s < 0.01 * one.step_s:
+    if slow_s - padded_s < 0.01 * best.step_s:
         return ""
     pairs = ", ".join(f"{n:,} to {_padded(n):,}" for n in sorted(lengths))
     return (
-        f"padding {pairs} saves {(slow_s - padded_s) / one.step_s:.0%} of a step: matrix products with sizes that are "
+        f"padding {pairs} saves {(slow_s - padded_s) / best.step_s:.0%} of a step: matrix products with sizes that are "
         f"not a multiple of 8 run {slow_s / padded_s:.1f} times as long (for a vocabulary: "
         f"--model-args '{{\"vocab_size\": {_padded(max(lengths))}}}')"
     )
@@ -179,7 +186,7 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with as few micro batches as matter: those in flight, and one that has left its gradients."""
+    """Forecast a layout. More micro batches than are in flight, and one with gradients from before, change nothing."""
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
@@ -190,8 +197,8 @@ def _divide(
 ) -> tuple[list[PlannedLayout], dict[str, Misfits], list[list[PlannedLayout]]]:
     """Return the layouts that fit, the others by reason, and the others' families, smallest need first.
 
-    The first of a family needs least. If it does not fit, no other one does. If it fits with enough room for all that
-    larger buckets can add, all others fit.
+    The first layout of a family needs the least memory. If it does not fit, no other layout of the family does. If it
+    leaves enough memory for larger buckets, all of the family fit.
     """
     fitting: list[PlannedLayout] = []
     misfits: dict[str, Misfits] = {}
@@ -217,15 +224,15 @@ def _divide(
     return fitting, misfits, [family for _, family in too_large]
 
 
-def _count(misfits: dict[str, Misfits], one: Misfits) -> None:
-    """Add layouts to those with the same reason; keep the one that needs least."""
-    place = one.fit.exceeded
-    reason = f"device-memory-{one.memory.peak_phase}" if place == "device" else f"{place}-memory"
+def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
+    """Add layouts to those with the same reason; keep the misfit that needs least."""
+    place = misfit.fit.exceeded
+    reason = f"device-memory-{misfit.memory.peak_phase}" if place == "device" else f"{place}-memory"
     known = misfits.get(reason)
     if known:
-        nearest = one if one.fit.utilization < known.fit.utilization else known
-        one = nearest._replace(count=known.count + one.count)
-    misfits[reason] = one
+        nearest = misfit if misfit.fit.utilization < known.fit.utilization else known
+        misfit = nearest._replace(count=known.count + misfit.count)
+    misfits[reason] = misfit
 
 
 def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
@@ -237,7 +244,7 @@ def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> Time
 
 
 def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None) -> TimedLayout:
-    return max((_timed(one, timer, correct) for one in family), key=lambda one: one.samples_per_s)
+    return max((_timed(layout, timer, correct) for layout in family), key=lambda layout: layout.samples_per_s)
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
@@ -245,26 +252,26 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     if every:
         return timed[:most]
     seen: dict[tuple, TimedLayout] = {}
-    for one in timed:
-        c = one.layout
+    for timed_layout in timed:
+        c = timed_layout.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
         key += (c.checkpointing,)
-        seen.setdefault(key, one)
+        seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break
     return list(seen.values())
 
 
 def _ranked(
-    one: TimedLayout, profile: Profile, cluster: Cluster, forecast: Forecast, rates: Rates, flops: float | None
+    timed: TimedLayout, profile: Profile, cluster: Cluster, forecast: Forecast, rates: Rates, flops: float | None
 ) -> RankedLayout:
-    memory, fit = _forecast_fit(one.layout, cluster, forecast)
+    memory, fit = _forecast_fit(timed.layout, cluster, forecast)
     return RankedLayout(
         memory=memory,
         fit=fit,
-        tokens_per_s=None if profile.seq_len is None else one.samples_per_s * profile.seq_len,
-        mfu=one.samples_per_s * flops / (rates.peak * cluster.ranks) if rates.peak and flops else None,
-        **one._asdict(),
+        tokens_per_s=None if profile.seq_len is None else timed.samples_per_s * profile.seq_len,
+        mfu=timed.samples_per_s * flops / (rates.peak * cluster.ranks) if rates.peak and flops else None,
+        **timed._asdict(),
     )
 
 

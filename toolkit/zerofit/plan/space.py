@@ -78,6 +78,16 @@ class SearchSpace:
         self.left_out[problem.kind] = (problem, count + 1)
 
 
+# The space is the product of
+#
+#     degrees        divisors of the ranks, a kind at a time: tensor, pipeline, sequence or expert parallelism
+#     sharding       ZeRO stage, place of the optimizer's states, place of the parameters
+#     recomputation  with and without activation checkpointing
+#     batch          divisors of the global batch, or powers of two
+#     variants       bucket size, overlap, prefetch and persistence sizes: they make a family
+#
+# less what DeepSpeed or zerofit refuses, and less what contradicts a fixed value. What is impossible for
+# every layout of a degree is counted with its reason, so that the plan can name it.
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
@@ -90,9 +100,11 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             space.leave_out(problem)
             continue
         batches = list(_batches(degrees, profile, cluster, request, space))
-        asked = (False, True) if request.checkpointing is None else (request.checkpointing,)
-        traced = [c for c in asked if degrees.setting(request.precision, c) in profile.costs]
-        sharding = [one for one in _sharding(degrees, cluster, request) if _takes_bits(profile, one[0], one[2])]
+        checkpointings = (False, True) if request.checkpointing is None else (request.checkpointing,)
+        traced = [c for c in checkpointings if degrees.setting(request.precision, c) in profile.costs]
+        sharding = [
+            places for places in _sharding(degrees, cluster, request) if _takes_bits(profile, places[0], places[2])
+        ]
         if not sharding:
             space.leave_out(_SHARDED_BITS)
         options = product(sharding, traced, batches)
@@ -125,7 +137,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
             family = [first, *_variants(first, profile, request.every)]
-            space.families.append(list(dict.fromkeys(replace(one, **kept) for one in family)) if kept else family)
+            space.families.append(list(dict.fromkeys(replace(layout, **kept) for layout in family)) if kept else family)
     if not space.families and not space.left_out:
         space.leave_out(_decided(request))
     return space
@@ -231,7 +243,7 @@ def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[Plann
         return []
     variants = [replace(first, overlap=True)]
     if profile.trained > LARGE_BUCKET:
-        variants += [replace(one, bucket=LARGE_BUCKET) for one in (first, variants[0])]
+        variants += [replace(layout, bucket=LARGE_BUCKET) for layout in (first, variants[0])]
     if every and first.zero_stage == 3:
         more = MORE_GATHERED
         variants.append(replace(first, prefetch=more * first.prefetch, persistence=more * first.persistence))

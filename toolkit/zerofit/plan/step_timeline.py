@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from zerofit.plan.contention import Clock, Piece
 from zerofit.plan.dualpipev import EXCHANGE
+from zerofit.plan.flow import ReduceGroup, reduce_groups
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.passes import StageLayers
 from zerofit.plan.rates import Rates
-from zerofit.plan.time import ReduceGroup, StepParts, StepTask, Stream, Timer, reduce_groups
+from zerofit.plan.time import StepParts, StepTask, Stream, Timer
 from zerofit.spec.profile import Profile
 
 LAUNCHES = "launches", "launches and hooks"  # of the host: without ZeRO-3, and with it
@@ -50,7 +51,7 @@ class StepTimeline:
 
     def scaled(self, factor: float) -> StepTimeline:
         """Return the timeline with all times multiplied by a factor."""
-        spans = (one._replace(start_s=factor * one.start_s, end_s=factor * one.end_s) for one in self.spans)
+        spans = (span._replace(start_s=factor * span.start_s, end_s=factor * span.end_s) for span in self.spans)
         return StepTimeline(spans=tuple(spans), step_s=factor * self.step_s)
 
 
@@ -70,7 +71,7 @@ def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> Step
 class _NamedLayer(NamedTuple):
     """A layer's index in the profile, and its name."""
 
-    layer: int
+    index: int
     module: str
 
 
@@ -83,13 +84,13 @@ class _Drawing:
         self.now_s = 0.0
         layout = parts.layout
         self._costs = profile.costs[layout.setting]
-        self._stages = list(_named(profile, parts.one.stages))
+        self._stages = list(_named(profile, parts.rank_pass.stages))
         self._known: dict[tuple[int, bool], list[_KindTime]] = {}
 
     def micro_batches(self) -> None:
         """Lay out micro batches one after the other, then the optimizer."""
         parts, layers = self.parts, self._stages[0]
-        groups = reduce_groups(parts.one, parts.one.slowest, self.layout.bucket)
+        groups = reduce_groups(parts.rank_pass, parts.rank_pass.slowest, self.layout.bucket)
         forward, backward = self._flow(layers, False, []), self._flow(layers[::-1], True, [])
         with_gradients = self._flow(layers[::-1], True, groups) if self.layout.zero_stage else backward
         for micro_batch in range(self.layout.accumulation):
@@ -125,20 +126,20 @@ class _Drawing:
     def dualpipev(self) -> None:
         """Lay out the stages' passes in DualPipeV's order, then the optimizer."""
         flows: dict[tuple[int, str], list[Piece]] = {}
-        for stage, parts in enumerate(self.parts.one.parts):
+        for stage, parts in enumerate(self.parts.rank_pass.parts):
             start = 0
             for part, runs in enumerate(parts):
                 layers = self._stages[stage][start : (start := start + sum(run.count for run in runs))]
                 flows[stage, f"F{part}"] = self._flow(layers, False, [])
                 flows[stage, f"B{part}"] = self._flow(layers[::-1], True, [])
-        for stage, word, micro_batch, start_s, end_s in self.parts.played(self.layout.accumulation):
+        for stage, word, micro_batch, start_s, end_s in self.parts.timed_passes(self.layout.accumulation):
             self.now_s = start_s
             if word == EXCHANGE:
-                sent = Piece("pipeline", "", "send", 0.0, end_s - start_s, self.parts.one.output_bytes)
+                sent = Piece("pipeline", "", "send", 0.0, end_s - start_s, self.parts.rank_pass.output_bytes)
                 self._add(stage, "forward", micro_batch, [sent])
             else:
                 self._add(stage, "forward" if word[0] == "F" else "backward", micro_batch, flows[stage, word])
-        self._steps(self.parts.played_s())
+        self._steps(self.parts.dualpipev_s())
 
     def _steps(self, done_s: float) -> None:
         """Lay out accumulation, reduction and the optimizer on all stages after the passes."""
@@ -156,21 +157,21 @@ class _Drawing:
         """Send the layers' output when the last of them is done."""
         if sends:
             end_s = max((piece.end_s for piece in pieces), default=0.0)
-            what = Piece("pipeline", "", "send", end_s, end_s + self.parts.send_s, self.parts.one.output_bytes)
+            what = Piece("pipeline", "", "send", end_s, end_s + self.parts.send_s, self.parts.rank_pass.output_bytes)
             pieces.append(what)
 
     def _share(self, stage: int) -> float:
         """Return a stage's trained parameters relative to the stage with most."""
-        one = self.parts.one
-        return one.trained_of(one.stages[stage]) / max(1, one.trained_parameters)
+        rank_pass = self.parts.rank_pass
+        return rank_pass.trained_of(rank_pass.stages[stage]) / max(1, rank_pass.trained_parameters)
 
     def _reduction(self, stage: int) -> StepTask:
         """Return the reduction of all gradients at once."""
-        share, one = self._share(stage), self.parts.one
+        share, elements = self._share(stage), self.parts.rank_pass.trained_parameters
         return StepTask(
             "data parallel",
             "all-reduce",
-            share * self.layout.element_bytes * one.trained_parameters,
+            share * self.layout.element_bytes * elements,
             share * self.parts.reduce_s,
         )
 
@@ -195,17 +196,17 @@ class _Drawing:
     def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
         """Return one direction of a micro batch: fetches run ahead of layers, reductions of gradients behind them."""
         parts, clock = self.parts, Clock(self.parts.exposed)
-        works = parts.one.backward if backward else parts.one.forward
+        works = parts.rank_pass.backward if backward else parts.rank_pass.forward
         elements_after = _elements_after(groups)
         pieces: list[Piece] = []
         fetched_s = computed_s = 0.0
-        reduced_s = sum(parts.fetch_s(one.layer, backward) for one in layers)  # links serve fetches first
-        for done, one in enumerate(layers, start=1):
-            pieces += self._fetch(one, backward, fetched_s)
-            clock.link(fetched_s, fetched_s := fetched_s + parts.fetch_s(one.layer, backward))
+        reduced_s = sum(parts.fetch_s(layer.index, backward) for layer in layers)  # links serve fetches first
+        for done, layer in enumerate(layers, start=1):
+            pieces += self._fetch(layer, backward, fetched_s)
+            clock.link(fetched_s, fetched_s := fetched_s + parts.fetch_s(layer.index, backward))
             computed_s = max(computed_s, fetched_s)
-            pieces += self._layer(one, backward, computed_s)
-            clock.compute(computed_s, computed_s := computed_s + works[one.layer].layer_s)
+            pieces += self._layer(layer, backward, computed_s)
+            clock.compute(computed_s, computed_s := computed_s + works[layer.index].layer_s)
             if done not in elements_after:
                 continue
             elements = elements_after[done]
@@ -219,49 +220,49 @@ class _Drawing:
                 clock.pause(computed_s, Piece("data parallel", "", op, 0.0, seconds, moved))
         return clock.placed(pieces)
 
-    def _fetch(self, one: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
+    def _fetch(self, layer: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
         """Yield the copy of a layer's offloaded shards, then its all-gather."""
         parts = self.parts
         if parts.fetches is None:
             return
-        moved = parts.fetches.bytes(one.layer, backward)
+        moved = parts.fetches.bytes(layer.index, backward)
         copy_s = moved * parts.fetches.copy_s
         stream: Stream = "NVMe" if self.layout.offload_param == "nvme" else "host to device"
         if copy_s:
             share = moved / self.layout.zero_ranks
-            yield Piece(stream, one.module, "fetch", start_s, start_s + copy_s, share)
-        end_s = start_s + parts.fetch_s(one.layer, backward)
-        yield Piece("data parallel", one.module, "all-gather", start_s + copy_s, end_s, moved)
+            yield Piece(stream, layer.module, "fetch", start_s, start_s + copy_s, share)
+        end_s = start_s + parts.fetch_s(layer.index, backward)
+        yield Piece("data parallel", layer.module, "all-gather", start_s + copy_s, end_s, moved)
 
-    def _layer(self, one: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
+    def _layer(self, layer: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
         """Yield a layer's launches and kernels, then the collectives that it waits for."""
-        work = (self.parts.one.backward if backward else self.parts.one.forward)[one.layer]
-        cost, micro_batch = self._costs[one.layer], self.layout.micro_batch
+        work = (self.parts.rank_pass.backward if backward else self.parts.rank_pass.forward)[layer.index]
+        cost, micro_batch = self._costs[layer.index], self.layout.micro_batch
         end_s, copied = start_s + work.layer_s, cost.host_bytes.at(micro_batch)
         if work.copy_s and backward:
-            yield Piece("compute", one.module, "copy from the host", start_s, start_s + work.copy_s, copied)
+            yield Piece("compute", layer.module, "copy from the host", start_s, start_s + work.copy_s, copied)
             start_s += work.copy_s
         elif work.copy_s:
-            yield Piece("compute", one.module, "copy to the host", end_s - work.copy_s, end_s, copied)
+            yield Piece("compute", layer.module, "copy to the host", end_s - work.copy_s, end_s, copied)
             end_s -= work.copy_s
-        yield Piece("host", one.module, LAUNCHES[self.parts.fetches is not None], start_s, start_s + work.host_s, 0.0)
-        now_s = start_s if self.parts.one.ahead else start_s + work.host_s
-        for kind, seconds, moved, flops in self._kinds(one.layer, backward):
-            yield Piece("compute", one.module, kind, now_s, now_s + seconds, moved, flops)
+        yield Piece("host", layer.module, LAUNCHES[self.parts.fetches is not None], start_s, start_s + work.host_s, 0.0)
+        now_s = start_s if self.parts.rank_pass.ahead else start_s + work.host_s
+        for kind, seconds, moved, flops in self._kinds(layer.index, backward):
+            yield Piece("compute", layer.module, kind, now_s, now_s + seconds, moved, flops)
             now_s += seconds
         times = 2 if backward and self.layout.checkpointing else 1
         now_s = end_s - work.tensor_s - work.sequence_s - work.experts_s
         sent = times * cost.tp_allreduce_bytes.at(micro_batch)
-        yield Piece("tensor parallel", one.module, "all-reduce", now_s, now_s + work.tensor_s, sent)
+        yield Piece("tensor parallel", layer.module, "all-reduce", now_s, now_s + work.tensor_s, sent)
         sent, now_s = times * cost.sp_alltoall_bytes.at(micro_batch), now_s + work.tensor_s
-        yield Piece("sequence parallel", one.module, "all-to-all", now_s, now_s + work.sequence_s, sent)
+        yield Piece("sequence parallel", layer.module, "all-to-all", now_s, now_s + work.sequence_s, sent)
         sent, now_s = times * cost.ep_alltoall_bytes.at(micro_batch), now_s + work.sequence_s
-        yield Piece("expert parallel", one.module, "all-to-all", now_s, now_s + work.experts_s, sent)
+        yield Piece("expert parallel", layer.module, "all-to-all", now_s, now_s + work.experts_s, sent)
 
-    def _kinds(self, layer: int, backward: bool) -> list[_KindTime]:
+    def _kinds(self, index: int, backward: bool) -> list[_KindTime]:
         """Return the time of a layer's kernels by kind, in the order of first use."""
-        if (layer, backward) not in self._known:
-            cost, micro_batch = self._costs[layer], self.layout.micro_batch
+        if (index, backward) not in self._known:
+            cost, micro_batch = self._costs[index], self.layout.micro_batch
             found: dict[str, _KindTime] = {}
             for kernel in cost.backward_kernels if backward else cost.forward_kernels:
                 seconds = kernel_s(kernel, micro_batch, self._rates)
@@ -269,8 +270,8 @@ class _Drawing:
                 _, *before = found.get(kernel.kind, _KindTime(kernel.kind, 0.0, 0.0, 0.0))
                 sums = map(sum, zip(before, (seconds, moved, flops), strict=True))
                 found[kernel.kind] = _KindTime(kernel.kind, *sums)
-            self._known[layer, backward] = list(found.values())
-        return self._known[layer, backward]
+            self._known[index, backward] = list(found.values())
+        return self._known[index, backward]
 
 
 class _KindTime(NamedTuple):

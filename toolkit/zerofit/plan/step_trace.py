@@ -36,9 +36,9 @@ def step_trace(
     streams = list(dict.fromkeys((*STREAMS, *(span.stream for span in spans))))
     events = [*_names(spans, ranks, streams), *_span_events(spans, ranks, streams)]
     events += [
-        {"ph": "C", "name": "memory", "pid": ranks[one.stage], "ts": _us(one.at_s), "args": dict(one.bytes)}
-        for one in sorted(memory, key=lambda sample: sample.at_s)
-        if one.stage in ranks
+        {"ph": "C", "name": "memory", "pid": ranks[sample.stage], "ts": _us(sample.at_s), "args": dict(sample.bytes)}
+        for sample in sorted(memory, key=lambda sample: sample.at_s)
+        if sample.stage in ranks
     ]
     other = {"made_by": "zerofit", "step_s": timeline.step_s, **about}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
@@ -71,8 +71,8 @@ def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[st
     """Return the bytes of a layer: known, or interpolated between its nearest known neighbours."""
     if layer in known:
         return known[layer]
-    below = max((one for one in known if -1 < one < layer), default=None)
-    above = min((one for one in known if one > layer), default=None)
+    below = max((index for index in known if -1 < index < layer), default=None)
+    above = min((index for index in known if index > layer), default=None)
     if below is None or above is None:
         return known.get(-1, {})
     share = (layer - below) / (above - below)

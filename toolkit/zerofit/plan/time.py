@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
-from zerofit.plan.dualpipev import PartSeconds, Played, played
+from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
 from zerofit.plan.engine_work import engine_work
-from zerofit.plan.flow import FlowRun, flow_s
+from zerofit.plan.flow import FlowRun, ReduceGroup, flow_s, reduce_groups
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STEP_BYTES, moments_bytes
-from zerofit.plan.passes import Passes, RankPass, StageLayers
+from zerofit.plan.passes import Passes, RankPass
 from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import StageTimeline, timeline
@@ -98,20 +98,12 @@ class Fetches(NamedTuple):
         return size * (self.copy_s + self.gather_s) + calls * self.call_s
 
 
-class ReduceGroup(NamedTuple):
-    """Layers whose gradients fill a bucket, in the order of backward; equal groups are counted."""
-
-    groups: int  # number of equal groups
-    members: tuple[StageLayers, ...]  # per group
-    elements: int  # per group
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
     """The parts of a step in the engine's order, from which its time and its timeline are made."""
 
     layout: PlannedLayout
-    one: RankPass
+    rank_pass: RankPass
     exposed: float  # share of a collective's time that compute does not hide
     fetches: Fetches | None  # of parameters; None below ZeRO-3
     reduce_s: float  # of all gradients, in the stage with most parameters
@@ -131,32 +123,33 @@ class StepParts:
     def forward_s(self) -> float:
         """Seconds of a micro batch's forward in the slowest stage, including waits."""
         if self.fetches is None:
-            return self.one.forward_s
-        forward = self.one.forward
-        runs = [FlowRun(1, n, self.fetch_s(i, False), forward[i].layer_s, 0.0) for i, n in self.one.slowest]
+            return self.rank_pass.forward_s
+        forward = self.rank_pass.forward
+        runs = [FlowRun(1, n, self.fetch_s(i, False), forward[i].layer_s, 0.0) for i, n in self.rank_pass.slowest]
         return flow_s(runs, self.exposed)
 
     def backward_s(self, reducing: bool) -> float:
         """Return the seconds of a micro batch's backward, overlapped by reductions and fetches, or only by fetches."""
         if self.fetches is None and not reducing:
-            return self.one.backward_s
+            return self.rank_pass.backward_s
         return flow_s(list(self._backward(reducing)), self.exposed)
 
-    def played(self, micro_batches: int) -> list[Played]:
+    def timed_passes(self, micro_batches: int) -> list[TimedPass]:
         """Return the passes of DualPipeV's stages with their times."""
-        one = self.one
+        rank_pass = self.rank_pass
+        forward, backward = rank_pass.forward, rank_pass.backward
         seconds = [
-            [PartSeconds(one.total(part, one.forward), one.total(part, one.backward)) for part in parts]
-            for parts in one.parts
+            [PartSeconds(rank_pass.total(part, forward), rank_pass.total(part, backward)) for part in parts]
+            for parts in rank_pass.parts
         ]
-        return played(seconds, micro_batches, self.send_s)
+        return timed_passes(seconds, micro_batches, self.send_s)
 
-    def played_s(self) -> float:
+    def dualpipev_s(self) -> float:
         """Return the seconds of DualPipeV's passes; once it is filled, each needs the slowest stage's time."""
         layout = self.layout
         looked = min(layout.accumulation, 3 * layout.pp)
-        each_s = self.one.sums.layer_s + 4 * self.send_s
-        return max(one.end_s for one in self.played(looked)) + (layout.accumulation - looked) * each_s
+        each_s = self.rank_pass.sums.layer_s + 4 * self.send_s
+        return max(step.end_s for step in self.timed_passes(looked)) + (layout.accumulation - looked) * each_s
 
     def fetch_s(self, layer: int, backward: bool) -> float:
         """Return the seconds to gather a layer in one direction."""
@@ -164,16 +157,32 @@ class StepParts:
 
     def share_s(self, elements: int) -> float:
         """Return the seconds to reduce this many elements of the gradients."""
-        return self.reduce_s * elements / max(1, self.one.trained_parameters)
+        return self.reduce_s * elements / max(1, self.rank_pass.trained_parameters)
 
     def _backward(self, reducing: bool) -> Iterator[FlowRun]:
         for group in self.groups:
             share_s = self.share_s(group.elements) if reducing else 0.0
             for place, (i, n) in enumerate(group.members, start=1):
                 reduce_s = share_s if place == len(group.members) else 0.0
-                yield FlowRun(group.groups, n, self.fetch_s(i, True), self.one.backward[i].layer_s, reduce_s)
+                yield FlowRun(group.groups, n, self.fetch_s(i, True), self.rank_pass.backward[i].layer_s, reduce_s)
 
 
+# The time of an optimizer step. `Timer.parts` writes the step down once, as `StepParts`. Two forms read
+# it:
+#
+#     closed form   `Timer.step` adds the parts up; a search times ten thousand layouts with it (0.1 ms each)
+#     timeline      `step_timeline` places every kernel and collective; for traces and for tests of the closed form
+#
+# With m micro batches, forward f, backward b (with the reductions that it hides), p pipeline stages and
+# 1F1B:
+#
+#     step = (m + p - 1) (f + b + 2 send)                     passes of all stages in lockstep
+#          + reductions x (what backward does not hide)       once at stages 0 and 1, m times at stages 2 and 3
+#          + the engine's passes over gradients + optimizer + copies between device, host and disks
+#
+# A layer takes max(kernels, launches) on a GPU, whose host runs ahead, and their sum on a CPU.
+# Collectives of tensor, sequence and expert parallelism are added, since the next kernel needs their
+# result.
 class Timer:
     """Forecast step times for one model on one cluster; results that layouts share are computed once."""
 
@@ -185,13 +194,13 @@ class Timer:
     def step(self, layout: PlannedLayout) -> StepTime:
         """Return the time of one optimizer step. Raises KeyError if the layout's setting is not in the profile."""
         parts = self.parts(layout)
-        one, micro_batches, sums = parts.one, layout.accumulation, parts.one.sums
+        rank_pass, micro_batches, sums = parts.rank_pass, layout.accumulation, parts.rank_pass.sums
         forward_s, backward_s = parts.forward_s, parts.backward_s(reducing=False)
         micro_batch_s = forward_s + backward_s + 2 * parts.send_s
         reduce_wait_s = parts.backward_s(reducing=True) - backward_s if parts.overlapped else parts.reduce_s
-        gather_wait_s = forward_s - one.forward_s + backward_s - one.backward_s
+        gather_wait_s = forward_s - rank_pass.forward_s + backward_s - rank_pass.backward_s
         if layout.schedule == "dualpipev":
-            passes_s = parts.played_s()
+            passes_s = parts.dualpipev_s()
             bubble_s = passes_s - micro_batches * sums.layer_s
         else:  # stages run in lockstep; each waits while the pipeline fills and drains, and for slower stages
             passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
@@ -216,37 +225,44 @@ class Timer:
 
     def parts(self, layout: PlannedLayout) -> StepParts:
         """Return the parts of a step. Raises KeyError if the layout's setting is not in the profile."""
-        one, b, gpus = self._passes.of(layout), layout.element_bytes, self._cluster.gpus
+        rank_pass, gpus = self._passes.of(layout), self._cluster.gpus
         shards = group_of(layout.zero_ranks, layout.tp, gpus)
         # consecutive pipeline stages: pipe is the outermost axis of DeepSpeed's topology
         neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
-        first, later = self._accumulate(layout, one, shards, b)
+        first, later = self._accumulate(layout, rank_pass)
         # gradients are reduced during backward only with overlap_comm; otherwise on backward's stream
         # (stage3.py:341, stage_1_and_2.py, average_tensor), and at stage 0 after it
         overlapped = layout.overlap and layout.zero_stage > 0 and layout.pp == 1
         return StepParts(
             layout=layout,
-            one=one,
+            rank_pass=rank_pass,
             exposed=self.rates.exposed_between if shards.nodes > 1 else self.rates.exposed_inside,
-            fetches=self._fetches(layout, one, shards) if layout.zero_stage == 3 else None,
-            reduce_s=self._reduce_s(layout, one, shards, b),
-            groups=self._reduce_groups(one, layout.bucket) if overlapped or layout.zero_stage == 3 else (),
+            fetches=self._fetches(layout, rank_pass, shards) if layout.zero_stage == 3 else None,
+            reduce_s=self._reduce_s(layout, rank_pass),
+            groups=self._reduce_groups(rank_pass, layout.bucket) if overlapped or layout.zero_stage == 3 else (),
             overlapped=overlapped,
-            send_s=collective_s("send", one.output_bytes, 1, neighbours, self.rates),
+            send_s=collective_s("send", rank_pass.output_bytes, 1, neighbours, self.rates),
             first=first,
             later=later,
-            step=tuple(self._step_tasks(layout, one, shards, b)),
+            step=tuple(self._step_tasks(layout, rank_pass)),
         )
 
-    def _share(self, layout: PlannedLayout, one: RankPass) -> float:
+    def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
         """Return the share of its parameters that a rank keeps; experts are divided by fewer ranks."""
-        return (1 + (layout.ep - 1) * one.expert_share) / layout.zero_ranks
+        return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.zero_ranks
 
     def _spread_s(
-        self, op: str, size_bytes: float, calls: float, layout: PlannedLayout, one: RankPass, *, at_once: bool = False
+        self,
+        op: str,
+        size_bytes: float,
+        calls: float,
+        layout: PlannedLayout,
+        rank_pass: RankPass,
+        *,
+        at_once: bool = False,
     ) -> float:
         """Return the seconds of a collective of parameters; for experts, only ranks with the same ones take part."""
-        gpus, experts = self._cluster.gpus, one.expert_share
+        gpus, experts = self._cluster.gpus, rank_pass.expert_share
         shards = group_of(layout.zero_ranks, layout.tp, gpus)
         every_s = collective_s(
             op, size_bytes * (1 - experts), calls * (1 - experts), shards, self.rates, at_once=at_once
@@ -256,17 +272,17 @@ class Timer:
         same = group_of(layout.zero_ranks // layout.ep, layout.ep, gpus)
         return every_s + collective_s(op, size_bytes * experts, calls * experts, same, self.rates, at_once=at_once)
 
-    def _reduce_groups(self, one: RankPass, bucket: int) -> Sequence[ReduceGroup]:
-        if (one, bucket) not in self._groups:
-            self._groups[one, bucket] = tuple(reduce_groups(one, one.slowest, bucket))
-        return self._groups[one, bucket]
+    def _reduce_groups(self, rank_pass: RankPass, bucket: int) -> Sequence[ReduceGroup]:
+        if (rank_pass, bucket) not in self._groups:
+            self._groups[rank_pass, bucket] = tuple(reduce_groups(rank_pass, rank_pass.slowest, bucket))
+        return self._groups[rank_pass, bucket]
 
-    def _fetches(self, layout: PlannedLayout, one: RankPass, shards: RankGroup) -> Fetches:
+    def _fetches(self, layout: PlannedLayout, rank_pass: RankPass, shards: RankGroup) -> Fetches:
         """Return the times of ZeRO-3's all-gathers in the order of DeepSpeed's coordinator.
 
         Shards on the host are copied on the stream that gathers them (partition_parameters.py, all_gather_coalesced).
         """
-        copy_s, share = 0.0, self._share(layout, one)
+        copy_s, share = 0.0, self._share(layout, rank_pass)
         if layout.offload_param == "cpu":
             copy_s = share / self.rates.host_copy(layout.pin_param)
         elif layout.offload_param == "nvme":
@@ -274,7 +290,7 @@ class Timer:
         forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
         return Fetches(
             copy_s=copy_s,
-            gather_s=self._spread_s("all_gather", 1, 0, layout, one),
+            gather_s=self._spread_s("all_gather", 1, 0, layout, rank_pass),
             call_s=collective_s("all_gather", 0, 1, shards, self.rates),
             forward=forward,
             backward=backward,
@@ -289,18 +305,20 @@ class Timer:
         start = 0
         for layer in self._profile.layers:
             mine, start = found[start : start + layer.count], start + layer.count
-            yield sum(one.bytes for one in mine) / layer.count, sum(one.calls for one in mine) / layer.count
+            yield sum(fetch.bytes for fetch in mine) / layer.count, sum(fetch.calls for fetch in mine) / layer.count
 
-    def _reduce_s(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> float:
+    def _reduce_s(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
         """Return the seconds to reduce all gradients.
 
         Stages 0-2 all-reduce buckets (stage_1_and_2.py, average_tensor).
         """
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
-        return self._spread_s(op, b * one.trained_parameters, _calls(layout, one), layout, one)
+        return self._spread_s(
+            op, layout.element_bytes * rank_pass.trained_parameters, _calls(layout, rank_pass), layout, rank_pass
+        )
 
     def _accumulate(
-        self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
+        self, layout: PlannedLayout, rank_pass: RankPass
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
         """Return the engine's work on gradients after the first micro batch, and after each later one.
 
@@ -309,39 +327,43 @@ class Timer:
         gradients of all parameters (stage_1_and_2.py:1809).
         """
         if layout.zero_stage < 2:
-            added = 3 * b * one.trained_parameters
+            added = 3 * layout.element_bytes * rank_pass.trained_parameters
             return (), (StepTask("compute", ADDED, added, added / self.rates.streaming),)
-        first, later = ((self._handled(layout, one, later=again),) for again in (False, True))
+        first, later = ((self._handled(layout, rank_pass, later=again),) for again in (False, True))
         if layout.offload_optimizer == "none" or (layout.zero_stage == 2 and layout.accumulation == 1):
             return first, later
-        moved = b * one.trained_parameters * (self._share(layout, one) if layout.zero_stage == 3 else 1)
+        moved = (
+            layout.element_bytes
+            * rank_pass.trained_parameters
+            * (self._share(layout, rank_pass) if layout.zero_stage == 3 else 1)
+        )
         seconds = moved / self.rates.host_copy(layout.pin_optimizer)
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
-    def _handled(self, layout: PlannedLayout, one: RankPass, *, later: bool) -> StepTask:
+    def _handled(self, layout: PlannedLayout, rank_pass: RankPass, *, later: bool) -> StepTask:
         """Return the engine's passes over reduced gradients, of the first micro batch or a later one."""
-        work, share = engine_work(layout), self._share(layout, one)
-        moved = (work.gradients + share * (work.kept + later * work.added)) * one.trained_parameters
+        work, share = engine_work(layout), self._share(layout, rank_pass)
+        moved = (work.gradients + share * (work.kept + later * work.added)) * rank_pass.trained_parameters
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)
 
-    def _step_tasks(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> Iterator[StepTask]:
+    def _step_tasks(self, layout: PlannedLayout, rank_pass: RankPass) -> Iterator[StepTask]:
         """Yield the rest of the gradients' handling, the step on a rank's share, and the all-gather of stages 1 and 2.
 
         Offloaded gradients are copied in float32. A node's ranks share its memory and its disks.
         """
-        rates, gpus, work = self.rates, self._cluster.gpus, engine_work(layout)
-        part = self._share(layout, one) if layout.zero_stage else 1
-        share = part * one.trained_parameters
+        rates, gpus, work, element = self.rates, self._cluster.gpus, engine_work(layout), layout.element_bytes
+        part = self._share(layout, rank_pass) if layout.zero_stage else 1
+        share = part * rank_pass.trained_parameters
         moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
         if layout.zero_stage < 2:
-            yield self._handled(layout, one, later=False)
-        launches = part * work.looped * one.trained_tensors + work.begun
+            yield self._handled(layout, rank_pass, later=False)
+        launches = part * work.looped * rank_pass.trained_tensors + work.begun
         launched_s = launches * rates.engine_launch_s
-        if one.ahead and layout.zero_stage and layout.offload_optimizer == "none":
+        if rank_pass.ahead and layout.zero_stage and layout.offload_optimizer == "none":
             # hidden if the device is still busy; at stage 0 the host waits for each parameter's overflow check
-            launched_s = max(0.0, launched_s - layout.accumulation * (one.sums.layer_s - one.sums.host_s))
+            launched_s = max(0.0, launched_s - layout.accumulation * (rank_pass.sums.layer_s - rank_pass.sums.host_s))
         yield StepTask("host", "launches of the step", 0.0, launched_s)
         if layout.offload_optimizer == "none":
             passed = (work.step - UNSTEPPED_BYTES) * share
@@ -356,41 +378,23 @@ class Timer:
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
-            yield _left_of_step(StepTask("host", "optimizer", passed, passed * gpus / rates.host), layout, one, share)
+            stepped = StepTask("host", "optimizer", passed, passed * gpus / rates.host)
+            yield _left_of_step(stepped, layout, rank_pass, share)
             if layout.offload_optimizer == "nvme":
                 yield StepTask("NVMe", "write optimizer states", states, states * gpus / rates.nvme_write)
             if layout.offload_param == "none":
-                yield StepTask("host to device", "stepped parameters", b * share, b * share / copied)
+                yield StepTask("host to device", "stepped parameters", element * share, element * share / copied)
         if layout.zero_stage in (1, 2):
-            whole = b * one.trained_parameters
-            seconds = self._spread_s("all_gather", whole, _calls(layout, one), layout, one)
-            yield StepTask("data parallel", GATHERED, whole, seconds)
-        if layout.zero_stage == 3:  # parameters that are kept gathered, one by one (stage3.py:2841)
+            every = element * rank_pass.trained_parameters
+            seconds = self._spread_s("all_gather", every, _calls(layout, rank_pass), layout, rank_pass)
+            yield StepTask("data parallel", GATHERED, every, seconds)
+        if layout.zero_stage == 3:  # parameters that are kept gathered, rank_pass by rank_pass (stage3.py:2841)
             kept = kept_gathered(self._line(layout), layout)
-            seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, one, at_once=True)
+            seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, rank_pass, at_once=True)
             yield StepTask("data parallel", GATHERED, kept.bytes, seconds)
 
 
-def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
-    """Yield the groups of a stage's layers, last to first, whose gradients fill a bucket; the last may be smaller."""
-    members: list[StageLayers] = []
-    elements = 0
-    for layer, count in reversed(stage):
-        size, left = one.trained[layer], count
-        while left:
-            needed = left if size == 0 else min(left, max(1, -(-(bucket - elements) // size)))
-            members.append(StageLayers(layer, needed))
-            elements, left = elements + needed * size, left - needed
-            if elements >= bucket:
-                same = 1 + left // needed if len(members) == 1 else 1
-                yield ReduceGroup(same, tuple(members), elements)
-                left -= (same - 1) * needed
-                members, elements = [], 0
-    if members:
-        yield ReduceGroup(1, tuple(members), elements)
-
-
-def _left_of_step(task: StepTask, layout: PlannedLayout, one: RankPass, elements: float) -> StepTask:
+def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:
     """Return the host's step after backward; SuperOffload without clipping runs the rest during backward.
 
     Groups are queued at even intervals, each when backward has its gradients (superoffload_stage3.py, partition_grads).
@@ -399,13 +403,13 @@ def _left_of_step(task: StepTask, layout: PlannedLayout, one: RankPass, elements
     if not layout.steps_early:
         return task
     groups = max(1, math.ceil(elements / EARLY_GROUP))
-    left_s = max(task.seconds / groups, task.seconds - one.backward_s * (1 - 1 / groups))
+    left_s = max(task.seconds / groups, task.seconds - rank_pass.backward_s * (1 - 1 / groups))
     return task.scaled(left_s / task.seconds)
 
 
-def _calls(layout: PlannedLayout, one: RankPass) -> float:
+def _calls(layout: PlannedLayout, rank_pass: RankPass) -> float:
     """Return the number of buckets that all gradients or stepped parameters fill."""
-    return max(1.0, one.trained_parameters / max(1, layout.bucket))
+    return max(1.0, rank_pass.trained_parameters / max(1, layout.bucket))
 
 
 def model_flops(profile: Profile, precision: str) -> float:

@@ -23,9 +23,9 @@ Point = tuple[float, float]  # bytes: fixed, per sample
 NOTHING: Point = (0.0, 0.0)
 
 
-def add(one: Point, other: Point) -> Point:
+def add(point: Point, other: Point) -> Point:
     """Add bytes, fixed and per sample."""
-    return one[0] + other[0], one[1] + other[1]
+    return point[0] + other[0], point[1] + other[1]
 
 
 FROZEN = 2
@@ -251,7 +251,9 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
 
 def _without_sums(cost: LayerCost, added: int) -> LayerCost:
     """Return the costs without backward moments at which `added` bytes of gradients are being summed."""
-    moments = (replace(one, live=tuple(line for line in one.live if line.fixed < added)) for one in cost.backward)
+    moments = (
+        replace(moment, live=tuple(line for line in moment.live if line.fixed < added)) for moment in cost.backward
+    )
     return replace(cost, backward=tuple(moments))
 
 
@@ -260,7 +262,7 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
     layers: list[list[Parameter]] = [[] for _ in mine]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
-    for n, placed in sorted(enumerate(mine), key=lambda one: one[1].layer.place):
+    for n, placed in sorted(enumerate(mine), key=lambda pair: pair[1].layer.place):
         for numel, kind, split, copied in zip(placed.numels, placed.group_of, placed.split, placed.copied, strict=True):
             if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:
                 experts += 1

@@ -1,4 +1,4 @@
-"""Compute transient memory: what making the engine and the optimizer step hold besides the persistent memory.
+"""Compute transient memory: what the start of the engine and the optimizer's step allocate and free again.
 
 References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
 FusedAdam and CPUAdam step in place; what other optimizers allocate per tensor is in plan/optimizer_states.py.

@@ -94,9 +94,9 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 
 
 def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Return the bytes still gathered when the last gradients are reduced: e.g.
+    """Return the bytes still gathered when the last gradients are reduced.
 
-    an embedding, whose input has no gradient.
+    An embedding is still gathered, for example: its input has no gradient, so DeepSpeed does not see its backward end.
     """
     return _gathering(line, layout).whole
 
@@ -191,8 +191,17 @@ class _Gathering:
         self.whole -= self._size(self.coordinator.release(members)) if members else 0
 
 
+# Stage 3 keeps 1/n of each parameter on a rank. Before a module runs, DeepSpeed gathers its parameters
+# and prefetches those of the next modules. After a module, it releases what is not needed soon. Which
+# parameters are full at a moment depends on four sizes of the JSON, so the coordinator's own rules are
+# replayed on the module calls of the profile:
+#
+#     live elements    0 <= gathered <= stage3_max_live_parameters
+#     fetch(module)    its own parameters, then the next ones until stage3_prefetch_bucket_size elements
+#     release(module)  unless the next use is within stage3_max_reuse_distance elements, or fetching has passed it
+#     persistence      smaller parameters than stage3_param_persistence_threshold are never released
 class _Coordinator:
-    """DeepSpeed's coordinator: which parameters are gathered and released as modules begin and end.
+    """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
 
     A module fetches its own parameters, then the step's next ones up to the prefetch size (:447), within the limit of
     live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A module's

@@ -1,10 +1,35 @@
-"""A kind of device: its peak rates, with sources."""
+"""A kind of device and the node that it is in: peak rates, sizes and prices, with their sources."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerofit.spec.nodes import GB, GIB, Node
+GB = 1_000_000_000
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListPrice:
+    """On-demand price of a node per hour."""
+
+    usd: float
+    date: str  # of the listing
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One host, as published by its vendor; bandwidths in bytes per second and direction."""
+
+    name: str
+    gpus: int
+    host_bytes: int  # host memory
+    host_bandwidth: float  # of host memory: channels x transfers x 8 bytes
+    network: float  # to other nodes, per GPU
+    nvme_read: float  # of all local disks together
+    nvme_write: float
+    source: str
+    price: ListPrice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +53,3 @@ class Device:
         """Return the peak FLOP/s at "bf16", "fp16" or "fp32", or None if the device does not support it."""
         tflops = self.tflops.get(precision)
         return None if tflops is None else tflops * 1e12
-
-
-PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16, one direction, after encoding (PCI-SIG)
-
-# NVLink-C2C has 450 GB/s per direction and Grace CPU: a GH200 has one GPU per CPU, a GB200 two
-C2C = 450.0 * GB
-
-
-def gib(value: float) -> int:
-    """Return bytes."""
-    return int(value * GIB)

@@ -1,65 +1,149 @@
-"""A user's own kind of GPU, described in a YAML file for `--gpu`."""
+"""The reader of hardware in YAML: the catalog's GPUs, nodes and instance types, and a user's own `--gpu FILE`.
+
+All are files of the same keys, one file each:
+
+    catalog/gpus/KIND.yaml         a GPU, and the name of its usual node
+    catalog/nodes/NAME.yaml        a node
+    catalog/instances/TYPE.yaml    a node, and the name of its GPU
+    FILE.yaml                      a GPU and its node, each in figures or by name
+
+A forecast reads the two files that it needs, and not the others. So the catalog may grow without a slower start.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zerofit.spec import nodes
-from zerofit.spec.device import Device
+from zerofit.spec.device import Device, ListPrice, Node
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.units import parse_bytes
 
+CATALOG = Path(__file__).parents[1] / "catalog"
 SUFFIXES = (".yaml", ".yml")
-# keys of the file; the first six are required
-KEYS = {
+# Sizes have a unit. Bandwidths are per second; those of links count one direction.
+GPU_FIGURES = {
     "memory": "of one device, as its driver reports it: 80GiB",
     "tflops": "dense peaks: {bf16: 989, fp16: 989, fp32: 67}",
     "bandwidth": "of the device's memory, per second: 3.35TB",
     "link": "to the other devices of its node, per second and direction: 450GB",
     "pcie": "to host memory, per second and direction: 63GB; NVLink-C2C 450GB",
+}
+NODE_FIGURES = {
     "network": "to other nodes, per second and device: 50GB",
     "gpus": "devices per node [8]",
     "host_memory": "per node [1TiB]",
     "host_bandwidth": "of a node's host memory, per second: 512GB [614.4GB]",
+    "nvme_read": "of a node's disks together, per second: 25GB [12GB]",
+    "nvme_write": "of a node's disks together, per second: 12GB [6GB]",
+}
+PRICE = {
     "price": "US dollars per device and hour",
     "price_date": "date of the price: 2026-11-01",
+    "price_source": "where the price is published",
 }
-REQUIRED = tuple(KEYS)[:6]
-SIZES = ("memory", "bandwidth", "link", "pcie", "network", "host_memory", "host_bandwidth")
+NAMES = {
+    "gpu": "a GPU of the catalog, instead of its figures: h100-80gb",
+    "node": "a node or instance type of the catalog, instead of its figures: dgx-h100",
+    "torch_name": "words of the name that torch reports: H100 PCIe",
+    "link_name": "of the link between devices: NVLink 4",
+    "host_link": "of the link to host memory [PCIe]",
+    "name": "of the node: p5.48xlarge",
+}
+ORIGIN = {
+    "source": "who publishes the figures: NVIDIA H100 data sheet",
+    "memory_source": "who reports the memory",
+    "date": "of the source, or when it was read: 2024 or 2026-11-23",
+}
+KEYS = {**GPU_FIGURES, **NODE_FIGURES, **PRICE, **NAMES, **ORIGIN}
+# of the files in each folder of the catalog
+REQUIRED = {
+    "gpus": (*GPU_FIGURES, "torch_name", "link_name", "node", *ORIGIN),
+    "nodes": (*NODE_FIGURES, "name", "source", "date"),
+    "instances": (*NODE_FIGURES, "name", "source", "date", "gpu"),
+}
+# the field of `Node` that each figure of a node becomes
+NODE_FIELDS = {key: "host_bytes" if key == "host_memory" else key for key in NODE_FIGURES}
+SIZES = (*(key for key in (*GPU_FIGURES, *NODE_FIGURES) if key not in ("tflops", "gpus")),)
+DEFAULT_NODE = "h100-pcie-server"  # has what a user's file leaves out
 MOST_GPUS = 1024  # per node
-LARGEST = 1e18  # largest figure that the file may have
+LARGEST = 1e18  # largest figure that a file may have
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
+def entry_names(folder: str) -> tuple[str, ...]:
+    """Return the names of the entries in a folder of the catalog: "gpus", "nodes" or "instances"."""
+    return tuple(sorted(path.stem for path in (CATALOG / folder).glob("*.yaml")))
+
+
 def read_device(path: Path, where: str = "--gpu") -> Device:
-    """Return the device that a file describes, of kind `own:NAME`. Raises UserError with all problems."""
-    found, problems = _read(path, where), Problems()
-    for key in found.keys() - KEYS.keys():
-        hint = nearest(str(key), KEYS)
-        problems.add("unknown-key", f"{path}: unknown key {key!r}", hint or f"known: {', '.join(KEYS)}", where)
-    for key in REQUIRED:
-        if found.get(key) is None:
-            problems.add("missing-key", f"{path}: {key} is missing", f"{key}: {KEYS[key]}", where)
+    """Return the device that a user's file describes, of kind `own:NAME`. Raises UserError with all problems."""
+    entry = _read(path, where)
+    return _device(path, entry, kind=f"own:{path.stem}", node=_node(path, entry))
+
+
+@cache
+def read_gpu(kind: str) -> Device:
+    """Return a GPU of the catalog, in its usual node."""
+    path = CATALOG / "gpus" / f"{kind}.yaml"
+    entry = _read(path, required=REQUIRED["gpus"])
+    return _device(path, entry, kind=kind, node=read_node(entry["node"]))
+
+
+@cache
+def read_node(name: str) -> Node:
+    """Return a node of the catalog, or that of an instance type."""
+    folder = "nodes" if name in entry_names("nodes") else "instances"
+    path = CATALOG / folder / f"{name}.yaml"
+    return _node(path, _read(path, required=REQUIRED[folder]))
+
+
+@cache
+def read_instance(name: str) -> Device:
+    """Return the GPU of an instance type of the catalog, in this node."""
+    path = CATALOG / "instances" / f"{name}.yaml"
+    entry = _read(path, required=REQUIRED["instances"])
+    return _device(path, entry, kind=entry["gpu"], node=read_node(name))
+
+
+def _read(path: Path, where: str = "", required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the entry of a file, sizes in bytes. Raises UserError with all problems."""
+    from zerofit.spec.foreign_yaml import read_own_values  # most commands need neither a GPU nor PyYAML
+
+    hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)
+    entry, problems = read_own_values(path, hint=hint, where=where), Problems()
+    if not required:
+        required = () if "gpu" in entry else tuple(GPU_FIGURES)
+        required += () if "node" in entry else ("network",)
+    _check_keys(path, entry, required, problems, where)
     sizes = {
-        key: problems.attempt(lambda key=key: _size(path, key, found[key], where)) for key in SIZES if key in found
+        key: problems.attempt(lambda key=key: _size(path, key, entry[key], where)) for key in SIZES if key in entry
     }
-    tflops = _tflops(path, found["tflops"], problems, where) if found.get("tflops") is not None else {}
-    gpus, price = found.get("gpus", 8), found.get("price")
+    tflops = _tflops(path, entry["tflops"], problems, where) if entry.get("tflops") is not None else {}
+    gpus, price = entry.get("gpus", 1), entry.get("price")
     if not isinstance(gpus, int) or isinstance(gpus, bool) or not 1 <= gpus <= MOST_GPUS:
         problems.add("bad-value", f"{path}: gpus: got {gpus!r}", f"use 1 to {MOST_GPUS}", where)
     if price is not None and not _positive(price):
         problems.add("bad-value", f"{path}: price: got {price!r}", f"price: {KEYS['price']}", where)
     problems.raise_if_any()
-    return _device(path, {key: float(size or 0) for key, size in sizes.items()}, tflops, found)
+    return entry | sizes | {"tflops": tflops}
 
 
-def _read(path: Path, where: str) -> dict[Any, Any]:
-    from zerofit.spec.foreign_yaml import read_own_values  # only this kind of device needs PyYAML
-
-    return read_own_values(path, hint="write it as lines of `key: value`; keys: " + ", ".join(KEYS), where=where)
+def _check_keys(path: Path, entry: dict[Any, Any], required: tuple[str, ...], problems: Problems, where: str) -> None:
+    for key in entry.keys() - KEYS.keys():
+        hint = nearest(str(key), KEYS)
+        problems.add("unknown-key", f"{path}: unknown key {key!r}", hint or f"known: {', '.join(KEYS)}", where)
+    for key in required:
+        if entry.get(key) is None:
+            problems.add("missing-key", f"{path}: {key} is missing", f"{key}: {KEYS[key]}", where)
+    for key, folders in (("gpu", ["gpus"]), ("node", ["nodes", "instances"])):
+        known = [name for folder in folders for name in entry_names(folder)]
+        if key in entry and entry[key] not in known:
+            hint = nearest(str(entry[key]), known) or f"{key}: {KEYS[key]}"
+            problems.add("bad-value", f"{path}: {key}: no {entry[key]!r} in the catalog", hint, where)
 
 
 def _size(path: Path, key: str, value: Any, where: str) -> int:
@@ -83,31 +167,44 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
-def _device(path: Path, sizes: Mapping[str, float], tflops: dict[str, float], found: Mapping[Any, Any]) -> Device:
-    price, gpus, base = found.get("price"), found.get("gpus", 8), nodes.H100_PCIE_SERVER
-    if price is not None:
-        price = nodes.ListPrice(usd=price * gpus, date=str(found.get("price_date", "undated")), source=str(path))
-    assumed = "disks" if "host_bandwidth" in sizes else "host memory bandwidth and disks"
-    node = replace(
-        base,
-        name=f"the node of {path.name}",
-        gpus=gpus,
-        host_bytes=int(sizes.get("host_memory", base.host_bytes)),
-        host_bandwidth=sizes.get("host_bandwidth", base.host_bandwidth),
-        network=sizes["network"],
-        source=f"{path}; {assumed} assumed as in a {base.name}",
-        price=price,
-    )
+def _device(path: Path, entry: dict[str, Any], *, kind: str, node: Node) -> Device:
+    if "gpu" in entry:
+        return replace(read_gpu(entry["gpu"]), kind=kind, node=node)
     return Device(
-        kind=f"own:{path.stem}",
-        name=path.stem,
-        memory_bytes=int(sizes["memory"]),
-        tflops=tflops,
-        bandwidth=sizes["bandwidth"],
-        link=sizes["link"],
-        pcie=sizes["pcie"],
-        link_name="PCIe" if sizes["link"] <= sizes["pcie"] else "its own links",
+        kind=kind,
+        name=str(entry.get("torch_name", path.stem)),
+        memory_bytes=entry["memory"],
+        tflops=entry["tflops"],
+        bandwidth=entry["bandwidth"],
+        link=entry["link"],
+        link_name=str(entry.get("link_name", "PCIe" if entry["link"] <= entry["pcie"] else "its own links")),
+        pcie=entry["pcie"],
         node=node,
-        source=str(path),
-        memory_source=str(path),
+        source=_source(path, entry),
+        memory_source=str(entry.get("memory_source", path)),
+        host_link=str(entry.get("host_link", "PCIe")),
     )
+
+
+def _node(path: Path, entry: dict[str, Any]) -> Node:
+    figures = {field: entry[key] for key, field in NODE_FIELDS.items() if key in entry}
+    price, source = None, _source(path, entry)
+    if len(figures) < len(NODE_FIELDS):
+        base = read_node(entry.get("node", DEFAULT_NODE))
+        if not figures and "price" not in entry:
+            return base
+        figures = {field: getattr(base, field) for field in NODE_FIELDS.values()} | figures
+        shares = {"host memory bandwidth": "host_bandwidth", "disks": "nvme_read"}
+        assumed = " and ".join(words for words, key in shares.items() if key not in entry)
+        source += f"; {assumed} assumed as in a {base.name}" if assumed else ""
+    if entry.get("price") is not None:
+        published = str(entry.get("price_source", path))
+        date = str(entry.get("price_date", "undated"))
+        price = ListPrice(usd=entry["price"] * figures["gpus"], date=date, source=published)
+    return Node(name=str(entry.get("name", f"the node of {path.name}")), source=source, price=price, **figures)
+
+
+def _source(path: Path, entry: dict[str, Any]) -> str:
+    if "source" not in entry:
+        return str(path)
+    return f"{entry['source']} ({entry['date']})" if "date" in entry else str(entry["source"])

@@ -1,23 +1,44 @@
-"""The catalogue of GPUs, with public sources, and this machine's CPU as a device."""
+"""The catalog of GPUs and instance types, and this machine's CPU as a device."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from zerofit.spec import nodes
-from zerofit.spec.datacenter_gpus import DATACENTER_GPUS
-from zerofit.spec.device import Device
-from zerofit.spec.device_file import SUFFIXES, read_device
+from zerofit.spec.device import GB, Device, Node
+from zerofit.spec.device_file import SUFFIXES, entry_names, read_device, read_gpu, read_instance
 from zerofit.spec.errors import Problem, UserError, nearest
-from zerofit.spec.instances import INSTANCES
-from zerofit.spec.nodes import GB
-from zerofit.spec.other_gpus import OTHER_GPUS
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
-DEVICES: dict[str, Device] = {device.kind: device for device in (*DATACENTER_GPUS, *OTHER_GPUS)}
-KINDS = (*DEVICES, "cpu")
+
+class HardwareCatalog(Mapping[str, Device]):
+    """The devices in a folder of the catalog by name; a file is read when its device is used."""
+
+    def __init__(self, folder: str, read: Callable[[str], Device]):
+        self._folder, self._read = folder, read
+
+    def __getitem__(self, name: str) -> Device:
+        """Return a device. Raises KeyError."""
+        if name not in self:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in alphabetical order."""
+        return iter(entry_names(self._folder))
+
+    def __len__(self) -> int:
+        """Return the number of devices."""
+        return len(entry_names(self._folder))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the catalog has a name; this reads no file."""
+        return name in entry_names(self._folder)
+
+
+DEVICES = HardwareCatalog("gpus", read_gpu)
+INSTANCES = HardwareCatalog("instances", read_instance)  # by the instance type in lower case
 
 # TFLOP/s of a CPU core before `zerofit calibrate`: 8 lanes x 2 FMA x 2 FLOP x 2.5 GHz (AVX2)
 CORE_TFLOPS = 0.08
@@ -37,9 +58,10 @@ def find_device(kind: str, where: str = "--gpu") -> Device:
     if kind.endswith(SUFFIXES):
         return read_device(Path(kind), where)
     word = kind.lower().replace("-", "").replace("_", "")
-    begins = [known for known in KINDS if known.replace("-", "").startswith(word)]
-    hint = f"did you mean {' or '.join(begins)}?" if begins and word else nearest(kind.lower(), (*KINDS, *INSTANCES))
-    hint = hint or f"known: {', '.join((*KINDS, *INSTANCES))}, or a YAML file of your own"
+    begins = [known for known in (*DEVICES, "cpu") if known.replace("-", "").startswith(word)]
+    known = (*DEVICES, "cpu", *INSTANCES)
+    hint = f"did you mean {' or '.join(begins)}?" if begins and word else nearest(kind.lower(), known)
+    hint = hint or f"known: {', '.join(known)}, or a YAML file of your own"
     raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where=where))
 
 
@@ -55,7 +77,16 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
         link=LOOPBACK,
         link_name="loopback",
         pcie=CORE_BANDWIDTH * share,
-        node=replace(nodes.THIS, gpus=ranks, host_bytes=memory_bytes),
+        node=Node(
+            name="this machine's kind",
+            gpus=ranks,
+            host_bytes=memory_bytes,
+            host_bandwidth=20 * GB,
+            network=1.25 * GB,
+            nvme_read=2.0 * GB,
+            nvme_write=1.0 * GB,
+            source="assumed until `zerofit calibrate` measures it: two memory channels, 10 Gb/s Ethernet, one disk",
+        ),
         source="assumed for an AVX2 core at 2.5 GHz; `zerofit calibrate` measures it",
         memory_source="equal shares of the host's memory, less libraries",
     )
@@ -64,20 +95,20 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
 def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
     """Return the device that torch reports under this name.
 
-    If there are several sizes, return the largest within `total_bytes` (the driver's figure), else the first.
+    If there are several sizes, return the largest within `total_bytes` (the driver's figure), else the smallest.
     """
     # "H100" is also in "H100 PCIe": try longer names first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
         if re.search(rf"\b{re.escape(device.name)}\b", device_name):
-            # the driver's figure is never below the catalogue's
-            sizes = [d for d in DEVICES.values() if d.name == device.name and d.memory_bytes <= (total_bytes or 0)]
-            return max(sizes, key=lambda d: d.memory_bytes, default=device)
+            # the driver's figure is never below the catalog's
+            sizes = sorted((d for d in DEVICES.values() if d.name == device.name), key=lambda d: d.memory_bytes)
+            return next((d for d in reversed(sizes) if d.memory_bytes <= (total_bytes or 0)), sizes[0])
     return None
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of a device at a precision, or None for a CPU or an unknown device."""
-    device = by_name(device_name)
+    device = by_name(device_name) if device_name != "cpu" else None  # reads all of the catalog
     return device.peak(precision) if device else None
 
 

@@ -437,7 +437,10 @@ def _problem(entry: ErrorDetails) -> Problem:
 
 
 def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str], list[Problem]]:
-    """Return the values of a YAML or JSON mapping, the places of its keys, and its faults. Raises UserError."""
+    """Return the values of a YAML or JSON mapping, the places of its keys, and its faults. Raises UserError.
+
+    A `ds_config` that names a file in the folder of the run file becomes its path.
+    """
     hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
 
     def problem(fault: Unreadable, message: str) -> Problem:
@@ -452,4 +455,8 @@ def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str], list[Pro
         message = f"cannot read {file}: {error}"
         raise UserError(Problem(kind="unreadable", message=message, where=str(file))) from None
     places = {key: f"{file}:{lines[key]}" if key in lines else str(file) for key in values}
+    config = values.get("ds_config")
+    # the file beside it, wherever the folder is; a run folder's own ds_config.json is the filled-in one
+    if isinstance(config, str) and not in_run_folder(file) and (file.parent / config).is_file():
+        values["ds_config"] = str(file.parent / config)
     return values, places, [problem(fault, fault.reason) for fault in faults]

@@ -50,6 +50,13 @@ class Regret:
     at_most: float  # largest relative saving by any untried configuration, with 5 % risk
 
 
+# Bayesian optimisation over a list of configurations. A trial costs a minute, a forecast a millisecond.
+#
+#     1. The first trial is the simplest of those with the best forecasts.
+#     2. Each trial corrects the forecasts of all configurations (`StepTimeModel`): mean and deviation
+#        of log(step time).
+#     3. The next trial is the one with the largest expected gain over the best so far (`expected_gain`).
+#     4. The search ends if no trial promises half a percent. `Regret` states what may have been missed.
 @dataclass
 class Search:
     """All candidates, and the trials so far. The fastest has the least time per sample."""
@@ -106,7 +113,7 @@ class Search:
             return Regret(best_step_s=best.step_s, untried=0, **known)
         mean, _, _, untried_best = min(rows, key=lambda row: row[:3])
         fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, *_ in rows)
-        gap, most = (max(0.0, 1 - math.exp(one) / best.sample_s) for one in (mean, fastest))
+        gap, most = (max(0.0, 1 - math.exp(log_s) / best.sample_s) for log_s in (mean, fastest))
         return Regret(
             best_step_s=best.step_s,
             untried=len(rows),
@@ -240,12 +247,12 @@ class TuneResult:
         """Draw forecast against measured step times, and the best after each trial, into a PNG."""
         from zerofit.report.plot import draw_trials
 
-        draw_trials([one.to_dict() for one in self.trials], path)
+        draw_trials([tried.to_dict() for tried in self.trials], path)
 
     def _repr_html_(self) -> str:
         rows = []
-        for one in self.trials:
-            measured = one.trial.measured_step_s
-            told = one.trial.status if measured is None else f"{measured:.4f} s"
-            rows.append((one.configuration, f"{one.trial.forecast_step_s:.4f} s", told))
+        for tried in self.trials:
+            measured = tried.trial.measured_step_s
+            outcome = tried.trial.status if measured is None else f"{measured:.4f} s"
+            rows.append((tried.configuration, f"{tried.trial.forecast_step_s:.4f} s", outcome))
         return html_table(f"best: {self.layout}, {self.step_s:.4f} s per step", ("trial", "forecast", "measured"), rows)

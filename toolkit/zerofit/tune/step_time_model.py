@@ -49,6 +49,13 @@ def features(candidate: Candidate) -> np.ndarray:
     return np.array([float(value(candidate)) for _, value in FEATURES])
 
 
+# With features x of a configuration, measured time t, forecast f and noise s, the model is
+#
+#     log(t / f) = x w + e,    w ~ N(0, diag(prior^2)),    e ~ N(0, s^2)
+#
+# and the posterior of w after the trials is normal with
+#
+#     covariance C = (diag(prior^-2) + sum x x' / s^2)^-1,    mean C sum x log(t / f) / s^2    (Bishop, 3.50 and 3.51)
 class StepTimeModel:
     """Step times expected after some measurements."""
 

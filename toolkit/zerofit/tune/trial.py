@@ -65,9 +65,9 @@ def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
     parts += [word for word, on in flags.items() if on]
     parts += [layout.precision] if len({c.layout.precision for c in candidates}) > 1 else []
     alike = [c.layout for c in candidates if c.layout.zero_stage == layout.zero_stage]
-    if len({one.bucket for one in alike}) > 1:
+    if len({alternative.bucket for alternative in alike}) > 1:
         parts.append(f"buckets of {layout.bucket:,}")
-    if len({one.persistence for one in alike}) > 1:
+    if len({alternative.persistence for alternative in alike}) > 1:
         parts.append(f"persistence of {layout.persistence:,}")
     return ", ".join(parts)
 
@@ -87,8 +87,8 @@ def timing(step_times: Sequence[float]) -> Timing | None:
         return None
     means: list[float] = []
     seconds, count = 0.0, 0
-    for one in warm:
-        seconds, count = seconds + one, count + 1
+    for step_s in warm:
+        seconds, count = seconds + step_s, count + 1
         if seconds >= CHUNK_S:
             means.append(seconds / count)
             seconds, count = 0.0, 0
@@ -104,8 +104,8 @@ def timing(step_times: Sequence[float]) -> Timing | None:
 def _warm(step_times: Sequence[float]) -> Sequence[float]:
     """Return the steps after the warm-up."""
     passed = 0.0
-    for number, one in enumerate(step_times):
+    for number, step_s in enumerate(step_times):
         if number >= WARM_STEPS and passed >= WARM_S:
             return step_times[number:]
-        passed += one
+        passed += step_s
     return ()

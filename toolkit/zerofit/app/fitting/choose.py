@@ -28,13 +28,19 @@ class Refused(Exception):
 
 def needed_bytes(simulation: Simulation) -> float:
     """Return the device memory that a rank needs to fit with certainty, in bytes."""
-    return _kept_bytes(simulation) + sum(one.high_bytes for one in simulation.overheads)
+    return _kept_bytes(simulation) + sum(overhead.high_bytes for overhead in simulation.overheads)
 
 
 def _kept_bytes(simulation: Simulation) -> float:
     return (1 + REPLAYED) * simulation.reserved_ahead_bytes
 
 
+# Plan's forecasts are fast and close; a simulation of the engine is exact and takes seconds. So plan
+# orders and the engine decides:
+#
+#     1. Take the simplest option within 10 % of the fastest that should fit, and simulate it.
+#     2. The ratio of simulated to forecast memory corrects the forecasts of the other options.
+#     3. If another option is better now, simulate that. Stop after six simulations, or if the best one is simulated.
 @dataclass
 class FitSearch:
     """A search among options, fastest first, for those that fit the free memory of each node."""
@@ -61,22 +67,24 @@ class FitSearch:
     @property
     def leanest(self) -> LayoutOption | None:
         """The option that needs the least of the scarcest memory, by plan's forecast."""
-        there = [one for one in self.options if _kind(one) not in self._refused]
-        return min(there, key=lambda one: check_fit(one.memory, one.layout, self.free).utilization, default=None)
+        remaining = [option for option in self.options if _kind(option) not in self._refused]
+        return min(
+            remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None
+        )
 
     def faster_than(self, option: LayoutOption) -> list[LayoutOption]:
         """Return the faster options that do not fit, fastest first."""
-        there = [one for one in self.options if one.samples_per_s > option.samples_per_s]
-        return [one for one in there if not self._fits(one)]
+        remaining = [faster for faster in self.options if faster.samples_per_s > option.samples_per_s]
+        return [faster for faster in remaining if not self._fits(faster)]
 
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
         """Return the simplest of the options nearly as fast as the fastest that fits, by current knowledge."""
-        fitting = [one for one in options if self._fits(one, verdicts)]
-        least = (1 - ALIKE) * max((one.samples_per_s for one in fitting), default=0.0)
-        near = [one for one in fitting if one.samples_per_s >= least]
-        return min(near, key=lambda one: (*_machinery(one), -one.samples_per_s), default=None)
+        fitting = [option for option in options if self._fits(option, verdicts)]
+        least = (1 - ALIKE) * max((option.samples_per_s for option in fitting), default=0.0)
+        near = [option for option in fitting if option.samples_per_s >= least]
+        return min(near, key=lambda option: (*_machinery(option), -option.samples_per_s), default=None)
 
     def _fits(self, option: LayoutOption, verdicts: Set[str] = frozenset({FITS})) -> bool:
         """Return whether an option fits by its simulation or, without one, by plan's corrected forecast."""

@@ -15,7 +15,7 @@ from zerofit.app.clusters.hosts import filled
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused, needed_bytes
 from zerofit.app.fitting.options import CHOSEN, LayoutOption, chosen_fields, given_fields, options_of
 from zerofit.app.job.resolve import ResolvedJob, resolve_job
-from zerofit.app.planning.of_run import cluster_of
+from zerofit.app.planning.job_forecast import cluster_of
 from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.checkpoint.compatible import obstacles
 from zerofit.checkpoint.store import Store
@@ -43,7 +43,7 @@ OUT_OF_MEMORY = "out-of-memory"
 
 
 def fitted(
-    asked: RunRequest,
+    request: RunRequest,
     folder: RunFolder,
     *,
     report: Reporter,
@@ -61,24 +61,24 @@ def fitted(
     Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
     known = read_choice(folder)
-    if known and not asked.run.fit and _goes_on(asked, folder):
+    if known and not request.run.fit and _goes_on(request, folder):
         if not known.ran_out:
-            return asked, known
-        asked = _as_given(asked, known)
-    if not asked.run.fit:
-        return asked, None
-    if asked.run.pipeline == AUTO:  # treated as not given
-        places = {name: place for name, place in asked.places.items() if name != "pipeline"}
-        asked = replace(asked, run=asked.run.model_copy(update={"pipeline": 1}), places=places)
-    if asked.run.micro_batch_by_rank:
-        message = f"{asked.place('micro_batch_by_rank')} with --fit, which gives every rank the same micro batch"
+            return request, known
+        request = _as_given(request, known)
+    if not request.run.fit:
+        return request, None
+    if request.run.pipeline == AUTO:  # treated as not given
+        places = {name: place for name, place in request.places.items() if name != "pipeline"}
+        request = replace(request, run=request.run.model_copy(update={"pipeline": 1}), places=places)
+    if request.run.micro_batch_by_rank:
+        message = f"{request.place('micro_batch_by_rank')} with --fit, which gives every rank the same micro batch"
         hint = "remove --fit (`zerofit plan --micro-batch-by-rank 4,2` shows what fits), or use equal micro batches"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
-    given = given_fields(asked)
+    given = given_fields(request)
     if known and known.given == given and not known.ran_out and _has_ranks(known, machine):
         report.note(f"using the layout chosen earlier for {folder.path}: {known.why[0]}")
-        return _settled(asked, known.chosen), known
-    return _Fit(asked, folder, report, gate, machine, hosts, given, known).run(anyway)
+        return _settled(request, known.chosen), known
+    return _Fit(request, folder, report, gate, machine, hosts, given, known).run(anyway)
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
@@ -114,17 +114,17 @@ def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
         raise RunFailed(replace(failure.problem, hint=hint)) from None
 
 
-def _goes_on(asked: RunRequest, folder: RunFolder) -> bool:
+def _goes_on(request: RunRequest, folder: RunFolder) -> bool:
     """Return whether the request comes from the run folder itself, with no flag that sets the layout."""
-    places = [Path(asked.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in asked.places]
+    places = [Path(request.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in request.places]
     return bool(places) and all(place == folder.run for place in places)
 
 
-def _as_given(asked: RunRequest, known: FittedLayout) -> RunRequest:
+def _as_given(request: RunRequest, known: FittedLayout) -> RunRequest:
     """Return the request of a run folder as it was before its layout was chosen."""
     free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given
-    run = asked.run.model_copy(update={**free, "fit": True})
-    places = {name: place for name, place in asked.places.items() if name not in free or name in known.given}
+    run = request.run.model_copy(update={**free, "fit": True})
+    places = {name: place for name, place in request.places.items() if name not in free or name in known.given}
     return RunRequest(run=run, places=places)
 
 
@@ -132,16 +132,16 @@ def _has_ranks(known: FittedLayout, machine: Machine | None) -> bool:
     return "ranks" in known.given or known.chosen["ranks"] <= (machine or this_machine()).devices
 
 
-def _settled(asked: RunRequest, chosen: Mapping[str, Any]) -> RunRequest:
-    run = asked.run.model_copy(update={**chosen, "fit": False})
-    return RunRequest(run=run, places={**dict.fromkeys(chosen, PLACE), **asked.places})
+def _settled(request: RunRequest, chosen: Mapping[str, Any]) -> RunRequest:
+    run = request.run.model_copy(update={**chosen, "fit": False})
+    return RunRequest(run=run, places={**dict.fromkeys(chosen, PLACE), **request.places})
 
 
 @dataclass
 class _Fit:
     """One choice for a run that asks for it."""
 
-    asked: RunRequest
+    request: RunRequest
     folder: RunFolder
     report: Reporter
     gate: MemoryGate
@@ -164,7 +164,7 @@ class _Fit:
         free = self.gate.free_on(cluster, self.folder.path)
 
         def simulate(option: LayoutOption) -> Sequence[Simulation]:
-            return self._simulations(option, _settled(self.asked, chosen(option)), free)
+            return self._simulations(option, _settled(self.request, chosen(option)), free)
 
         most = LEANER * self.known.reserved_bytes if self.known and self.known.ran_out else math.inf
         search = FitSearch(options, free, simulate, most_bytes=most)
@@ -174,29 +174,29 @@ class _Fit:
             search = FitSearch(lean, free, simulate, most_bytes=most) if lean else search
             option = search.run() or (search.leanest if anyway else None)
         if option is None:
-            raise DoesNotFit(_nothing_fits(self.asked.run.model, search))
+            raise DoesNotFit(_nothing_fits(self.request.run.model, search))
         why = (*_reasons(option, search), self._as_asked())
         for line in why:
             self.report.note(line)
         worst, fields = search.seen.get(option), chosen(option)
         reserved = worst.reserved_bytes if worst else option.memory.peak_bytes
         fit = FittedLayout(given=self.given, chosen=fields, why=why, reserved_bytes=reserved)
-        return _settled(self.asked, fields), fit
+        return _settled(self.request, fields), fit
 
     def _with_kept_batch(self) -> RunRequest:
         """Return the request with the global batch of this run folder, unless another was given."""
-        run = self.asked.run
+        run = self.request.run
         sizes = ("micro_batch", "gradient_accumulation_steps")
         if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
-            return self.asked
+            return self.request
         run = run.model_copy(update={"global_batch": self.known.chosen["global_batch"]})
-        return RunRequest(run=run, places={**self.asked.places, "global_batch": PLACE})
+        return RunRequest(run=run, places={**self.request.places, "global_batch": PLACE})
 
-    def _resolved(self, asked: RunRequest) -> ResolvedJob:
+    def _resolved(self, request: RunRequest) -> ResolvedJob:
         """Resolve a run without notes and warnings, which the completed run will report."""
         heard = ("status", "task")
         report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
-        settled = replace(asked, run=asked.run.model_copy(update={"fit": False}))
+        settled = replace(request, run=request.run.model_copy(update={"fit": False}))
         return resolve_job(settled, machine=self.machine, report=report)
 
     def _simulations(self, option: LayoutOption, request: RunRequest, free: Cluster) -> Sequence[Simulation]:
@@ -206,15 +206,15 @@ class _Fit:
             resolved = self._resolved(request)
         except UserError as error:
             raise Refused(str(error)) from None
-        there = [entry.manifest for entry in Store(self.folder.checkpoints).entries() if entry.manifest]
-        if there and obstacles(there[-1].job, resolved.job):
+        saved = [entry.manifest for entry in Store(self.folder.checkpoints).entries() if entry.manifest]
+        if saved and obstacles(saved[-1].job, resolved.job):
             raise Refused("the checkpoint does not support it")
         return self.gate.simulations(request, resolved, free)
 
     def _as_asked(self) -> str:
         if not self.given:
             return "all of the layout was chosen; this run folder records it, and a resume uses it again"
-        names = ", ".join(self.asked.place(name) for name in self.given)
+        names = ", ".join(self.request.place(name) for name in self.given)
         return f"given: {names}; the rest was chosen; this run folder records it, and a resume uses it again"
 
 
@@ -226,13 +226,13 @@ def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
     best = f"chosen from {len(search.options):,} layouts: the simplest within {ALIKE:.0%} of the fastest that fits"
     sizes = f"; buckets of {layout.bucket:,} elements" + ", overlapped" * layout.overlap if layout.zero_stage else ""
     lines = [f"--fit chooses {option}: {batch}{sizes}", f"{best} (forecast {speed})"]
-    there = f"per rank, {shown_bytes(search.free.device.memory_bytes)} free"
+    free = f"per rank, {shown_bytes(search.free.device.memory_bytes)} free"
     if worst:
         lines.append(
-            f"simulated: {worst.verdict}, needs {shown_bytes(needed_bytes(worst))} {there}; peak in {worst.peak_phase}"
+            f"simulated: {worst.verdict}, needs {shown_bytes(needed_bytes(worst))} {free}; peak in {worst.peak_phase}"
         )
     else:
-        lines.append(f"cannot be simulated; plan forecasts {shown_bytes(option.memory.peak_bytes)} {there}")
+        lines.append(f"cannot be simulated; plan forecasts {shown_bytes(option.memory.peak_bytes)} {free}")
     return [*lines, _faster(option, search)]
 
 

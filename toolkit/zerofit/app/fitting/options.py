@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.job.resolve import ResolvedJob, ds_document
-from zerofit.app.planning.files import ds_config as planned_config
-from zerofit.app.planning.files import layout_fields, merged
-from zerofit.app.planning.of_run import profile_of
-from zerofit.app.planning.pins import DEGREES, FIELDS, decided, savings_of
-from zerofit.app.planning.question import forecast_of
+from zerofit.app.planning.job_forecast import profile_of
+from zerofit.app.planning.layout_pins import DEGREES, FIELDS, decided, savings_of
+from zerofit.app.planning.output_files import ds_config as planned_config
+from zerofit.app.planning.output_files import layout_fields, merged
+from zerofit.app.planning.search_setup import forecast_of
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain
@@ -47,11 +47,11 @@ class LayoutOption:
         return ", ".join(filter(None, (str(self.layout), self.savings.flags)))
 
 
-def given_fields(asked: RunRequest) -> dict[str, Any]:
+def given_fields(request: RunRequest) -> dict[str, Any]:
     """Return the fields that `--fit` keeps as given; the DeepSpeed JSON as it was written."""
-    given = {name: getattr(asked.run, name) for name in ("ranks", *CHOSEN) if name in asked.places}
+    given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
-    return given | ({"ds_config": ds_document(asked.run).config} if "ds_config" in given else {})
+    return given | ({"ds_config": ds_document(request.run).config} if "ds_config" in given else {})
 
 
 def options_of(
@@ -81,29 +81,33 @@ def options_of(
     for savings, profile in profiles.items():
         wanted = replace(request, checkpointing=True) if savings.activation_offload else request
         result = search(profile, ample, wanted, forecast_of(profile, cluster), calibration, top=ALL)
-        for one in result.layouts:
-            if one.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in keep:
-                option = {"layout": one.layout, "memory": one.memory, "samples_per_s": one.samples_per_s}
+        for ranked in result.layouts:
+            if ranked.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in keep:
+                option = {"layout": ranked.layout, "memory": ranked.memory, "samples_per_s": ranked.samples_per_s}
                 found.append(LayoutOption(savings=savings, **option))
-    found.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout), bool(one.savings.fields)))
+    found.sort(key=lambda option: (-option.samples_per_s, *plain(option.layout), bool(option.savings.fields)))
     return next(iter(profiles.values())), tuple(found)
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
     """Return the options for layouts that fit: those given, without and with a loss in chunks."""
-    asked, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
-    return [asked] if chunk is None or "loss_chunk" in given else [asked, asked._replace(loss_chunk=chunk)]
+    given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
+    return (
+        [given_savings]
+        if chunk is None or "loss_chunk" in given
+        else [given_savings, given_savings._replace(loss_chunk=chunk)]
+    )
 
 
 def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
     """Return further memory savings not excluded by given values: tiled MLPs, then checkpoints in host memory."""
-    asked, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
-    kept = {name: getattr(asked, name) for name in Savings._fields if name in given}
+    given_savings, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
+    kept = {name: getattr(given_savings, name) for name in Savings._fields if name in given}
     if cluster.on_cpu or given.get("activation_checkpointing") is False:
         able = able._replace(activation_offload=False)
     most = able._replace(**kept, activation_offload=kept.get("activation_offload", able.activation_offload))
-    found = [most._replace(activation_offload=asked.activation_offload), most]
-    return [one for one in dict.fromkeys(found) if one not in _choices(resolved, given)]
+    found = [most._replace(activation_offload=given_savings.activation_offload), most]
+    return [savings for savings in dict.fromkeys(found) if savings not in _choices(resolved, given)]
 
 
 def _able(resolved: ResolvedJob) -> Savings:
@@ -122,8 +126,8 @@ def _within(savings: Savings, run: Run) -> Savings:
 def _disk_bytes(given: Mapping[str, Any]) -> int | None:
     """Return the free bytes of the disk that the DeepSpeed JSON offloads to; None without one."""
     path = _nvme_path(given)
-    there = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
-    return shutil.disk_usage(there).free if there else None
+    folder = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
+    return shutil.disk_usage(folder).free if folder else None
 
 
 def _nvme_path(given: Mapping[str, Any]) -> Path | None:

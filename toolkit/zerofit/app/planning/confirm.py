@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zerofit.app.planning.answers import Confirmation, LargestFit, Plan, PlannedRun
+from zerofit.app.planning.largest_fit import LargestFit
+from zerofit.app.planning.plan import Confirmation, Plan, PlannedRun
 from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
@@ -26,16 +27,24 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
     """Return the plan with layouts simulated until one fits: first the one that `Plan.write` writes, then others."""
-    known = {one.layout: one for one in plan.confirmed}
+    known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
         if number not in known:
             known[number] = _look(plan, number, report)
         if known[number].fits or known[number].problem:
             break
-    return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda one: one.layout)))
+    return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda confirmation: confirmation.layout)))
 
 
+# Plan forecasts fragmentation with a margin, a simulation replays each allocation. They may disagree near
+# the limit:
+#
+#     value      0 ...... fitting ...... guess ...... refused
+#                         simulated: fits             simulated or forecast: does not fit
+#
+# The guess scales with the memory that the last simulation lacked, and is the middle once a value has
+# been found to fit.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value at which the smallest layout also fits in simulation.
 
@@ -67,7 +76,7 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
         found = _simulate(planned, plan)
     except Exception as error:  # the plan is valid without it
         return Confirmation(layout=number, fits=False, problem=why_it_failed(error))
-    beside = sum(one.high_bytes for one in found.overheads)
+    beside = sum(overhead.high_bytes for overhead in found.overheads)
     return Confirmation(
         layout=number,
         fits=found.fits,

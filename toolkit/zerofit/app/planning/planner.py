@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from zerofit.app.planning.answers import FewestDevices, LargestFit, Plan
 from zerofit.app.planning.confirm import confirm as confirm_layouts
 from zerofit.app.planning.confirm import confirm_written, settle
-from zerofit.app.planning.limits import fewest, maximum_of, remedies_of, with_value
-from zerofit.app.planning.measured import MeasuredSpeed
-from zerofit.app.planning.pins import LayoutPins
-from zerofit.app.planning.question import PlanQuestion, forecast_of, question_of
-from zerofit.app.planning.request import Maximum, Minimum, PlanningRequest, refuse_other_device
-from zerofit.app.planning.work import WorkOptions, read_work
+from zerofit.app.planning.corrections import MeasuredSpeed, refuse_other_device
+from zerofit.app.planning.largest_fit import FewestDevices, LargestFit, fewest, maximum_of, remedies_of, with_value
+from zerofit.app.planning.layout_pins import LayoutPins
+from zerofit.app.planning.outlook_options import WorkOptions, read_work
+from zerofit.app.planning.plan import Plan
+from zerofit.app.planning.request import Maximum, Minimum, PlanningRequest
+from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
 from zerofit.plan.inverse import MOST_GPUS
 from zerofit.plan.result import with_outlooks
 from zerofit.plan.search import search
@@ -28,7 +28,7 @@ from zerofit.spec.run import Run
 
 
 class PlanOptions(LayoutPins, WorkOptions):
-    """Options of `plan` besides its question."""
+    """Options of `plan` besides its named arguments."""
 
 
 def plan(
@@ -131,7 +131,7 @@ def answer_request(
         problems.add("usage", "--measured is for one kind of machine", "name one with --gpu", "--measured, --gpu")
     problems.raise_if_any()
     plans = [plan_for(cluster, request, report) for cluster in clusters]
-    plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
+    plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
     best = replace(plans[0], boxes=boxes)
     if on_plan:
@@ -151,46 +151,46 @@ def _confirmed(plan: Plan, report: Reporter) -> Plan:
 
 def plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Plan:
     """Return the plan for one cluster."""
-    question, file = question_of(cluster, request, report)
+    setup, file = setup_of(cluster, request, report)
     if request.maximum:
-        question, largest_fit = maximum_of(question, cluster, request.maximum, report)
-        plan = _plan_of(question, cluster, request, file, largest_fit)
+        setup, largest_fit = maximum_of(setup, cluster, request.maximum, report)
+        plan = _plan_of(setup, cluster, request, file, largest_fit)
         if request.profile is not None:  # stay without torch
             return plan
 
         def plan_at(value: int) -> Plan:
-            smaller = with_value(question, largest_fit.what, value, report)
+            smaller = with_value(setup, largest_fit.what, value, report)
             return _plan_of(smaller, cluster, request, file, largest_fit)
 
         return settle(plan, largest_fit, plan_at, report)
     answer = None
     if request.minimum:
-        smallest = fewest(question, cluster)
+        smallest = fewest(setup, cluster)
         cluster = smallest or cluster
         answer = FewestDevices(cluster=smallest, looked_up_to=MOST_GPUS)
-    return _plan_of(question, cluster, request, file, answer)
+    return _plan_of(setup, cluster, request, file, answer)
 
 
 def _plan_of(
-    question: PlanQuestion,
+    setup: SearchSetup,
     cluster: Cluster,
     request: PlanningRequest,
     file: Path | None,
     answer: LargestFit | FewestDevices | None,
 ) -> Plan:
-    profile = question.profile
+    profile = setup.profile
     forecast = forecast_of(profile, cluster)
-    result = search(profile, cluster, question.request, forecast, question.calibration, question.top, question.correct)
-    if question.scaling and not cluster.on_cpu:
-        result = question.scaling.known(result)
+    result = search(profile, cluster, setup.request, forecast, setup.calibration, setup.top, setup.correct)
+    if setup.scaling and not cluster.on_cpu:
+        result = setup.scaling.known(result)
     return Plan(
         result=with_outlooks(result, request.work, profile) if request.work else result,
         request=request,
         profile=profile,
         profile_file=file if request.maximum != "seq-len" else None,  # the stored profile has another length
         answer=answer,
-        remedies=() if result.layouts else tuple(remedies_of(question, cluster)),
+        remedies=() if result.layouts else tuple(remedies_of(setup, cluster)),
         tuned=request.corrections,
-        scaling=question.scaling,
-        by_trace=question.by_trace,
+        scaling=setup.scaling,
+        by_trace=setup.by_trace,
     )

@@ -71,6 +71,10 @@ def read_profile(path: Path) -> Profile:
         return Profile.from_dict(read_json(path))
 
 
+# A profile is looked for in three places, from fast to slow: the cache of this machine, the profiles that
+# ship with zerofit (for named models with usual settings), and a trace on fake tensors, which needs
+# torch. A trace is stored in the cache. Its name contains a hash of all that it depends on, so a changed
+# config gets another file.
 def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
     """Return the profile and its file: stored, shipped or traced now (None for a user's own code, not stored).
 

@@ -1,118 +1,35 @@
-"""Requests to plan, checked before any model is traced; and tuning trials that correct step times."""
+"""The request to plan, checked before any model is traced."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import Any, Literal
 
 from zerofit.app.job.requests import PACKED, parse_input
-from zerofit.app.planning.measured import MeasuredSpeed
-from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
+from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
+from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.config.part import check_part
 from zerofit.models.catalog import shape_named
 from zerofit.models.names import left_out
 from zerofit.models.presets import PRESETS
-from zerofit.plan.layout import PLANNED, PlannedLayout
+from zerofit.plan.layout import PLANNED
 from zerofit.plan.outlook import Work
-from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
+from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import gives_loss, is_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, load_run
 from zerofit.spec.run_folder import Layout
-from zerofit.tune.trial import Candidate
 
-if TYPE_CHECKING:  # a plan without trials needs no numpy
-    from zerofit.tune.step_time_model import StepTimeModel
-
-FLAG = "--from"
-TUNED_HINT = "use the folder of `zerofit tune --output`"
-FILE = "trials.json"  # in the folder of a tuning
 Maximum = Literal["seq-len", "micro-batch", "layers"]
 Minimum = Literal["gpus"]
 
 
-@dataclass(frozen=True)
-class TunedLayouts:
-    """Measured configurations of one model on one kind of device."""
-
-    path: Path
-    model: str
-    device: str
-    measured: tuple[tuple[Candidate, float], ...]  # with step times in seconds
-
-    def correct(self, layout: PlannedLayout, step_s: float) -> float:
-        """Return a forecast step time, corrected by the trials."""
-        return math.exp(self._learned.expected(Candidate(layout=layout, forecast_step_s=step_s, peak_bytes=0))[0])
-
-    @cached_property
-    def _learned(self) -> StepTimeModel:
-        from zerofit.tune.step_time_model import StepTimeModel
-
-        return StepTimeModel(self.measured)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the errors of forecasts against the trials, as `zerofit plan --json` prints them."""
-        from zerofit.tune.step_time_model import forecast_errors
-
-        errors = forecast_errors(self.measured)
-        shares = {
-            name: {"median": pair[0], "most": pair[1]} if pair else None for name, pair in errors._asdict().items()
-        }
-        return {"path": str(self.path), "model": self.model, "trials": len(self.measured), "errors": shares}
-
-
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TunedTrial:
-    choice: PlannedLayout
-    compiled: bool
-    forecast_step_s: _Seconds
-    peak_bytes: int
-    measured_step_s: _Seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tuning:
-    model: str
-    device: str
-    measured: tuple[_TunedTrial, ...]
-
-
-def read_tuned(path: Path) -> TunedLayouts:
-    """Read the trials of a tuning from its folder or its trials.json. Raises UserError."""
-    file = path / FILE if path.is_dir() else path
-    with refused(file, kind="tuned", hint=TUNED_HINT, where=FLAG):
-        found = shaped(read_json(file), TypeAdapter(_Tuning))
-        if not found.measured:
-            raise Unreadable("it has no measured trial")
-    pairs = []
-    for row in found.measured:
-        layout = replace(row.choice, by_rank=())  # trials use equal micro batches
-        figures = {"forecast_step_s": row.forecast_step_s, "peak_bytes": row.peak_bytes}
-        pairs.append((Candidate(layout=layout, compiled=row.compiled, **figures), row.measured_step_s))
-    return TunedLayouts(file, found.model, found.device, tuple(pairs))
-
-
-def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
-    """Raise a UserError if the plan is for another kind of device than the trials."""
-    if kind != tuned.device:
-        message = f"{tuned.path} was measured on {tuned.device}, but the plan is for {kind}"
-        hint = f"remove {FLAG}, or use --gpu {tuned.device}"
-        raise UserError(Problem(kind="tuned-elsewhere", message=message, hint=hint, where=FLAG))
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """A model, fixed values of its run, and the question. Raises UserError with all problems."""
+    """A model, the fixed values of its run, and what to plan for. Raises UserError with all problems."""
 
     model: str | Run | None = None  # None: the profile's
     pins: LayoutPins

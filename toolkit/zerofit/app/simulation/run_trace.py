@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from zerofit.app.job.requests import input_option
+from zerofit.app.planning.output_files import about
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.planning.traces import about
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout

@@ -12,8 +12,8 @@ from typing import Any
 from zerofit.app.job.hub_models import with_shape
 from zerofit.app.job.requests import as_request
 from zerofit.app.job.resolve import InputSource, cluster_machine, ds_name, resolve_job
-from zerofit.app.planning.step_time import traced_step_s
-from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.planning.job_forecast import traced_step_s
+from zerofit.app.planning.output_files import refuse_place, write_trace
 from zerofit.app.simulation.run_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import note_failed, optional

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.planning.output_files import refuse_place, write_trace
 from zerofit.app.simulation.runs import stage_peaks
 from zerofit.app.simulation.script_trace import trace_of_script
 from zerofit.config.ds_json import write_for_trainer

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from zerofit.app.job.resolve import ResolvedJob, resolve_job
-from zerofit.app.planning.step_time import forecast_step_s
+from zerofit.app.planning.job_forecast import forecast_step_s
 from zerofit.checkpoint.compatible import obstacles, same_storage
 from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_look, verify
 from zerofit.launch.run_lock import refuse_if_held

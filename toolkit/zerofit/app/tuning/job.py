@@ -11,16 +11,17 @@ from typing import Any
 
 from zerofit.app.clusters.hosts import filled, machine_of
 from zerofit.app.job.resolve import ds_document, resolve_job
-from zerofit.app.planning.files import ds_config as planned_config
-from zerofit.app.planning.files import layout_fields
-from zerofit.app.planning.of_run import cluster_of, profile_of
-from zerofit.app.planning.question import forecast_of
+from zerofit.app.planning.job_forecast import cluster_of, profile_of
+from zerofit.app.planning.output_files import ds_config as planned_config
+from zerofit.app.planning.output_files import layout_fields
+from zerofit.app.planning.search_setup import forecast_of
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign_yaml import read_own_values
@@ -28,6 +29,7 @@ from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run_folder import Job
 from zerofit.tune.trial import Candidate
 
 FLAG = (bool,)
@@ -61,8 +63,8 @@ def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
             problems.add("unknown-key", f"unknown knob {key!r}", nearest(str(key), KNOBS), place)
             continue
         allowed[key] = list(value) if isinstance(value, list | tuple) else [value]
-        for one in allowed[key]:
-            _check(key, one, place, problems)
+        for value in allowed[key]:
+            _check(key, value, place, problems)
     problems.raise_if_any()
     return allowed
 
@@ -103,11 +105,43 @@ class TrialHosts:
         return hosts or cls(hosts=(), flags=())
 
 
+def _refuse_untried(request: RunRequest) -> None:
+    """Raise a UserError for settings that no trial has."""
+    if request.run.micro_batch_by_rank:
+        message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
+        hint = "remove it here, and add it to `zerofit train` with the result"
+        raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
+    for key in ("zenflow", "offload_optimizer.super_offload"):
+        if get(ds_document(request.run).config, f"zero_optimization.{key}"):
+            message = f"trials set zero_optimization themselves, and none of them has {key}"
+            hint = "remove --ds-config, and compare the result with `zerofit train --ds-config ...`"
+            raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--ds-config"))
+
+
+def _forecast(
+    job: Job, cluster: Cluster, profiles: Mapping[str, Profile], allowed: Mapping[str, list[Any]]
+) -> tuple[list[Candidate], int]:
+    """Return all configurations that fit by forecast, and how many were considered."""
+    run, calibration = job.run, read_calibration(cluster.device.kind)
+    degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel, "ep": run.expert_parallel}
+    fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
+    fixed |= {"keep": {"optimizer": PlannedLayout.of(job).optimizer}, "schedule": run.pipeline_schedule, "every": True}
+    candidates, considered = list[Candidate](), 0
+    for (precision, profile), batch in product(profiles.items(), allowed.get("global_batch") or [job.batch.total]):
+        request = PlanRequest(precision=precision, global_batch=batch, **fixed)
+        found = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
+        considered += found.considered
+        for ranked, compiled in product(found.layouts, allowed.get("compile") or [run.compile]):
+            forecast = {"forecast_step_s": ranked.time.step_s, "peak_bytes": ranked.memory.peak_bytes}
+            candidates.append(Candidate(layout=ranked.layout, compiled=compiled, **forecast))
+    return candidates, considered
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuneJob:
     """The part of a tuning that is the same for all trials."""
 
-    asked: RunRequest
+    request: RunRequest
     run: Run  # with all values filled in
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
     profiles: dict[str, Profile]  # by precision
@@ -120,7 +154,7 @@ class TuneJob:
     @classmethod
     def of(
         cls,
-        asked: RunRequest,
+        request: RunRequest,
         *,
         space: Path | str | Mapping[str, Any] | None = None,
         hosts: Path | str | TrialHosts | None = None,
@@ -129,18 +163,10 @@ class TuneJob:
     ) -> TuneJob:
         """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
         report, on = report or Reporter(), TrialHosts.of(hosts)
-        if asked.run.micro_batch_by_rank:
-            message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
-            hint = "remove it here, and add it to `zerofit train` with the result"
-            raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
-        for key in ("zenflow", "offload_optimizer.super_offload"):
-            if get(ds_document(asked.run).config, f"zero_optimization.{key}"):
-                message = f"trials set zero_optimization themselves, and none of them has {key}"
-                hint = "remove --ds-config, and compare the result with `zerofit train --ds-config ...`"
-                raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--ds-config"))
+        _refuse_untried(request)
         allowed = read_space(space) if space else {}
         machine = machine_of(on.hosts, None) if on.hosts else None
-        resolved = resolve_job(asked, machine=machine, report=report)
+        resolved = resolve_job(request, machine=machine, report=report)
         job, run = resolved.job, resolved.job.run
         used = filled(on.hosts, job.layout.world_size) if on.hosts else ()
         cluster = cluster_of(job.layout.world_size, used)
@@ -150,21 +176,7 @@ class TuneJob:
         profiles = {
             precision: profile_of(resolved, cluster, precision, report, degrees=traced) for precision in precisions
         }
-        candidates, considered = list[Candidate](), 0
-        calibration = read_calibration(cluster.device.kind)
-        degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel}
-        degrees["ep"] = run.expert_parallel
-        keep = {"optimizer": PlannedLayout.of(job).optimizer}
-        fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
-        fixed["schedule"] = run.pipeline_schedule
-        for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
-            profile = profiles[precision]
-            request = PlanRequest(precision=precision, global_batch=batch, every=True, keep=keep, **fixed)
-            found = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
-            considered += found.considered
-            for one, compiled in product(found.layouts, allowed.get("compile") or [run.compile]):
-                forecast = {"forecast_step_s": one.time.step_s, "peak_bytes": one.memory.peak_bytes}
-                candidates.append(Candidate(layout=one.layout, compiled=compiled, **forecast))
+        candidates, considered = _forecast(job, cluster, profiles, allowed)
         candidates = [c for c in candidates if allows(allowed, c.to_dict())]
         if not candidates:
             place = "space" if isinstance(space, Mapping) else str(space)
@@ -172,7 +184,7 @@ class TuneJob:
             hint = "`zerofit plan` shows what is missing" if not space else "allow more values"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where=place if space else "MODEL"))
         return cls(
-            asked=asked,
+            request=request,
             run=run,
             ds_source=resolved.ds_source,
             profiles=profiles,

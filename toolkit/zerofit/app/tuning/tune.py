@@ -129,16 +129,16 @@ def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
     config, run_file, trials, picture = paths = tuple(folder / name for name in NAMES)
     best = result.measured.candidate
     write_json(config, job.ds_config(best))
-    given = job.asked.run.model_dump(mode="json", include=set(job.asked.places) | {"model"})
-    tuned = {"global_batch": None, "output": None} | job.run_fields(best) | {"ds_config": str(config)}
+    given = job.request.run.model_dump(mode="json", include=set(job.request.places) | {"model"})
+    tuned = {"global_batch": None, "output": None} | job.run_fields(best) | {"ds_config": config.name}
     run = {name: value for name, value in {**given, **tuned}.items() if value is not None}
     write_text(run_file, yaml.safe_dump(run, sort_keys=False))
     about = {"model": job.run.model, "device": job.device, "versions": versions()}
     shown = {name: value for name, value in result.to_dict().items() if name in ("trials", "regret")}
     measured = []
-    for one in search.measured:
-        candidate = asdict(one.candidate)
-        measured.append({"choice": candidate.pop("layout"), **candidate, "measured_step_s": one.step_s})
+    for trial in search.measured:
+        candidate = asdict(trial.candidate)
+        measured.append({"choice": candidate.pop("layout"), **candidate, "measured_step_s": trial.step_s})
     write_json(trials, {**about, **shown, "measured": measured})
     result.plot(picture)
     return replace(result, written=paths)

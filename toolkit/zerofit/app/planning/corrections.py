@@ -1,0 +1,349 @@
+"""Corrections of forecast step times: by trials of `zerofit tune`, a measured speed, or a trace of real steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from zerofit.app.planning.layout_pins import DEGREES
+from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.plan.degrees import Degrees
+from zerofit.plan.fit import Forecast
+from zerofit.plan.interval import AS_MEASURED, PAIRS
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.result import PlanResult, RankedLayout
+from zerofit.plan.search import search
+from zerofit.plan.space import PlanRequest
+from zerofit.plan.step_timeline import step_timeline
+from zerofit.plan.time import Timer
+from zerofit.report.trace_kernels import measured_kernels
+from zerofit.report.traces import FORECAST_KINDS, HOST, ReadTrace, read_trace
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import Unreadable, read_json, refused, shaped
+from zerofit.spec.local_machine import Calibration
+from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.named_code import refuse_foreign_code
+from zerofit.spec.profile import Profile
+from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.tune.trial import Candidate
+
+if TYPE_CHECKING:  # a plan without trials needs no numpy
+    from zerofit.tune.step_time_model import StepTimeModel
+
+MEASURED_FLAG = "--measured"
+_SPEED = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(samples/s|images/s|tokens/s|s)\s*", re.IGNORECASE)
+AMPLE = 10**18  # bytes of unlimited memory, since the measured layout did fit
+TRACE_FLAG = "--from-trace"
+MOST_FACTOR = 100.0  # a kind whose measured and forecast times differ by more than this factor is not the same work
+TUNED_FLAG = "--from"
+TUNED_HINT = "use the folder of `zerofit tune --output`"
+TRIALS_FILE = "trials.json"  # in the folder of a tuning
+
+
+@dataclass(frozen=True)
+class TunedLayouts:
+    """Measured configurations of one model on one kind of device."""
+
+    path: Path
+    model: str
+    device: str
+    measured: tuple[tuple[Candidate, float], ...]  # with step times in seconds
+
+    def correct(self, layout: PlannedLayout, step_s: float) -> float:
+        """Return a forecast step time, corrected by the trials."""
+        return math.exp(self._learned.expected(Candidate(layout=layout, forecast_step_s=step_s, peak_bytes=0))[0])
+
+    @cached_property
+    def _learned(self) -> StepTimeModel:
+        from zerofit.tune.step_time_model import StepTimeModel
+
+        return StepTimeModel(self.measured)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the errors of forecasts against the trials, as `zerofit plan --json` prints them."""
+        from zerofit.tune.step_time_model import forecast_errors
+
+        errors = forecast_errors(self.measured)
+        shares = {
+            name: {"median": pair[0], "most": pair[1]} if pair else None for name, pair in errors._asdict().items()
+        }
+        return {"path": str(self.path), "model": self.model, "trials": len(self.measured), "errors": shares}
+
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TunedTrial:
+    choice: PlannedLayout
+    compiled: bool
+    forecast_step_s: _Seconds
+    peak_bytes: int
+    measured_step_s: _Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tuning:
+    model: str
+    device: str
+    measured: tuple[_TunedTrial, ...]
+
+
+def read_tuned(path: Path) -> TunedLayouts:
+    """Read the trials of a tuning from its folder or its trials.json. Raises UserError."""
+    file = path / TRIALS_FILE if path.is_dir() else path
+    with refused(file, kind="tuned", hint=TUNED_HINT, where=TUNED_FLAG):
+        found = shaped(read_json(file), TypeAdapter(_Tuning))
+        if not found.measured:
+            raise Unreadable("it has no measured trial")
+    pairs = []
+    for row in found.measured:
+        layout = replace(row.choice, by_rank=())  # trials use equal micro batches
+        figures = {"forecast_step_s": row.forecast_step_s, "peak_bytes": row.peak_bytes}
+        pairs.append((Candidate(layout=layout, compiled=row.compiled, **figures), row.measured_step_s))
+    return TunedLayouts(file, found.model, found.device, tuple(pairs))
+
+
+def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
+    """Raise a UserError if the plan is for another kind of device than the trials."""
+    if kind != tuned.device:
+        message = f"{tuned.path} was measured on {tuned.device}, but the plan is for {kind}"
+        hint = f"remove {TUNED_FLAG}, or use --gpu {tuned.device}"
+        raise UserError(Problem(kind="tuned-elsewhere", message=message, hint=hint, where=TUNED_FLAG))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSpeed:
+    """A number and its unit: "samples", "images" or "tokens" per second, or "s" (seconds per step)."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> MeasuredSpeed:
+        """Read "5.33samples/s", "21000 tokens/s" or "0.52s". Raises UserError."""
+        match = _SPEED.fullmatch(text)
+        if not match or not float(match[1]) > 0:
+            hint = "write it like 5.33samples/s, 21000tokens/s (all devices together), or 0.52s (per step)"
+            raise UserError(
+                Problem(kind="bad-value", message=f"{MEASURED_FLAG}: got {text!r}", hint=hint, where=MEASURED_FLAG)
+            )
+        return cls(value=float(match[1]), unit=match[2].lower().partition("/")[0])
+
+    def step_s(self, layout: PlannedLayout, seq_len: int | None) -> float:
+        """Return the seconds per step of this layout. Raises UserError for tokens of an image model."""
+        if self.unit == "s":
+            return self.value
+        if self.unit != "tokens":
+            return layout.global_batch / self.value
+        if seq_len is None:
+            message, hint = f"{MEASURED_FLAG} is in tokens, but the model uses images", "use images/s"
+            raise UserError(Problem(kind="bad-value", message=message, hint=hint, where=MEASURED_FLAG))
+        return layout.global_batch * seq_len / self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredScaling:
+    """The measured step time of a layout over its forecast. It is a factor for all layouts of the plan."""
+
+    layout: PlannedLayout
+    forecast_step_s: float
+    measured_step_s: float
+
+    @property
+    def factor(self) -> float:
+        """Measured / forecast."""
+        return self.measured_step_s / self.forecast_step_s
+
+    def correct(self, layout: PlannedLayout, step_s: float) -> float:
+        """Return a forecast step time, scaled by the factor."""
+        return self.factor * step_s
+
+    def known(self, result: PlanResult) -> PlanResult:
+        """Return the result with the narrower error intervals that apply after a measurement."""
+
+        def narrowed(ranked: tuple[RankedLayout, ...]) -> tuple[RankedLayout, ...]:
+            return tuple(replace(r, errors=AS_MEASURED if r.layout == self.layout else PAIRS) for r in ranked)
+
+        return replace(result, layouts=narrowed(result.layouts), misfits=narrowed(result.misfits))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `measured` in `zerofit plan --json`."""
+        times = {"forecast_step_s": self.forecast_step_s, "measured_step_s": self.measured_step_s}
+        return {"layout": self.layout.to_dict(), **times, "factor": self.factor}
+
+    def __str__(self) -> str:
+        return (
+            f"step times are {self.factor:.3g} x their forecasts: {self.layout} took "
+            f"{self.measured_step_s:.3g} s per step, forecast {self.forecast_step_s:.3g} s"
+        )
+
+
+def measured_layout(wanted: PlanRequest) -> PlanRequest:
+    """Return the measured layout, with DeepSpeed's defaults for what is not given. Raises UserError."""
+    problems = Problems()
+    for name, known in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
+        if known is None:
+            flag = "--" + name.replace("_", "-")
+            message = f"{MEASURED_FLAG} needs the measured layout, but {flag} is missing"
+            problems.add("usage", message, f"add {flag}, and every other setting that was not the default", flag)
+    problems.raise_if_any()
+    stays = {"offload_optimizer": "none", "offload_param": "none"}
+    degrees = {name: getattr(wanted, name) or 1 for name in DEGREES}
+    accumulation = wanted.accumulation or (None if wanted.global_batch else 1)
+    return replace(
+        wanted,
+        **degrees,
+        accumulation=accumulation,
+        checkpointing=bool(wanted.checkpointing),
+        keep={**stays, **wanted.keep},
+    )
+
+
+def scaling_of(
+    speed: MeasuredSpeed,
+    wanted: PlanRequest,
+    profile: Profile,
+    cluster: Cluster,
+    forecast: Forecast,
+    calibration: Calibration | None,
+) -> MeasuredScaling:
+    """Return the ratio of the measured layout to its forecast. Raises UserError if it is no valid layout."""
+    ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
+    best = search(profile, ample, measured_layout(wanted), forecast, calibration, top=1).layouts[0]
+    measured_s = speed.step_s(best.layout, profile.seq_len)
+    return MeasuredScaling(layout=best.layout, forecast_step_s=best.time.step_s, measured_step_s=measured_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceCalibration:
+    """The calibration from a trace, with the forecast and measured time of its step."""
+
+    path: Path
+    calibration: Calibration = field(repr=False)
+    layout: PlannedLayout | None  # None: the trace is not in a run folder, so only its shapes are used
+    forecast_step_s: float | None
+    measured_step_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `from_trace` in `zerofit plan --json`."""
+        return {
+            "trace": str(self.path),
+            "layout": self.layout.to_dict() if self.layout else None,
+            "forecast_step_s": self.forecast_step_s,
+            "measured_step_s": self.measured_step_s,
+            "shapes": len(self.calibration.kernels),
+            "times_longer": dict(self.calibration.longer),
+            "rest": self.calibration.slower,
+        }
+
+    def __str__(self) -> str:
+        if self.layout is None:
+            return f"matrix products and attention as in {self.path}, not in a run folder, so only shapes are used"
+        kinds = ", ".join(f"{kind} x {times:.3g}" for kind, times in self.calibration.longer.items())
+        return (
+            f"kernels as in {self.path}: {self.layout} took {self.measured_step_s:.3g} s per step (forecast "
+            f"{self.forecast_step_s:.3g} s); {kinds}, total x {self.calibration.slower:.3g}"
+        )
+
+
+def calibrated(
+    path: Path, cluster: Cluster, base: Calibration | None, report: Reporter, trust_model_code: bool = False
+) -> TraceCalibration:
+    """Return the calibration of this kind of device from a trace, on top of stored measurements.
+
+    Raises UserError, also if the run folder names code and `trust_model_code` is not set: its model is built.
+    """
+    trace = read_trace(path, TRACE_FLAG)
+    if trace.forecast:
+        raise _refused(f"{path} is a forecast, not a real trace", "use traces/rank-0-step-3.json of a run folder")
+    if trace.on_device == cluster.on_cpu:
+        found, kind = ("a GPU" if trace.on_device else "CPUs"), cluster.device.kind
+        raise _refused(f"{path} is from {found}, but the plan is for {kind}", "set --gpu to the traced device")
+    kept = _with_kernels(base, measured_kernels(path), cluster, path)
+    folder = RunFolder(path.absolute().parent.parent)
+    if not folder.plan.is_file() or not folder.run.is_file():
+        if kept.kernels == (base.kernels if base else ()):
+            hint = "trace with `zerofit train --profile` and leave the file in its run folder"
+            raise _refused(f"{path} has no kernel shapes and is not in a run folder", hint)
+        return TraceCalibration(
+            path=path, calibration=kept, layout=None, forecast_step_s=None, measured_step_s=trace.step_s
+        )
+    job = Job.read(folder)
+    refuse_foreign_code(folder.run, trust_model_code, model=job.run.model, model_args=job.run.model_args)
+    return _by_kind(path, trace, job, kept, cluster, report)
+
+
+def _refused(message: str, hint: str) -> UserError:
+    return UserError(Problem(kind="bad-trace", message=message, hint=hint, where=TRACE_FLAG))
+
+
+def _with_kernels(
+    base: Calibration | None, found: tuple[MeasuredKernel, ...], cluster: Cluster, path: Path
+) -> Calibration:
+    """Return a calibration with a trace's kernels replacing those of the same kind and dtype."""
+    kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
+    known = {(kernel.kind, kernel.dtype) for kernel in found}
+    others = tuple(kernel for kernel in kept.kernels if (kernel.kind, kernel.dtype) not in known)
+    return replace(kept, kernels=(*others, *found), origin=str(path), longer={}, slower=1.0)
+
+
+def _by_kind(
+    path: Path, trace: ReadTrace, job: Job, kept: Calibration, cluster: Cluster, report: Reporter
+) -> TraceCalibration:
+    """Return the calibration with a factor for each kind of kernel, and one for the rest of the step.
+
+    With these factors the forecast of the traced step equals its measured time.
+    """
+    layout, profile = PlannedLayout.of(job), _profile(job, cluster, report)
+    nodes = max(1, layout.world_size // cluster.gpus)
+    cluster = replace(cluster, gpus=layout.world_size // nodes, nodes=nodes)
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, kept))
+    forecast: defaultdict[str, float] = defaultdict(float)
+    timeline = step_timeline(profile, timer, layout)
+    for span in timeline.spans:
+        if span.stage == 0:
+            forecast[FORECAST_KINDS.get(span.kind, span.kind)] += span.end_s - span.start_s
+    measured: defaultdict[str, float] = defaultdict(float)
+    for part, seconds in trace.parts.items():
+        measured[part.kind] += seconds
+    longer = {
+        kind: measured[kind] / seconds
+        for kind, seconds in forecast.items()
+        if seconds > 0
+        and seconds / MOST_FACTOR < measured[kind] < seconds * MOST_FACTOR
+        and not (kind == HOST and trace.on_device)  # the host runs ahead of a GPU
+    }
+    by_kind = replace(kept, longer=longer)
+    again_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind)).step(layout).step_s
+    return TraceCalibration(
+        path=path,
+        calibration=replace(by_kind, slower=trace.step_s / again_s),
+        layout=layout,
+        forecast_step_s=timer.step(layout).step_s,
+        measured_step_s=trace.step_s,
+    )
+
+
+def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
+    """Return the profile of the traced model with its inputs."""
+    run, layout = job.run, job.layout
+    image = None
+    if not run.seq_len:  # the inputs of other models depend on the data
+        from zerofit.app.job.requests import as_request, input_option
+        from zerofit.app.job.resolve import resolve_job
+
+        image = input_option(resolve_job(as_request(run)).inputs)
+    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    request = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
+    return get_profile(request, report)[0]

@@ -1,0 +1,105 @@
+"""What plan forecasts for a resolved job: its cluster, the profile of its model, and its step time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from zerofit.app.job.requests import input_option
+from zerofit.app.job.resolve import ResolvedJob
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, kept_profile
+from zerofit.check.dotted import get
+from zerofit.launch.hostfile import Host
+from zerofit.models.inputs import Inputs
+from zerofit.plan.degrees import Degrees
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.time import Timer
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import ModelError, Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
+from zerofit.spec.run_folder import Job
+
+
+def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
+    """Return this machine, or hosts like it, as a cluster. Raises UserError if hosts have different slots."""
+    nodes = max(1, len(hosts))
+    if len({host.slots for host in hosts}) > 1 or ranks % nodes:
+        message = f"{ranks} ranks on {nodes} hosts with {', '.join(str(host.slots) for host in hosts)} slots"
+        hint = "forecasts need the same number of ranks on every host: use --include, --exclude or --ranks"
+        raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
+    return replace(Cluster.here(), gpus=ranks // nodes, nodes=nodes)
+
+
+def profile_of(
+    resolved: ResolvedJob,
+    cluster: Cluster,
+    precision: str,
+    report: Reporter,
+    *,
+    degrees: tuple[Degrees, ...] | None = None,
+    savings: Savings = NOTHING_SAVED,
+) -> Profile:
+    """Return the stored profile of a run's model with its inputs, or trace it now. Raises UserError and ModelError."""
+    run, inputs = resolved.job.run, resolved.inputs
+    request = ProfileRequest.of_run(run, precision, cluster.accelerator, input_option(inputs), degrees)
+    return get_profile(replace(request, savings=savings), report)[0]
+
+
+def forecast_step_s(resolved: ResolvedJob) -> float | None:
+    """Return the forecast seconds per step on this machine; None if they are not known at once.
+
+    Nothing is traced or measured here: it needs a profile stored by `zerofit plan`, `tune` or `--fit`, and on CPUs
+    `zerofit calibrate`.
+    """
+    job = resolved.job
+    try:
+        cluster = replace(Cluster.here(), gpus=job.layout.world_size)
+    except UserError:  # a GPU that is not in the catalogue
+        return None
+    profile = _stored_profile(resolved, cluster.accelerator)
+    return step_s_of(job, profile, cluster) if profile else None
+
+
+def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> float | None:
+    """Return the seconds of a job's step on a cluster; trace the model if no profile is stored.
+
+    None if no rate or formula describes the step, or the model cannot be traced.
+    """
+    if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
+        return None
+    layout = job.layout
+    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    wanted = ProfileRequest.of_run(job.run, job.precision, cluster.accelerator, input_option(inputs), degrees)
+    try:
+        return step_s_of(job, get_profile(wanted, report)[0], cluster)
+    except (UserError, ModelError):
+        return None
+
+
+def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
+    """Return the seconds of a job's step on a cluster; None if no profile, rate or formula describes it."""
+    layout, calibration = PlannedLayout.of(job), read_calibration(cluster.device.kind)
+    unknown = job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None
+    if unknown or layout.setting not in profile.costs or (cluster.on_cpu and calibration is None):
+        return None
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
+    return timer.step(replace(layout, micro_batch=max(job.batch.shares))).step_s  # of the slowest, on equal devices
+
+
+def _stored_profile(resolved: ResolvedJob, device: str) -> Profile | None:
+    """Return a stored profile of the job's model in its setting, whatever it was traced for."""
+    job, inputs = resolved.job, resolved.inputs
+    layout, run = job.layout, job.run
+    key = PlannedLayout.of(job).setting
+    image = input_option(inputs)
+    asked = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
+        wanted = ProfileRequest.of_run(run, job.precision, device, image, degrees)
+        profile = kept_profile(replace(wanted, seq_len=seq_len))
+        if profile is not None and profile.seq_len == run.seq_len and key in profile.costs:
+            return profile
+    return None

@@ -1,0 +1,268 @@
+"""The largest value that fits, the fewest devices that suffice, and what would make a model fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from zerofit.app.planning.profiles import ProfileRequest, longest_sequence, trace
+from zerofit.app.planning.request import Maximum
+from zerofit.app.planning.search_setup import SearchSetup, forecast_of
+from zerofit.plan import inverse
+from zerofit.plan.degrees import Degrees
+from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
+from zerofit.plan.search import host_needed, pressure
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.devices import DEVICES
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import field_data
+from zerofit.spec.profile import Profile, Savings, offered
+from zerofit.spec.units import shown_bytes
+
+MOST_TOKENS = 2**24  # per sequence
+MOST_LAYERS = 4096
+MOST_SAMPLES = 2**16  # per micro batch
+TOKENS = 256  # distance between tried sequence lengths
+
+
+class LongerSequence(NamedTuple):
+    """The longest sequence by forecast, with further options that reduce activations."""
+
+    savings: Savings
+    value: int  # tokens
+
+    def __str__(self) -> str:
+        return f"{self.value} with {self.savings.flags}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestFit:
+    """The largest value of a size with which a layout fits."""
+
+    what: Maximum
+    value: int | None  # None: not even the smallest fits
+    step: int  # distance between tried values
+    looked: int  # number of tried values
+    bounded: bool  # no larger value was tried
+    limit: int | None = None  # the model's limit
+    layer: str | None = None  # the repeated layer
+    now: int | None = None  # how often the model now repeats it
+    longer: tuple[LongerSequence, ...] = ()  # each with one more option than the one before
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the value of `asked` in `zerofit plan --json`."""
+        found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
+        if self.what == "seq-len":
+            found["limit"] = self.limit
+            found["longer"] = [{"value": sequence.value, **sequence.savings.fields} for sequence in self.longer]
+        if self.what == "layers":
+            found |= {"layer": self.layer, "now": self.now}
+        return {**found, "next_fits": None if self.bounded else False}
+
+    def __str__(self) -> str:
+        if self.longer:
+            return f"{self._found}. By forecast: {'; '.join(map(str, self.longer))}"
+        return self._found
+
+    @property
+    def _found(self) -> str:
+        if self.value is None:
+            return f"no {self.what} fits"
+        words = f"largest {self.what}: {self.value}"
+        if self.layer is not None:
+            words += f" (the model has {self.now} of {self.layer})"
+        if not self.bounded:
+            return f"{words}; {self.value + self.step} does not fit"
+        return f"{words}, the model's limit" if self.limit else f"{words}; larger values were not tried"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewestDevices:
+    """The smallest cluster on which a layout fits."""
+
+    cluster: Cluster | None  # None: none fits
+    looked_up_to: int  # devices
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the value of `asked` in `zerofit plan --json`."""
+        found = {"min": "gpus", "value": None, "looked_up_to": self.looked_up_to}
+        if self.cluster:
+            found |= {"value": self.cluster.ranks, "gpus": self.cluster.gpus, "nodes": self.cluster.nodes}
+        return found
+
+    def __str__(self) -> str:
+        if self.cluster is None:
+            return f"not even {self.looked_up_to} devices suffice"
+        return f"fewest devices: {self.cluster.ranks} ({self.cluster.nodes} node(s) of {self.cluster.gpus})"
+
+
+def maximum_of(setup: SearchSetup, cluster: Cluster, what: Maximum, report: Reporter) -> tuple[SearchSetup, LargestFit]:
+    """Return the setup with the largest sequence, micro batch or number of layers that fits, and this value."""
+    if what == "seq-len":
+        return _longest(setup, cluster, report)
+    return _deepest(setup, cluster, report) if what == "layers" else _widest(setup, cluster)
+
+
+def with_value(setup: SearchSetup, what: Maximum, value: int, report: Reporter) -> SearchSetup:
+    """Return the setup with another sequence length, number of layers or micro batch."""
+    if what == "layers":
+        return replace(setup, profile=with_layers(setup.profile, value))
+    if what == "micro-batch":
+        return replace(setup, request=replace(setup.request, micro_batch=value))
+    assert setup.traced
+    traced = replace(setup.traced, seq_len=value)
+    return replace(setup, profile=trace(traced, report), traced=traced)
+
+
+def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Cluster | None:
+    """Return the smallest cluster that fits a layout, with nodes of `full` devices; None beyond MOST_GPUS."""
+    forecast = forecast_of(setup.profile, cluster)
+
+    def wants(gpus: int, nodes: int) -> float:
+        return pressure(setup.profile, replace(cluster, gpus=gpus, nodes=nodes), setup.request, forecast)
+
+    found = inverse.fewest(wants, full or cluster.gpus)
+    return replace(cluster, gpus=found[0], nodes=found[1]) if found else None
+
+
+# A remedy changes one thing and leaves all else as it is: more devices, more host memory, a device with
+# more memory, or disks. Each is tried with the layout that needs the least of the scarcest memory.
+def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
+    """Return changes that would make the model fit, if no layout fits."""
+    found = []
+    more = fewest(setup, cluster, max(cluster.gpus, cluster.device.node.gpus))
+    if more is not None and more.ranks > cluster.ranks:
+        found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
+    elif more is None:
+        size = shown_bytes(cluster.device.memory_bytes)
+        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} suffice")
+    forecast = forecast_of(setup.profile, cluster)
+    if cluster.on_cpu:
+        return found
+    host_bytes = host_needed(setup.profile, cluster, setup.request, forecast)
+    if host_bytes is not None:
+        found.append(f"{shown_bytes(host_bytes)} of host memory per node (--host-memory)")
+    larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
+    for device in sorted(larger, key=lambda d: d.memory_bytes):
+        able = setup.request.precision in device.tflops
+        same = replace(cluster, kind=device.kind, device_memory=None, network=None, host_memory=cluster.host_bytes)
+        if able and pressure(setup.profile, same, setup.request, forecast) <= 1:
+            size = f" with {shown_bytes(device.memory_bytes)}" if device.kind == cluster.device.kind else ""
+            found.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
+            break
+    if not cluster.nvme_bytes:
+        disks = replace(cluster, nvme=10**15)
+        if pressure(setup.profile, disks, setup.request, forecast) <= 1:
+            found.append("local NVMe disks (--nvme SIZE)")
+    return found
+
+
+def _longest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
+    traced, request = setup.traced, setup.request
+    if traced is None or setup.profile.seq_len is None:
+        message = "--max seq-len needs a text model by name, because other lengths have to be traced"
+        hint = "use MODEL instead of --profile" if traced is None else "use --max micro-batch"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
+    limit, model = longest_sequence(traced), traced.model
+    # recompute unless forbidden, because the longest sequence is among the layouts with least memory
+    checkpointing = True if request.checkpointing is None else request.checkpointing
+    lean = replace(traced, checkpointings=(checkpointing,), degrees=_degrees_on(cluster, setup.profile))
+    single = replace(request, micro_batch=request.micro_batch or 1)
+
+    def wants(seq_len: int) -> float:
+        report.status(f"tracing {model} at {seq_len} tokens ...")
+        profile = trace(replace(lean, seq_len=seq_len), report)
+        return pressure(profile, cluster, single, forecast_of(profile, cluster))
+
+    most = limit or MOST_TOKENS
+    found, looked = largest(wants, TOKENS, TOKENS, most, end_first=limit is not None)
+    bounded = found is not None and found + TOKENS > most
+    leanest = replace(setup, traced=lean, request=single)
+    longer = () if bounded else tuple(_longer(leanest, cluster, found, most, report))
+    figures = {"step": TOKENS, "looked": looked, "bounded": bounded, "limit": limit}
+    fit = LargestFit(what="seq-len", value=found, longer=longer, **figures)
+    if found is None:
+        return setup, fit
+    traced = replace(traced, seq_len=found)
+    return replace(setup, profile=trace(traced, report), traced=traced, request=single), fit
+
+
+def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
+    """Return the degrees of a profile that are possible on a cluster."""
+    found = [Degrees(**{n: int(d) for n, d in (p.split("=") for p in key.split("/")[2:])}) for key in profile.costs]
+    fitting = [degrees for degrees in found if cluster.ranks % degrees.product == 0 and cluster.ranks % degrees.ep == 0]
+    return tuple(dict.fromkeys((Degrees(), *fitting)))
+
+
+def _longer(
+    setup: SearchSetup, cluster: Cluster, found: int | None, most: int, report: Reporter
+) -> Iterator[LongerSequence]:
+    """Yield longer and longer sequences.
+
+    Each adds the option that needs the least memory at twice the previous length.
+    """
+    traced, known = setup.traced, setup.profile
+    assert traced
+    choices = offered(known.task, known.model_type).fields
+    if cluster.on_cpu or not all(traced.checkpointings):  # the host is the device, or nothing to offload
+        choices.pop("activation_offload")
+    length = found or 0
+    while length + TOKENS <= most and (choices := _others(choices, traced.savings)):
+        tries = [replace(traced, savings=traced.savings._replace(**{name: choices[name]})) for name in choices]
+
+        def wants(seq_len: int, request: ProfileRequest) -> float:
+            report.status(f"tracing {request.model} at {seq_len} tokens with {request.savings.flags} ...")
+            profile = trace(replace(request, seq_len=seq_len), report)
+            return pressure(profile, cluster, setup.request, forecast_of(profile, cluster))
+
+        there = min(max(2 * length, TOKENS), most)
+        pressures = [wants(there, request) for request in tries]
+        traced = tries[pressures.index(min(pressures))]
+        longer, _ = largest(partial(wants, request=traced), max(length, TOKENS), TOKENS, most)
+        if longer is None or longer <= length:
+            return
+        length = longer
+        yield LongerSequence(traced.savings, length)
+
+
+def _others(choices: dict[str, Any], savings: Savings) -> dict[str, Any]:
+    return {name: value for name, value in choices.items() if not getattr(savings, name)}
+
+
+def _deepest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[SearchSetup, LargestFit]:
+    layer = setup.profile.layers[repeated_layer(setup.profile)]
+    if layer.count == 1:
+        message = f"--max layers repeats a layer, but {setup.profile.model} has no kind of layer with more than two"
+        hint = "use --max micro-batch, or the same model with more layers (--model-args)"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
+
+    def wants(count: int, pipelines: bool = False) -> float:
+        report.status(f"forecasting {count} times {layer.name} ...")
+        profile, request = with_layers(setup.profile, count), replace(setup.request, pipelines=pipelines)
+        return pressure(profile, cluster, request, forecast_of(profile, cluster))
+
+    # cutting many layers into stages is slow and pipelines seldom fit most, so they are tried last
+    found, looked = largest(wants, 1, 1, MOST_LAYERS)
+    border = (found or 0) + 1
+    if border <= MOST_LAYERS and wants(border, pipelines=True) <= 1:
+        found, more = largest(lambda count: wants(count, pipelines=True), border, 1, MOST_LAYERS)
+        looked += more
+    bounded, repeated = found == MOST_LAYERS, {"layer": layer.name, "now": layer.count}
+    fit = LargestFit(what="layers", value=found, step=1, looked=looked, bounded=bounded, **repeated)
+    return (replace(setup, profile=with_layers(setup.profile, found)) if found else setup), fit
+
+
+def _widest(setup: SearchSetup, cluster: Cluster) -> tuple[SearchSetup, LargestFit]:
+    """Search for the largest micro batch, ignoring the global batch."""
+    free = replace(setup.request, global_batch=None)
+    forecast = forecast_of(setup.profile, cluster)
+
+    def wants(micro: int) -> float:
+        return pressure(setup.profile, cluster, replace(free, micro_batch=micro), forecast)
+
+    found, looked = largest(wants, 1, 1, MOST_SAMPLES)
+    fit = LargestFit(what="micro-batch", value=found, step=1, looked=looked, bounded=found == MOST_SAMPLES)
+    return (replace(setup, request=replace(free, micro_batch=found)) if found else setup), fit

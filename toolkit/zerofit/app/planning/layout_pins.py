@@ -1,0 +1,190 @@
+"""Knobs of a layout that the user sets: in fields of the run, flags of a plan, or a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from zerofit.check.document import of_data
+from zerofit.check.dotted import get
+from zerofit.config.ds_json import read_for_run
+from zerofit.plan.layout import OFFLOADS, PLANNED, Offload, steps_early
+from zerofit.spec.errors import Problems
+from zerofit.spec.optimizers import Optimizer, run_name
+from zerofit.spec.partial_training import Bits, LoraInit
+from zerofit.spec.profile import Savings
+from zerofit.spec.run import PipelineSchedule, Precision
+
+# knob of a layout -> field of the run; key of the DeepSpeed JSON
+FIELDS = {
+    "micro_batch": "micro_batch",
+    "accumulation": "gradient_accumulation_steps",
+    "checkpointing": "activation_checkpointing",
+    "optimizer": "optimizer",
+    "tp": "tensor_parallel",
+    "pp": "pipeline",
+    "sp": "sequence_parallel",
+    "ep": "expert_parallel",
+    "schedule": "pipeline_schedule",
+}
+KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "optimizer": "optimizer.type",
+    "tp": "tensor_parallel.autotp_size",
+    "sp": "sequence_parallel_size",
+    "ep": "expert_parallel.autoep_size",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "pin_optimizer": "zero_optimization.offload_optimizer.pin_memory",
+    "pin_param": "zero_optimization.offload_param.pin_memory",
+    "bucket": "zero_optimization.reduce_bucket_size",
+    "overlap": "zero_optimization.overlap_comm",
+    "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
+    "persistence": "zero_optimization.stage3_param_persistence_threshold",
+}
+# knob of a layout -> pin of a plan
+PINS = {
+    "zero_stage": "zero_stage",
+    "offload_optimizer": "offload",
+    "offload_param": "offload_param",
+    "overlap": "overlap_comm",
+}
+STAGES = (0, 1, 2, 3)
+DEGREES = ("tp", "pp", "sp", "ep")
+
+
+class LayoutPins(TypedDict, total=False):
+    """Values that a plan keeps fixed; those left out are searched."""
+
+    model_args: dict[str, Any]
+    task: Literal["classify", "tag", "seq2seq"] | None
+    seq_len: int | None
+    precision: Precision | None
+    optimizer: Optimizer | None
+    global_batch: int | None
+    micro_batch: int | None
+    micro_batch_by_rank: str | None
+    gradient_accumulation_steps: int | None
+    activation_checkpointing: bool | None
+    ema: float | None
+    tensor_parallel: int | None
+    pipeline: int | Literal["auto"] | None
+    pipeline_schedule: PipelineSchedule | None
+    sequence_parallel: int | None
+    expert_parallel: int | None
+    zero_stage: Literal[0, 1, 2, 3] | None
+    offload: Offload | None  # optimizer states
+    offload_param: Offload | None
+    overlap_comm: bool | None
+    activation_offload: bool | None
+    loss_chunk: int | None
+    mlp_chunk: int | None
+    lora: int | None
+    lora_alpha: int | None
+    lora_dropout: float
+    lora_targets: str
+    lora_init: LoraInit
+    dora: bool
+    rslora: bool
+    train: Sequence[str]
+    freeze: Sequence[str]
+    quantize: Bits | None
+    double_quant: bool
+    ds_config: str | dict[str, Any] | None  # a file, a bundled name, or the content
+
+
+# A value of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and
+# that wins over the DeepSpeed JSON. "auto" fixes nothing. What no place fixes is searched.
+def decided(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a layout that these fields set, including the keys of the DeepSpeed JSON."""
+    config = given.get("ds_config", {})
+    found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+    if get(config, "expert_parallel.enabled") is not True:
+        found.pop("ep")
+    found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
+    if found.get("optimizer") not in ("auto", None):
+        name = run_name(str(found["optimizer"]))
+        found["optimizer"] = name if name in PLANNED else "adamw"  # most others have the same states
+    ema = {"ema": given["ema"]} if given.get("ema") else {}
+    if savings_of(given, config).activation_offload:
+        found["checkpointing"] = True
+    if steps_early(config):
+        found["steps_early"] = True
+    values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
+    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()} | ema
+
+
+def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
+    """Return the memory savings, besides checkpointing, that fields of a run and a DeepSpeed JSON request."""
+    found = {name: given[name] for name in Savings._fields if given.get(name)}
+    if get(config, "activation_checkpointing.cpu_checkpointing") is True:
+        found["activation_offload"] = True
+    return Savings(**found)
+
+
+def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a file, bundled name or dictionary; {} for None. Raises UserError."""
+    if ds_config is None:
+        return {}
+    if isinstance(ds_config, str):
+        return read_for_run(ds_config).config
+    return of_data(dict(ds_config)).config
+
+
+def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
+
+    If a JSON has `zero_optimization`, what it does not offload stays on the device.
+    """
+    given = {name: value for name, value in pins.items() if value is not None}
+    stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
+    found = stays | decided({**given, "ds_config": config})
+    found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
+    if found.get("zero_stage") == 0:
+        found.pop("overlap", None)  # it has no effect at stage 0
+    return {knob: max(1, value) if knob in DEGREES else value for knob, value in found.items()}
+
+
+def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the global batch and precision that pins or, without them, a DeepSpeed JSON set."""
+    found = {"global_batch": get(config, "train_batch_size", "auto")}
+    found["precision"] = next((p for p in ("bf16", "fp16") if get(config, f"{p}.enabled") is True), "auto")
+    found = {name: value for name, value in found.items() if value != "auto"}
+    return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
+
+
+def refuse_impossible(
+    pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
+) -> None:
+    """Add problems for invalid pins, unsupported combinations, and a JSON that plan cannot forecast."""
+    if get(config, "zero_optimization.zenflow") is not None:
+        message = "plan cannot forecast zenflow in the DeepSpeed JSON (selected columns, late updates)"
+        problems.add("combination", message, "plan with zero3_offload, the same without zenflow", "--ds-config")
+    for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):
+        if pins.get(name) is not None and pins[name] not in allowed:
+            flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))
+            problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"use one of {words}", flag)
+    stage, optimizer = knobs.get("zero_stage"), knobs.get("offload_optimizer", "none")
+    params = knobs.get("offload_param", "none")
+    if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:
+        message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline supports stages 0 and 1"
+        problems.add("combination", message, "remove one of them", "--pipeline, --zero-stage")
+    if stage == 0 and knobs.get("ep", 1) > 1:
+        message = "--expert-parallel at ZeRO stage 0: DeepSpeed averages the norm over ranks with different experts"
+        problems.add("combination", message, "use --zero-stage 1, 2 or 3", "--expert-parallel, --zero-stage")
+    if stage in (0, 1, 2) and (params != "none" or optimizer == "nvme"):
+        message = f"offloading parameters or offloading to disk needs ZeRO stage 3, but this is stage {stage}"
+        problems.add("combination", message, "use --zero-stage 3, or another --offload", "--zero-stage, --offload")
+    elif stage in (0, 1) and optimizer != "none":
+        message = f"offloading the optimizer needs ZeRO stage 2 or 3, but this is stage {stage}"
+        problems.add("combination", message, "use --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
+    if knobs.get("optimizer") == "adafactor" and stage:
+        message = (
+            f"--optimizer adafactor has states per row and column of full matrices, but this is ZeRO stage {stage}"
+        )
+        problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
+    if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
+        message = f"offloading parameters to {params} needs the optimizer offloaded too, but it stays on the device"
+        problems.add("combination", message, "also offload the optimizer", "--offload, --offload-param")

@@ -1,0 +1,180 @@
+"""What a plan writes: a layout's ds_config.json and run.yaml for `zerofit train`, and the trace of a step."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerofit.config.ds_json import read_for_run
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster
+from zerofit.plan.rates import Rates
+from zerofit.plan.space import stage3_sizes
+from zerofit.plan.step_timeline import step_timeline
+from zerofit.plan.step_trace import layer_memory, step_trace
+from zerofit.plan.time import Timer
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.files import write_json, write_text
+from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
+from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.profile import Profile
+
+NAMES = ("ds_config.json", "run.yaml")
+TRACE_FLAG = "--trace"
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise a UserError if a file exists already, or the folder is a file."""
+    problems = Problems()
+    if folder.exists() and not folder.is_dir():
+        problems.add("output-exists", f"{folder} is a file", "use a folder", "--write")
+    for path in (folder / name for name in NAMES):
+        if path.exists():
+            problems.add("output-exists", f"{path} exists", "use another folder, or remove it", "--write")
+    problems.raise_if_any()
+
+
+def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, Path]:
+    """Write a DeepSpeed JSON and a run file ending in a comment; return their paths. Raises UserError."""
+    refuse_existing(folder)
+    ds_file, run_file = (folder / name for name in NAMES)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(ds_file, config)
+        # relative to run.yaml, so that the folder can be moved or copied to another machine
+        write_text(run_file, yaml.safe_dump({**fields, "ds_config": ds_file.name}, sort_keys=False) + comment)
+    except OSError as error:
+        message = f"cannot write to {folder}: {error.strerror or error}"
+        raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
+    return ds_file, run_file
+
+
+def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
+    """Return the bundled JSON of the stage with the plan's values; sizes that the run sets stay "auto"."""
+    base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
+    config = read_for_run(base).config
+    zero = config["zero_optimization"]
+    if layout.zero_stage:
+        zero["overlap_comm"] = layout.overlap
+        if layout.bucket != bucket_elements(profile.trained):
+            for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
+                zero[key] = layout.bucket
+        if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
+            zero["stage3_prefetch_bucket_size"] = layout.prefetch
+            zero["stage3_param_persistence_threshold"] = layout.persistence
+    for key, device, pinned in (
+        ("offload_optimizer", layout.offload_optimizer, layout.pin_optimizer),
+        ("offload_param", layout.offload_param, layout.pin_param),
+    ):
+        if device == "none":
+            zero.pop(key, None)
+        elif device == "cpu":
+            zero[key] = {"device": "cpu", "pin_memory": pinned}
+        else:
+            zero[key] |= {"nvme_path": nvme_path, "pin_memory": pinned}
+    if layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": "auto"}
+    if layout.sp > 1:
+        config["sequence_parallel_size"] = "auto"
+    return config
+
+
+def data_line(profile: Profile, image: str | None) -> str:
+    """Return a comment line for the run file, in which the user fills in the data."""
+    if profile.task == "segmentation":
+        return "# data: segmentation:/path/to/folder   # images/ and masks/; default: synthetic\n"
+    if profile.task == "image":
+        size = f"{image.rpartition(':')[2]} images" if image else "images"
+        return f"# data: imagefolder:/path/to/folder   # {size}; default: digits\n"
+    if profile.task == "table":
+        return "# data: csv:/path/to/table.csv   # default: synthetic\n"
+    if has_head(profile.task) or profile.task == "seq2seq-lm":
+        return "# data: jsonl:/path/to/file.jsonl   # default: synthetic\n"
+    if gives_loss(profile.task):
+        return f"# data: synthetic   # the only data for {profile.task} models, to measure them\n"
+    return "# data: text:/path/to/file.txt   # default: pysource\n"
+
+
+def run_fields(
+    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
+) -> dict[str, Any]:
+    """Return the fields of the planned run; `zerofit train` decides the others."""
+    path = Path(profile.model)
+    return {
+        "model": str(path.absolute()) if path.exists() else profile.model,
+        **({"model_args": model_args} if model_args else {}),
+        **({"task": profile.task} if has_head(profile.task) else {}),
+        **({"seq_len": profile.seq_len} if profile.seq_len else {}),
+        **({"image_size": int(image.rpartition("x")[2])} if image and "x" in image else {}),
+        "optimizer": layout.optimizer,
+        **layout_fields(layout),
+    }
+
+
+def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
+    """Return the fields of a run that its layout sets."""
+    degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
+    degrees["expert_parallel"] = layout.ep
+    return {
+        "ranks": layout.world_size,
+        "micro_batch": layout.micro_batch,
+        **({"micro_batch_by_rank": ",".join(map(str, layout.by_rank))} if layout.by_rank else {}),
+        "gradient_accumulation_steps": layout.accumulation,
+        "precision": layout.precision,
+        "activation_checkpointing": layout.checkpointing,
+        **({"ema": layout.ema} if layout.ema else {}),
+        **({"pipeline_schedule": layout.schedule} if layout.schedule != "1f1b" else {}),
+        **{name: degree for name, degree in degrees.items() if degree > 1},
+    }
+
+
+def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's DeepSpeed JSON, completed with the planned values."""
+    found = dict(copy.deepcopy(planned))
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
+            found[key] = merged(found[key], value)
+        elif value != "auto" or key not in found:
+            found[key] = copy.deepcopy(value)
+    return found
+
+
+def refuse_place(path: Path) -> None:
+    """Raise a UserError if a trace cannot be written to this path."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        hint = "name a file in an existing folder"
+        raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=TRACE_FLAG))
+
+
+def write_trace(path: Path, trace: dict[str, Any]) -> None:
+    """Write a trace. Raises UserError if it cannot be written."""
+    try:
+        write_text(path, json.dumps(trace, separators=(",", ":")) + "\n")
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror or error}"
+        raise UserError(Problem(kind="unwritable", message=message, where=TRACE_FLAG)) from None
+
+
+def trace_of_layout(
+    profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
+) -> dict[str, Any]:
+    """Return the trace of a planned step, scaled to `step_s`: the first rank of each pipeline stage."""
+    timer = Timer(profile, cluster, rates)
+    timeline = step_timeline(profile, timer, layout)
+    timeline = timeline.scaled(step_s / timeline.step_s)
+    forecaster = Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device.kind))
+    ranks = {stage: stage * (layout.world_size // layout.pp) for stage in range(layout.pp)}
+    memory = [sample for stage in ranks for sample in layer_memory(timeline, stage, forecaster.along(layout, stage))]
+    return step_trace(timeline, memory, ranks, about(profile, cluster, layout))
+
+
+def about(profile: Profile, cluster: Cluster, layout: PlannedLayout) -> dict[str, Any]:
+    """Return the description of a traced step: the layout, the model and the machine."""
+    machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
+    return {"forecast": str(layout), "model": profile.model, **machine, "layout": layout.to_dict()}

@@ -1,0 +1,247 @@
+"""A plan: the layouts that fit, as runs and files, and why others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.planning.corrections import MeasuredScaling, TraceCalibration, TunedLayouts
+from zerofit.app.planning.largest_fit import FewestDevices, LargestFit
+from zerofit.app.planning.layout_pins import savings_of
+from zerofit.app.planning.output_files import (
+    data_line,
+    ds_config,
+    merged,
+    run_fields,
+    trace_of_layout,
+    write_plan,
+    write_trace,
+)
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import Outlook
+from zerofit.plan.result import PlanResult, RankedLayout, Rejected
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import field_data
+from zerofit.spec.profile import Profile
+from zerofit.spec.run import Run
+
+DEPTH = "num_hidden_layers"  # transformers' name for the number of layers in every model (`attribute_map`)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confirmation:
+    """The result of simulating a planned layout."""
+
+    layout: int  # index among the layouts
+    fits: bool
+    verdict: str = ""
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    needed_bytes: int = 0  # on the device, with the upper estimates for memory outside torch
+    available_bytes: int = 0
+    because: str = ""
+    problem: str | None = None  # why it cannot be simulated
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"layout {self.layout + 1} cannot be simulated, so only plan's forecast is known: {self.problem}"
+        return f"layout {self.layout + 1}, simulated: {self.verdict}. {self.because}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One of the best layouts: its forecast and the run for it."""
+
+    ranked: RankedLayout
+    profile: Profile = field(repr=False)
+    request: PlanningRequest = field(repr=False)
+
+    @property
+    def layout(self) -> PlannedLayout:
+        """Degrees, stage, batch sizes and offloading."""
+        return self.ranked.layout
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per optimizer step."""
+        return self.ranked.step_s
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """Duration and cost of the training, and when to save it; None if not requested."""
+        return self.ranked.outlook
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory of the rank that needs most."""
+        return self.ranked.memory.peak_bytes
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of all ranks together."""
+        return self.ranked.samples_per_s
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON; values that the run decides (batch sizes, precision, lr) are "auto"."""
+        planned = ds_config(self.layout, self.profile, self.request.nvme_path)
+        return planned if self.request.measured else merged(planned, self.request.ds_config)
+
+    @property
+    def model_args(self) -> dict[str, Any]:
+        """The model's arguments, with the number of layers if the plan was asked for it."""
+        args = dict(self.request.pins.get("model_args", {}))
+        if self.request.maximum == "layers" and self.profile.model_type is not None:
+            args[DEPTH] = max(layer.count for layer in self.profile.layers)
+        return args
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the run except its DeepSpeed JSON and data."""
+        fields = run_fields(self.layout, self.profile, self.model_args, self.request.image) | self.request.part
+        return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
+
+    def to_run(self) -> Run:
+        """Return the run without its data (`run.model_copy(update={"data": ...})`)."""
+        return Run(**self.fields, ds_config=self.ds_config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a row of `layouts` in `zerofit plan --json`."""
+        return self.ranked.to_dict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The layouts of a model that fit a cluster, best first, and why others do not fit."""
+
+    result: PlanResult
+    request: PlanningRequest = field(repr=False)
+    profile: Profile = field(repr=False)
+    profile_file: Path | None  # stored profile, usable as `profile=`
+    answer: LargestFit | FewestDevices | None = None  # to `maximum` or `minimum`
+    remedies: tuple[str, ...] = ()  # what would make the model fit, if nothing fits
+    tuned: TunedLayouts | None = field(default=None, repr=False)
+    scaling: MeasuredScaling | None = field(default=None, repr=False)  # scale of step times from a measured one
+    by_trace: TraceCalibration | None = field(default=None, repr=False)  # calibration of the device's rates
+    boxes: tuple[Plan, ...] = field(default=(), repr=False)  # plans for several clusters, fastest first
+    total_s: float = 0.0
+    written: tuple[Path, ...] = ()  # files that the command wrote
+    traced: Path | None = None  # file with the timeline of a step
+    confirmed: tuple[Confirmation, ...] = ()  # simulated layouts
+
+    @property
+    def layouts(self) -> tuple[PlannedRun, ...]:
+        """The best layouts."""
+        return tuple(
+            PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.layouts
+        )
+
+    @property
+    def misfits(self) -> tuple[PlannedRun, ...]:
+        """Layouts that do not fit, nearest first, if fewer fit than were wanted."""
+        return tuple(
+            PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.misfits
+        )
+
+    @property
+    def rejected(self) -> tuple[Rejected, ...]:
+        """Reasons why other layouts do not fit, most frequent first."""
+        return self.result.rejections
+
+    @property
+    def considered(self) -> int:
+        """Number of layouts examined."""
+        return self.result.considered
+
+    @property
+    def cluster(self) -> Cluster:
+        """The planned cluster, or the smallest one if the plan searched for it."""
+        return self.result.cluster
+
+    @property
+    def chosen(self) -> int | None:
+        """The layout to write: the simplest of the fastest, or the first that fits in simulation.
+
+        None if nothing fits.
+        """
+        refused = {
+            confirmation.layout for confirmation in self.confirmed if not confirmation.fits and not confirmation.problem
+        }
+        if self.result.plainest not in refused:
+            return self.result.plainest  # its forecast time is as good as the fastest's, within the error
+        return next((confirmation.layout for confirmation in self.confirmed if confirmation.fits), None)
+
+    @property
+    def shown(self) -> int:
+        """Index of the layout to trace: the one to write, else the first."""
+        return self.chosen or 0
+
+    def write(self, folder: Path | str) -> tuple[Path, Path]:
+        """Write ds_config.json and run.yaml of the best layout, or of a simpler one that is nearly as fast.
+
+        Layouts that a simulation refused (`confirmed`) are not written. Raises UserError if nothing fits, a file
+        exists, or the folder is not writable.
+        """
+        number = self.chosen
+        if number is None:
+            message = "no layout fits, so there is nothing to write"
+            raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
+        planned = self.layouts[number]
+        return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
+
+    def trace(self, path: Path | str) -> Path:
+        """Write a Chrome trace with the timeline of a step of the layout that `write` writes, else of the first.
+
+        It has one rank of each pipeline stage. Raises UserError if there is no layout or the file is not writable.
+        """
+        planned = self.layouts[self.shown] if self.layouts else next(iter(self.misfits), None)
+        if planned is None:
+            message, hint = "no layout has a step time to trace", "ask for a layout that DeepSpeed supports"
+            raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
+        ranked = planned.ranked
+        trace = trace_of_layout(self.profile, self.cluster, self.result.rates, ranked.layout, ranked.step_s)
+        write_trace(Path(path), trace)
+        return Path(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the data that `zerofit plan --json` prints."""
+        found = self.result.to_dict()
+        found["top"] = self.request.top
+        if self.request.work:
+            found["assumed"] = self.request.work.reliability.sources
+        found["tuned"] = self.tuned.to_dict() if self.tuned else None
+        found["measured"] = self.scaling.to_dict() if self.scaling else None
+        found["from_trace"] = self.by_trace.to_dict() if self.by_trace else None
+        found["profile"] = str(self.profile_file) if self.profile_file else None
+        if self.answer:
+            found["asked"] = self.answer.to_dict()
+        if not self.result.layouts:
+            found["remedies"] = list(self.remedies)
+        if self.boxes:
+            found["boxes"] = [_box(plan) for plan in self.boxes]
+        found["total_s"] = self.total_s
+        if self.written:
+            found |= {"written": [str(path) for path in self.written], "written_layout": self.chosen}
+        if self.traced:
+            found["trace"] = str(self.traced)
+        if self.confirmed:
+            found["confirmed"] = [field_data(confirmation) for confirmation in self.confirmed]
+        return found
+
+    def _repr_html_(self) -> str:
+        return self.result._repr_html_()
+
+
+def _box(plan: Plan) -> dict[str, Any]:
+    cluster, layouts = plan.cluster, plan.result.layouts
+    return {
+        "gpu": cluster.device.kind,
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "ranks": cluster.ranks,
+        "layout": layouts[0].to_dict() if layouts else None,
+        "remedies": list(plan.remedies),
+    }

@@ -1,0 +1,172 @@
+"""The input of a search on one cluster: the profile, the fixed values, and the corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.planning.corrections import MeasuredScaling, MeasuredSpeed, TraceCalibration, calibrated, scaling_of
+from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.config.shares import solve_by_rank
+from zerofit.plan.fit import Forecast
+from zerofit.plan.memory import Forecaster
+from zerofit.plan.search import Correct
+from zerofit.plan.space import PlanRequest
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import Calibration, read_calibration
+from zerofit.spec.named_code import refuse_foreign_code
+from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.profile import Profile
+from zerofit.spec.run import Run, micro_batches_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSetup:
+    """A profile, what its layouts have in common, and how to trace it again for another sequence length."""
+
+    profile: Profile
+    request: PlanRequest
+    traced: ProfileRequest | None = None  # None: the profile came from a file
+    top: int = 10
+    correct: Correct | None = None  # corrects step times by measurements
+    scaling: MeasuredScaling | None = None  # factor for all step times
+    calibration: Calibration | None = None  # calibration of the device
+    by_trace: TraceCalibration | None = None  # set if the calibration is from a trace
+
+
+def setup_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[SearchSetup, Path | None]:
+    """Return the setup for this cluster, and the file of its profile."""
+    setup, file = _uncalibrated(cluster, request, report)
+    setup = replace(setup, calibration=read_calibration(cluster.device.kind))
+    if request.from_trace:
+        by_trace = calibrated(request.from_trace, cluster, setup.calibration, report, request.trust_model_code)
+        setup = replace(setup, calibration=by_trace.calibration, by_trace=by_trace)
+    return _scaled(setup, cluster, request.measured), file
+
+
+def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[SearchSetup, Path | None]:
+    """Return the setup without the device's calibration."""
+    stored = read_profile(request.profile) if request.profile else None
+    if request.profile and stored:  # --confirm would build its model, --write would name it in run.yaml
+        refuse_foreign_code(request.profile, request.trust_model_code, model=stored.model)
+    pins, corrections = request.pins, request.corrections
+    wanted = _wanted(cluster, request, stored)
+    correct = corrections.correct if corrections else None
+    if stored is not None:
+        request.refuse_meaningless(stored)
+        setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
+        return setup, request.profile
+    assert isinstance(request.model, str)
+    degrees = None  # all useful ones
+    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # only the requested ones and the plain model
+        degrees = wanted.degrees.beside_plain()
+    traced = ProfileRequest(
+        model=request.model,
+        precision=wanted.precision,
+        device=cluster.accelerator,
+        seq_len=pins.get("seq_len"),
+        image=request.image,
+        model_args=pins.get("model_args") or {},
+        degrees=degrees,
+        savings=savings_of(pins, request.ds_config),
+        partial=Run(**request.part).partial,
+        task=pins.get("task"),
+    )
+    profile, file = get_profile(traced, report)
+    request.refuse_meaningless(profile)
+    traced = replace(traced, seq_len=profile.seq_len)
+    setup = SearchSetup(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
+    return setup, file
+
+
+def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -> SearchSetup:
+    """Return the setup of a free search with the measured global batch; the measurement scales its step times."""
+    if speed is None:
+        return setup
+    profile, wanted = setup.profile, setup.request
+    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster), setup.calibration)
+    free = PlanRequest(precision=wanted.precision, global_batch=scaling.layout.global_batch)
+    return replace(setup, request=free, correct=scaling.correct, scaling=scaling)
+
+
+def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
+    """Return the fixed values of the layouts. Raises UserError."""
+    knobs = knobs_of(request.pins, request.ds_config)
+    decided = batch_and_precision(request.pins, request.ds_config)
+    if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
+        message = "offloading to disk needs a disk, but the cluster has none"
+        raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE (per node)", where="--nvme"))
+    own = {
+        name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "schedule", *DEGREES)
+    }
+    own |= _by_rank(request, own, decided, cluster)
+    return PlanRequest(
+        precision=_precision(decided.get("precision"), cluster, stored),
+        global_batch=decided.get("global_batch"),
+        keep=knobs,
+        **own,
+    )
+
+
+def _by_rank(
+    request: PlanningRequest, own: Mapping[str, Any], decided: dict[str, Any], cluster: Cluster
+) -> dict[str, Any]:
+    """Return the request fields for --micro-batch-by-rank: one data parallel rank per device.
+
+    The rank with most samples determines the step time and the memory. Removes the global batch from `decided`, since
+    the micro batches determine it. Raises UserError.
+    """
+    asked = request.pins.get("micro_batch_by_rank")
+    if asked is None:
+        return {}
+    problems, place, micros = Problems(), "--micro-batch-by-rank", micro_batches_of(asked)
+    if request.maximum or request.minimum or request.measured:
+        message = f"{place} {asked} with --max, --min or --measured, which search other batches or devices"
+        problems.add("usage", message, f"remove {place}", place)
+    if not micros:
+        message = f"{place} auto is measured on real ranks, but the devices of a plan are equal"
+        problems.add("batch-size", message, "remove it, or list the micro batches, like 4,2", place)
+        problems.raise_if_any()
+    degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}
+    if degrees:
+        words = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
+        problems.add("layout", f"{place} {asked} with {words}: it supports only data parallelism", "remove it", place)
+    total, steps = decided.pop("global_batch", None), own["accumulation"]
+    sizes = {"micro_batch": own["micro_batch"], "gradient_accumulation_steps": steps, "global_batch": total}
+    batch = solve_by_rank(asked, sizes, cluster.ranks, place, place, problems)
+    problems.raise_if_any()
+    return {
+        "micro_batch": batch.micro,
+        "accumulation": batch.accumulation,
+        "by_rank": batch.by_rank,
+        **dict.fromkeys(("tp", "pp", "sp"), 1),
+    }
+
+
+def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
+    """Return the memory forecast for this kind of device."""
+    device = cluster.device.kind
+    return Forecaster(profile, cluster.accelerator, blas_workspace_bytes(device)).memory
+
+
+def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
+    """Return the requested precision, else the device's default if the profile has it, else one of the profile's.
+
+    The default is bf16, fp16 before Ampere, and fp32 on a CPU. Raises UserError.
+    """
+    able = cluster.device.tflops
+    if asked is None:
+        usual = "fp32" if cluster.on_cpu else "bf16" if "bf16" in able else "fp16"
+        traced = list(dict.fromkeys(key.split("/")[0] for key in stored.costs)) if stored else []
+        asked = usual if usual in traced or not traced else traced[0]
+    if asked in able:
+        return asked
+    message = f"{cluster.device.kind} has no {asked} arithmetic"
+    hint = f"use --precision {' or '.join(able)}"
+    raise UserError(Problem(kind="precision", message=message, hint=hint, where="--precision"))

@@ -1,0 +1,117 @@
+"""Ways to fine-tune a model, compared: which fit a cluster, how fast they are, and the longest sequence of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from zerofit.app.planning.largest_fit import LargestFit, maximum_of
+from zerofit.app.planning.plan import Plan, PlannedRun
+from zerofit.app.planning.planner import plan_for
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.planning.search_setup import setup_of
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.partial_training import PART_FIELDS, Method
+
+USUAL_RANK = 8  # rank of adapters without --lora; peft's default
+USUAL_BITS = "nf4"  # for "qlora"
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodFit:
+    """One way to train a model on a cluster."""
+
+    method: Method
+    plan: Plan  # at the requested sequence length
+    longest: LargestFit | None  # by forecast; None for images
+
+    @property
+    def best(self) -> PlannedRun | None:
+        """The fastest layout; None if nothing fits."""
+        return next(iter(self.plan.layouts), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a row of `methods` in `zerofit plan --json`."""
+        profile = self.plan.profile
+        return {
+            "method": self.method,
+            "trained": profile.trained,
+            "parameters": profile.parameters,
+            "layout": self.best.to_dict() if self.best else None,
+            "longest": self.longest.to_dict() if self.longest else None,
+            "remedies": list(self.plan.remedies),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodComparison:
+    """Ways to train one model on one cluster."""
+
+    cluster: Cluster
+    rows: tuple[MethodFit, ...]
+
+    @property
+    def layouts(self) -> list[PlannedRun]:
+        """The best layout of each method that fits."""
+        return [row.best for row in self.rows if row.best]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the data that `zerofit plan --methods --json` prints."""
+        first = self.rows[0].plan
+        return {
+            "model": first.profile.model,
+            "gpu": self.cluster.device.kind,
+            "ranks": self.cluster.ranks,
+            "seq_len": first.profile.seq_len,
+            "methods": [row.to_dict() for row in self.rows],
+        }
+
+
+def read_methods(words: str) -> tuple[Method, ...]:
+    """Read "full,lora". Raises UserError."""
+    named = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    found: tuple[Method, ...] = tuple(method for method in METHODS if method in named)
+    if unknown := [word for word in named if word not in METHODS] or ([] if named else [words]):
+        message, hint = f"--methods {words}: unknown method {unknown[0]!r}", f"use {', '.join(METHODS)}"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
+    return found
+
+
+def compare_methods(
+    request: PlanningRequest, methods: Sequence[Method], cluster: Cluster, *, on_event: OnEvent | None = None
+) -> MethodComparison:
+    """Return the plan of each method, and the longest sequence that fits by forecast."""
+    problems, report = Problems(), Reporter(on_event)
+    for given, flag in ((request.profile, "--profile"), (request.maximum, "--max"), (request.minimum, "--min")):
+        if given:
+            problems.add("usage", f"--methods with {flag}", "use one of them", f"--methods, {flag}")
+    problems.raise_if_any()
+    for note in request.notes:
+        report.note(note)
+    return MethodComparison(cluster=cluster, rows=tuple(_row(method, request, cluster, report) for method in methods))
+
+
+def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
+    """Return the fields of a run by which a method trains, including those given that apply to it."""
+    if method == "full":
+        return {}
+    part = {"lora": USUAL_RANK, **request.part}
+    if method == "qlora":
+        return {"quantize": USUAL_BITS, **part}
+    return {name: value for name, value in part.items() if name not in ("quantize", "double_quant")}
+
+
+def _row(method: Method, request: PlanningRequest, cluster: Cluster, report: Reporter) -> MethodFit:
+    without = {name: value for name, value in request.pins.items() if name not in PART_FIELDS}
+    part = _part(method, request)
+    asked = replace(request, pins={**without, **part})
+    plan = plan_for(cluster, asked, report)
+    longest = None
+    if plan.profile.seq_len is not None:
+        setup, _ = setup_of(cluster, asked, report)
+        longest = maximum_of(setup, cluster, "seq-len", report)[1]
+    return MethodFit(method=method, plan=plan, longest=longest)
