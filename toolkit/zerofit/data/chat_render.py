@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from zerofit.data.chat_records import ChatMessages
 from zerofit.data.limited import begin_step
+from zerofit.spec.errors import reason_of
 
 # what marks the assistant's words in a template (transformers' own return_assistant_tokens_mask)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -120,8 +121,7 @@ class Renderer:
         except MemoryError:
             raise
         except Exception as error:  # a template can raise anything
-            what = " ".join(str(error).split())[:200]
-            raise NotRendered(f"the {self.origin} rejects this conversation: {what}") from None
+            raise NotRendered(f"the {self.origin} rejects this conversation: {reason_of(error)}") from None
         return "".join(blocks), spans
 
 

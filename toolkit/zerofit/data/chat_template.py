@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,9 @@ from zerofit.data.hashing import text_digest
 from zerofit.data.limited import Exceeded, begin_step, limited
 from zerofit.data.named_templates import NAMED_TEMPLATES, likely_template, missing_tokens, template_file
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
+from zerofit.spec.files import write_text
+from zerofit.spec.foreign import read_json
 
 # for bytes, which have no template
 PLAIN = """{% if tools %}<|tools|>
@@ -37,6 +40,7 @@ COPY_IT = (
     "--chat-template FILE: a copy that writes all messages and their tool_calls, "
     "with {% generation %} ... {% endgeneration %} around what the assistant writes"
 )
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a tokenizer and a config
 _PROBE = "zerofit-probe"  # an answer, to see what follows it
 
 
@@ -172,7 +176,9 @@ def open_chat_template(given: Path | None, tokenizer: Tokenizer) -> ChatTemplate
     try:
         text = loaded.get_chat_template()
     except ValueError as error:  # none, or several without a default
-        message = f"--tokenizer {tokenizer.name} has no chat template: {' '.join(str(error).split())[:120]}"
+        message = f"--tokenizer {tokenizer.name} has no chat template"
+        if loaded.chat_template:
+            message = f"--tokenizer {tokenizer.name} has no default chat template: {reason_of(error)}"
         hint = f"--chat-template {likely_template(loaded.get_vocab())} suits its tokens best; other names: "
         hint += f"{', '.join(NAMED_TEMPLATES)}; or a file like transformers' chat_template.jinja"
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template")) from None
@@ -195,17 +201,45 @@ def _given(given: Path, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
-    """Read a run's tokenizer and chat template; return a function that saves them to a folder. Raises UserError."""
+    """Read a run's tokenizer and chat template; return a function that saves them to a model's folder.
+
+    The function also sets the model's special tokens to the tokenizer's. Raises UserError.
+    """
     loaded = open_tokenizer(tokenizer).loaded
     text = _read(template_file(chat_template)) if chat_template is not None else None
 
     def write(folder: Path) -> None:
         if loaded is not None:
             loaded.save_pretrained(folder)
+            ids = {name: getattr(loaded, name) for name in SPECIAL_IDS}
+            _set_special_tokens(folder, {name: token for name, token in ids.items() if token is not None})
         if text is not None:
             (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
 
     return write
+
+
+def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
+    """Set the ids of special tokens in a model's config.json and generation_config.json, as transformers' Trainer does.
+
+    A base model's config has the base model's end token. If the tokenizer of the training has another, other programs
+    would generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
+    """
+    for name in ("config.json", "generation_config.json"):
+        if not (folder / name).is_file():
+            continue  # adapters have no config
+        config = read_json(folder / name)
+        before = dict(config)
+        for key, token in ids.items():
+            known = config.get(key)
+            ends = known if isinstance(known, list) else [] if known is None else [known]
+            if token in ends:
+                continue
+            # each of several end tokens ends a text, so those of the base model stay
+            several = key == "eos_token_id" and ends and (name != "config.json" or isinstance(known, list))
+            config[key] = [token, *ends] if several else token
+        if config != before:
+            write_text(folder / name, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _read(file: Path) -> str:
