@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerofit.models.catalog import ModelError, nearest
+from zerofit.spec.errors import reason_of
 from zerofit.spec.partial_training import LoraSettings, PartialTraining
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ ADAPTER = "default"  # peft's name of the only adapter
 ALL_LINEAR = "all-linear"
 HEADED = ("ForSequenceClassification", "ForTokenClassification")  # classes of transformers
 BASE = ".base_layer"  # added by peft to the names of weights with adapters
+
+# On CPUs with AVX-512, bitsandbytes warns while it is imported if an optional package of kernels is missing. peft and
+# transformers import it on their own, often before any function here runs, so the logger is set on import.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
@@ -62,11 +67,6 @@ def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
     patterns = () if partial is None else (*partial.train, *partial.freeze)
     words = {word for pattern in patterns for word in pattern.split(".")}
     return any(len({fnmatchcase(str(layer), word) for layer in range(layers)}) > 1 for word in words)
-
-
-def quiet_bitsandbytes() -> None:
-    """Silence bitsandbytes' message about a missing optional package on CPUs; peft always imports it."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
@@ -119,7 +119,6 @@ def name_without_adapters(name: str) -> str:
 def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
     from peft import inject_adapter_in_model
 
-    quiet_bitsandbytes()
     parameters = list(model.parameters())
     kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "give names of layers"
@@ -129,7 +128,7 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # peft corrects it itself
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
-        message = f"--lora-targets {lora.targets}: {' '.join(str(error).split())[:300]}"
+        message = f"--lora-targets {lora.targets}: {reason_of(error)}"
         raise ModelError("model-part", message, hint) from None
     _refuse_targets(model, lora, hint)
     _refuse_shared(model)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checksums import part_checksum
 from zerofit.models.deferred import Stored
-from zerofit.models.partial import quiet_bitsandbytes
 from zerofit.spec.partial_training import Quantization
 
 PACKAGE = "bitsandbytes"
@@ -94,7 +93,6 @@ class Quantizer:
 
 def library() -> Any:
     """Import bitsandbytes' layers."""
-    quiet_bitsandbytes()
     kinds, functional = (
         importlib.import_module("bitsandbytes.nn.modules"),
         importlib.import_module(f"{PACKAGE}.functional"),

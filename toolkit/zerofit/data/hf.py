@@ -21,7 +21,7 @@ from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, f
 from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, TextSource, held_out_hash, split_text
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
@@ -108,7 +108,7 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
         with hub_if_reachable(datasets.config):
             return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
-        message = f"cannot open --data hf:{name}: {' '.join(str(error).split())[:300]}"
+        message = f"cannot open --data hf:{name}: {reason_of(error)}"
         hint = "use a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
         raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data")) from error
 

@@ -14,7 +14,7 @@ import numpy as np
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.hashing import sample_hashes, stratified_fifth
 from zerofit.models.inputs import ImageInputs
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import Task
@@ -218,7 +218,7 @@ def _fetch(name: str, facts: VisionSet, root: Path, progress: Reporter) -> None:
             for train in (True, False):
                 facts.load(root, train, download=True)
     except (OSError, RuntimeError) as error:
-        message = f"cannot download {name} into {root}: {' '.join(str(error).split())[:200]}"
+        message = f"cannot download {name} into {root}: {reason_of(error)}"
         hint = "download it on a machine with a network and set --data-root to its folder"
         raise UserError(Problem(kind="download", message=message, hint=hint, where="--download")) from error
 
@@ -228,7 +228,7 @@ def _arrays(name: str, facts: VisionSet, root: Path, train: bool) -> tuple[np.nd
     try:
         dataset = facts.load(root, train)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
-        message = f"{name} is missing or incomplete in {root}: {' '.join(str(error).split())[:200]}"
+        message = f"{name} is missing or incomplete in {root}: {reason_of(error)}"
         hint = f"use --download ({facts.mib} MiB), or set --data-root to the folder that contains it"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data-root")) from error
     # torchvision keeps (n, height, width) tensors or (n, height, width, channels) arrays

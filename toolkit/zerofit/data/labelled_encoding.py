@@ -10,7 +10,7 @@ import numpy as np
 
 from zerofit.data.labelled_rows import LabelledFields, value_of
 from zerofit.data.tokenizer import Tokenizer
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
 
 BYTES_PAD = 258  # padding id of the tokenizer `bytes`
@@ -172,7 +172,7 @@ class LabelledEncoder:
                 texts, pairs, truncation=True, max_length=self.length, return_attention_mask=False, verbose=False, **how
             )
         except (AssertionError, ValueError, TypeError) as error:
-            message = f"--tokenizer {self.tokenizer.name} rejects this text: {' '.join(str(error).split())[:200]}"
+            message = f"--tokenizer {self.tokenizer.name} rejects this text: {reason_of(error)}"
             hint = "byte-level tokenizers need add_prefix_space in tokenizer_config.json"
             raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from None
 
