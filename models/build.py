@@ -48,7 +48,7 @@ from zerofit.models.partial import name_without_adapters, train_part
 from zerofit.models.pretrained import load_pretrained
 from zerofit.models.quantized import Quantizer, elements
 from zerofit.models.state_space import mamba_kernels
-from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
+from zerofit.models.vision import BUILDERS, DCGAN, published_inputs, torchvision_model
 from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import gives_loss, has_head, is_text
 
@@ -370,7 +370,7 @@ def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | Non
 
 
 def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    wanted = inputs or PUBLISHED_INPUTS[source.name]
+    wanted = inputs or published_inputs(source)
     builder = cast(Callable[..., nn.Module], DCGAN if source.family == "gan" else BUILDERS[source.name])
     known = [name for name in inspect.signature(builder).parameters if name != "inputs"]
     for key in args:

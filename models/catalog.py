@@ -153,9 +153,7 @@ def shape_named(name: str) -> Match:
 
 def is_cnn(source: ModelSource) -> bool:
     """Return whether a model is a convolutional network of zerofit or torchvision."""
-    if source.family == "torchvision":
-        return not source.name.startswith(("vit_", "swin", "maxvit"))
-    return source.name in CNNS
+    return source.name in NAMED and NAMED[source.name].convolutional
 
 
 def config_task(config: dict[str, Any], where: str) -> Task:
@@ -355,8 +353,3 @@ HEADS: dict[Task, str] = {  # transformers' tables of full models, by model type
     "image-text-pairs": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-
-CNNS = (  # zerofit's
-    *("simplecnn", "simplecnn-112", "lenet", "lenet-scratch"),
-    *("resnet18-small", "resnet18-bias", "fcn-tiny"),
-)

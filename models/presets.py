@@ -2,7 +2,11 @@
 
 Each file has the models of one family. An entry has a config (of transformers or diffusers) on top of a shared
 template, the number of parameters counted on the meta device, the published figure with its source, and the hub
-repositories of this shape. Importing this module does not import torch or transformers.
+repositories of this shape. `Preset` is the schema. Importing this module does not import torch or transformers.
+
+    {"name": "llama-2-7b", "template": "llama-2", "parameters": 6738415616, "published": "6.74B",
+     "config": {"hidden_size": 4096, "num_hidden_layers": 32, ...},
+     "hub": ["meta-llama/Llama-2-7b-hf", ...]}
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ class Preset:
     published: str = ""  # the figure as published: "8.03B"
     differs: str = ""  # how the published figure is counted differently
     note: str = ""  # parts of the published model that are left out
+    convolutional: bool = False  # a convolutional network, which the recipes train with SGD
+    inputs: dict[str, Any] = field(default_factory=dict)  # of zerofit's own models, for `inputs_from_dict`
     config: dict[str, Any] = field(default_factory=dict)  # with the template's keys
     hub: list[str] = field(default_factory=list)  # repositories of this shape, and other names
 
@@ -41,9 +47,9 @@ class Preset:
         return "preset" if self.config else self.library
 
 
-def read_presets() -> dict[str, Preset]:
-    """Read all files of data/, zerofit's own models first."""
-    files = sorted(DATA.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
+def read_presets(folder: Path = DATA) -> dict[str, Preset]:
+    """Read all files of a folder, zerofit's own models first."""
+    files = sorted(folder.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
     return {preset.name: preset for path in files for preset in _of_family(path)}
 
 
