@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,26 +15,27 @@ from zerofit.data.chat_records import ChatMessages
 from zerofit.data.chat_render import MARKED, NotRendered, Renderer, Span, compiled
 from zerofit.data.hashing import text_digest
 from zerofit.data.limited import Exceeded, begin_step, limited
-from zerofit.data.named_templates import NAMED_TEMPLATES, likely_template, missing_tokens, template_file
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
-from zerofit.spec.errors import Problem, UserError, reason_of
+from zerofit.spec.errors import Problem, UserError, nearest, reason_of
 from zerofit.spec.files import write_text
 from zerofit.spec.foreign import read_json
 
-# for bytes, which have no template
-PLAIN = """{% if tools %}<|tools|>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|end|>
-{% endif %}{% for message in messages %}<|{{ message.role }}|>
-{% if message.role == 'assistant' %}{% generation %}{% if message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
-{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|end|>
-{% endgeneration %}{% else %}{{ message.content }}<|end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% endif %}"""
+_FOLDER = Path(__file__).with_name("templates")
+_PLAIN = _FOLDER / "bytes.jinja"  # for bytes, which have no template of their own
+# The tokens by which each format marks turns. A format without any writes plain text and ends a turn with eos_token.
+NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "llama2": (),
+    "zephyr": (),
+    "vicuna": (),
+    "alpaca": (),
+}
 CHAT_TEMPLATE = "chat_template.jinja"  # in a model's folder, as in transformers
 COPY_IT = (
     "--chat-template FILE: a copy that writes all messages and their tool_calls, "
@@ -172,7 +173,7 @@ def open_chat_template(given: Path | None, tokenizer: Tokenizer) -> ChatTemplate
     if given is not None:
         return _given(given, tokenizer)
     if loaded is None:
-        return ChatTemplate(text=PLAIN, origin="chat template for bytes", tokenizer=tokenizer)
+        return ChatTemplate(text=_read(_PLAIN), origin="chat template for bytes", tokenizer=tokenizer)
     try:
         text = loaded.get_chat_template()
     except ValueError as error:  # none, or several without a default
@@ -198,6 +199,33 @@ def _given(given: Path, tokenizer: Tokenizer) -> ChatTemplate:
     elif tokenizer.loaded and (missing := missing_tokens(str(given), tokenizer.loaded.get_vocab())):
         return replace(template, missing=tuple(missing))
     return template
+
+
+def template_file(given: Path) -> Path:
+    """Return the file of a template that is given by name or by path. Raises UserError for an unknown name.
+
+    A file in the current folder takes precedence over a shipped template with its name.
+    """
+    name = str(given)
+    if given.expanduser().is_file() or len(given.parts) > 1 or given.suffix in (".jinja", ".jinja2", ".j2", ".txt"):
+        return given
+    if name in NAMED_TEMPLATES:
+        return _FOLDER / f"{name}.jinja"
+    message = f"--chat-template {name} is neither a file nor the name of a template"
+    hint = nearest(name.lower(), NAMED_TEMPLATES)
+    raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
+
+
+def likely_template(vocabulary: Collection[str]) -> str:
+    """Return the name of the template that suits a tokenizer with these tokens: the one with most tokens of its own."""
+    suited = {name: len(tokens) for name, tokens in NAMED_TEMPLATES.items() if not missing_tokens(name, vocabulary)}
+    best = max(suited, key=suited.__getitem__)
+    return best if suited[best] else "zephyr"
+
+
+def missing_tokens(name: str, vocabulary: Collection[str]) -> list[str]:
+    """Return the tokens of a named template that a vocabulary does not have."""
+    return [token for token in NAMED_TEMPLATES.get(name, ()) if token not in vocabulary]
 
 
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:

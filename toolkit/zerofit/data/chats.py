@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers
-from zerofit.data.chat_source import ChatSource
-from zerofit.data.chat_template import ChatTemplate, open_chat_template
-from zerofit.data.chat_tokens import ChatTokens, open_chat_tokens
+from zerofit.data.cache import Preparation
+from zerofit.data.chat_template import COPY_IT, ChatTemplate, EncodedChat, open_chat_template
+from zerofit.data.text_sources import NAMED, ChatPiece, ChatSource
+from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, UserError
@@ -19,7 +23,20 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run import Run
 
+FORMAT = "chats-2"  # raise it when files, split rules or the fields read from records change
+AT_ONCE = 1024  # conversations, for the tokenizer's threads
+PARTS = ("ids", "targets", "starts")
 BLOCK = 1 << 22  # tokens whose targets are counted at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTokens:
+    """The conversations of one split, one after the other."""
+
+    ids: TokenFile  # uint16 or uint32 (tokens,)
+    targets: TokenFile  # bool (tokens,): written by the assistant
+    starts: TokenFile  # int64 (conversations + 1,): where each begins, and where the last one ends
+    unused: dict[str, int]  # fields of records without effect, and in how many conversations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +193,65 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
         notes=tuple(_notes(source, template, counts, held_out, train)),
         counts={**vars(counts), "validation_conversations": held_out.conversations},
     )
+
+
+def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
+    """Open the tokens of a source's conversations by split: map the cached files, or write them first.
+
+    Raises UserError with up to 20 records that are not conversations, or whose assistant's text cannot be found, and
+    as `Preparation.open` does.
+    """
+
+    ids = "uint16" if template.tokenizer.vocab_size <= 1 << 16 else "uint32"
+    dtypes = dict(zip(PARTS, (ids, "bool", "int64"), strict=True))
+
+    def write(staging: Path, documents: int) -> None:
+        writers = {split: SplitWriter(staging, split, dtypes, ("starts",)) for split in SPLITS}
+        unused: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+        with progress.task(f"{source.name}: tokenizing", documents, "conversations") as task:
+            for piece, chat in _encoded(source, template, documents):
+                split = "valid" if piece.held_out else "train"
+                writers[split].put("ids", chat.ids)
+                writers[split].put("targets", chat.targets)
+                writers[split].end("starts", len(chat.ids))
+                unused[split].update(chat.unused)
+                task.advance()
+        for writer in writers.values():
+            writer.close()
+        meta = {"format": FORMAT, "source": source.name, "tokenizer": template.tokenizer.name}
+        write_meta(staging, {**meta, "unused": unused, "dtypes": dict.fromkeys(SPLITS, dtypes)})
+
+    identity = (template.identity, FORMAT)
+    return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
+
+
+def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
+    """Yield all conversations with their tokens. Raises UserError with all problems, at the end or after the 20th."""
+    problems: list[Problem] = []
+    found = source.pieces(documents)
+    while len(problems) < NAMED and (block := list(islice(found, AT_ONCE))):
+        problems += [one for one in block if isinstance(one, Problem)]
+        pieces = [one for one in block if isinstance(one, ChatPiece)]
+        for piece, chat in zip(pieces, template.encode_all([one.conversation for one in pieces]), strict=True):
+            if isinstance(chat, EncodedChat):
+                yield piece, chat
+                continue
+            message = f"{piece.where}: {chat}"
+            problems.append(Problem(kind="chat-template", message=message, hint=COPY_IT, where=piece.where))
+    if problems:
+        raise UserError(*problems[:NAMED])
+
+
+def _read(folder: Path) -> dict[str, ChatTokens] | None:
+    """Return the tokens of a complete folder; None if it is missing or incomplete."""
+    meta = read_meta(folder)
+    return meta and {
+        split: ChatTokens(
+            **{part: TokenFile(folder / f"{split}.{part}", dtypes[part]) for part in PARTS},
+            unused=meta["unused"][split],
+        )
+        for split, dtypes in meta["dtypes"].items()
+    }
 
 
 def _notes(

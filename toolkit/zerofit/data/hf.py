@@ -18,9 +18,18 @@ from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
-from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash, text_digest
-from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, TextSource, held_out_hash, split_text
+from zerofit.data.text_sources import (
+    NAMED,
+    ChatPiece,
+    ChatSource,
+    Source,
+    Survey,
+    TextPiece,
+    TextSource,
+    held_out_hash,
+    split_text,
+)
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
@@ -64,14 +73,8 @@ def open_hf(run: Run, argument: str) -> Source:
     is one, else 5 % of the rows by hash of the row number (with fewer than 20 rows the last 5 % of each). Raises
     UserError "hf" or "text-field".
     """
-    splits = load_splits(argument)
-    train = splits.get("train")
-    if train is None:
-        message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
-        hint = "add a split 'train', or use --data jsonl:GLOB"
-        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
-    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
-    found = {"name": f"hf:{argument}", "train": train, "valid": valid}
+    found = named_splits(argument)
+    train = found["train"]
     first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
     if problem := judged_answers(first, run.text_field, found["name"]):
         raise UserError(problem)
@@ -82,6 +85,17 @@ def open_hf(run: Run, argument: str) -> Source:
         hint = field_hint(first, run.text_field)
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
     return HfSource(**found, what=run.text_field)
+
+
+def named_splits(argument: str) -> dict[str, Any]:
+    """Return "name", "train" and "valid" (None: no such split) of an HfSet. Raises UserError "hf"."""
+    splits = load_splits(argument)
+    if "train" not in splits:
+        message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
+        hint = "add a split 'train', or use --data jsonl:GLOB"
+        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
+    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
+    return {"name": f"hf:{argument}", "train": splits["train"], "valid": valid}
 
 
 def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,16 +11,15 @@ from typing import Any
 import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.cache import Preparation
 from zerofit.data.labelled_encoding import ClassNames, EncodedLabelled, LabelledEncoder, read_row
 from zerofit.data.labelled_rows import LabelledFields, LabelledRow, RowSource, fields_of, open_rows
-from zerofit.data.prepared import Preparation
 from zerofit.data.text_sources import NAMED
-from zerofit.data.token_cache import SPLITS, TokenFile
+from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import Inputs, LabelledTextInputs, NamedInput, NamedInputs
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import write_text
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
 from zerofit.spec.run import Run
 
@@ -193,20 +190,22 @@ def _open_files(
     """Open the files of a source's samples, or make them now."""
 
     def write(staging: Path, documents: int) -> None:
-        writers = {split: _LabelledWriter(staging, split) for split in SPLITS}
-        classes = ClassNames()
+        writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}
+        rows, cut, pairs, classes = dict.fromkeys(SPLITS, 0), 0, False, ClassNames()
         with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
             for row, sample in _encoded(source, fields, encoder, classes, documents):
-                writers["valid" if row.held_out else "train"].add(sample)
+                split = "valid" if row.held_out else "train"
+                for part, values in (("ids", sample.ids), ("types", sample.types), ("labels", sample.labels)):
+                    writers[split].put(part, values)
+                writers[split].end("starts", len(sample.ids))
+                writers[split].end("label_starts", len(sample.labels))
+                rows[split] += 1
+                cut, pairs = cut + sample.cut, pairs or bool(sample.types.any())
                 task.advance()
         for writer in writers.values():
             writer.close()
-        sizes = {path.name: path.stat().st_size for path in staging.iterdir()}
-        facts = {"rows": {split: writer.rows for split, writer in writers.items()}, "classes": list(classes.numbers)}
-        facts |= {"cut": sum(w.cut for w in writers.values()), "types": any(w.types for w in writers.values())}
-        write_text(
-            staging / "meta.json", json.dumps({"format": FORMAT, "source": source.name, "sizes": sizes, **facts})
-        )
+        facts = {"rows": rows, "classes": list(classes.numbers), "cut": cut, "types": pairs}
+        write_meta(staging, {"format": FORMAT, "source": source.name, **facts})
 
     how = (encoder.task, str(encoder.length), str(encoder.target_length), *map(str, vars(fields).values()))
     identity = (encoder.tokenizer.identity, FORMAT, *how)
@@ -237,43 +236,9 @@ def _encoded(
         raise UserError(*problems[:NAMED])
 
 
-class _LabelledWriter:
-    """The files of one split."""
-
-    def __init__(self, folder: Path, split: str):
-        self._files = {part: (folder / f"{split}.{part}").open("wb") for part in PARTS}
-        self.rows, self.cut, self.types, self._ends = 0, 0, False, {"starts": 0, "label_starts": 0}
-        for part in self._ends:
-            self._put(part, np.zeros(1))
-
-    def _put(self, part: str, values: np.ndarray) -> None:
-        self._files[part].write(values.astype(PARTS[part]).data)
-
-    def add(self, sample: EncodedLabelled) -> None:
-        """Append a sample."""
-        self.rows, self.cut = self.rows + 1, self.cut + sample.cut
-        self.types = self.types or bool(sample.types.any())
-        for part, values, starts in (("ids", sample.ids, "starts"), ("labels", sample.labels, "label_starts")):
-            self._put(part, values)
-            self._ends[starts] += len(values)
-            self._put(starts, np.array([self._ends[starts]]))
-        self._put("types", sample.types)
-
-    def close(self) -> None:
-        """Flush all files to disk."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-
-
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]] | None:
-    """Return the content of a complete folder; None if it is missing or has files of wrong size."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):
-            return None
-    except (OSError, ValueError, KeyError):
+    """Return the content of a complete folder; None if it is missing or incomplete."""
+    if (meta := read_meta(folder)) is None:
         return None
     return meta, {
         split: {part: TokenFile(folder / f"{split}.{part}", dtype) for part, dtype in PARTS.items()} for split in SPLITS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zerofit.data.hashing import name_hash
-from zerofit.data.hf import VALID_SPLITS, HfSet, load_splits
+from zerofit.data.hf import HfSet, named_splits
 from zerofit.data.jsonl import JsonlSet
 from zerofit.data.plain_files import open_cells
 from zerofit.data.text_sources import FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
@@ -118,12 +118,7 @@ def open_rows(name: str) -> RowSource:
     """Open jsonl:GLOB, csv:GLOB or hf:NAME as rows. Raises UserError."""
     word, _, argument = name.partition(":")
     if word == "hf":
-        splits = load_splits(argument)
-        valid = next((splits[split] for split in VALID_SPLITS if split in splits), None)
-        if "train" not in splits:
-            message = f"--data {name} has no split 'train'; it has {', '.join(splits)}"
-            raise UserError(Problem(kind="hf", message=message, hint="add a split 'train'", where="--data"))
-        return HfRows(name=name, train=splits["train"], valid=valid, what="rows")
+        return HfRows(**named_splits(argument), what="rows")
     files = matching_files(word, argument)
     return CsvRows(name=name, files=files) if word == "csv" else JsonlRows(name=name, files=files, what="rows")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.chat_records import CHAT_FIELDS
-from zerofit.data.chat_source import ChatSource
 from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_packaged_set, open_vision_set
@@ -30,7 +29,7 @@ from zerofit.data.synthetic import (
 )
 from zerofit.data.table import open_table
 from zerofit.data.text import CausalText, MaskedText
-from zerofit.data.text_sources import Source, TextSource, open_pysource, open_text
+from zerofit.data.text_sources import ChatSource, Source, TextSource, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.catalog import find, label_names

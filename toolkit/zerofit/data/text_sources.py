@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zerofit.data.chat_records import ChatForm, ChatMessages
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.plain_files import is_compressed, open_plain, plain_size, refuse_others, skip
 from zerofit.spec.errors import Problem, UserError
@@ -70,6 +71,24 @@ class TextSource(Source):
     @abstractmethod
     def pieces(self, documents: int) -> Iterator[TextPiece]:
         """Yield all text, at most a few MB (or one jsonl line) at a time. Raises UserError with all bad places."""
+
+
+class ChatPiece(NamedTuple):
+    """One conversation of a source."""
+
+    conversation: ChatMessages
+    where: str  # for messages about it
+    held_out: bool  # it is validation data
+
+
+class ChatSource(Source):
+    """Conversations, in a fixed order."""
+
+    form: ChatForm
+
+    @abstractmethod
+    def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
+        """Yield all conversations, and for each invalid record the reason."""
 
 
 def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> int:
