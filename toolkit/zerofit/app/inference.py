@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from zerofit.data import split_name
-from zerofit.infer.chat import Talk, open_chat, talk
 from zerofit.infer.evaluate import EvalScores, figures_of, open_eval_data, scratch_folder
 from zerofit.infer.evaluate import evaluate as evaluate_model
 from zerofit.infer.evaluate import working_bytes as eval_bytes
-from zerofit.infer.generate import GeneratedText, GenerationRequest, check_prompt
+from zerofit.infer.generate import GeneratedText, GenerationRequest, Talk, check_prompt, open_chat, talk
 from zerofit.infer.generate import generate as generate_text
 from zerofit.infer.generate import working_bytes as generation_bytes
 from zerofit.infer.limits import Device, read_limits
