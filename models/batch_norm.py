@@ -1,7 +1,7 @@
 """The batch norms of a model, of any dimension, and their synchronisation over all data parallel ranks.
 
-torch.nn.SyncBatchNorm only has kernels for accelerators and works neither on CPUs nor in the simulation. Here the local
-means and variances are exchanged (an all-gather in forward, an all-reduce in backward), and torch's batch norm kernel
+torch.nn.SyncBatchNorm only has kernels for accelerators and works neither on CPUs nor in the simulation. Here ranks
+exchange their means and variances, by an all-gather in forward and an all-reduce in backward. torch's batch norm kernel
 applies them.
 """
 
@@ -57,6 +57,14 @@ def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
     norm.running_var.lerp_(var * (count / (count - 1).clamp_min(1)), momentum)
 
 
+# Statistics of all ranks, from n_r values with mean_r and var_r on rank r (Chan et al., 1979):
+#
+#     mean = sum(n_r * mean_r) / n
+#     var  = sum(n_r * (var_r + (mean_r - mean)^2)) / n
+#
+# The gradient, with x' = (x - mean) / std and means over all ranks' values of a channel:
+#
+#     dx = weight / std * (dy - mean(dy) - x' * mean(dy * x'))
 class _Synchronized(torch.autograd.Function):
     """Batch norm with the statistics of all ranks. Keeps the input and three numbers per channel for backward."""
 
@@ -96,9 +104,9 @@ def _shared_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     ranks = _ranks(group)
     if ranks == 1:
         return mean, var, count
-    mine = torch.cat([mean, var, count])
-    every = mine.new_empty(ranks * len(mine))
-    dist.all_gather_into_tensor(every, mine, group=group)
+    local = torch.cat([mean, var, count])
+    every = local.new_empty(ranks * len(local))
+    dist.all_gather_into_tensor(every, local, group=group)
     means, variances, counts = every.view(ranks, -1).split([len(mean), len(var), 1], dim=1)
     count = counts.sum(0)
     mean = (means * counts).sum(0) / count

@@ -34,8 +34,8 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     """Freeze a built model except for the trained part, and add adapters. Changes the model in place.
 
     Adapters are initialised on the CPU in float32, in the order of modules, as by peft after `torch.manual_seed` with
-    the run's seed: the numbers do not depend on this rank's part of the model. Weights on meta get adapters too. Raises
-    ModelError if nothing would be trained, or for names that the model does not have.
+    the run's seed. So the numbers do not depend on this rank's part of the model. Weights on meta get adapters too.
+    Raises ModelError if nothing would be trained, or for names that the model does not have.
     """
     if partial.lora is not None:
         torch.manual_seed(partial.seed)
@@ -59,6 +59,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     return model
 
 
+# Few layers stand for many in simulations and profiles. That is wrong if only some of the layers are trained.
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
     """Return whether the patterns select some of a model's layers by number, and others not.
 
@@ -98,8 +99,8 @@ def head_modules(model: nn.Module) -> list[str]:
     """
     if not type(model).__name__.endswith(HEADED):
         return []
-    whole: Any = model
-    return [n for n, child in model.named_children() if n != whole.base_model_prefix and list(child.parameters())]
+    transformer: Any = model
+    return [n for n, child in model.named_children() if n != transformer.base_model_prefix and list(child.parameters())]
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -138,23 +139,23 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return peft's word for all linear layers, or their names where peft's own search does not work.
+    """Return peft's word for all linear layers, or their names if peft's own search does not work.
 
-    peft finds them (and the head) only in transformers models, and would include a mixture's fused experts and router.
+    peft finds them, and the head, only in transformers models. It would include a mixture's fused experts and router.
     """
     head = head_modules(model)
     if head:
         from transformers.pytorch_utils import Conv1D  # GPT-2's
 
-        kinds, whole = (nn.Linear, Conv1D), model.named_modules()
-        return [n for n, module in whole if isinstance(module, kinds) and n.partition(".")[0] not in head]
+        kinds, modules = (nn.Linear, Conv1D), model.named_modules()
+        return [n for n, module in modules if isinstance(module, kinds) and n.partition(".")[0] not in head]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not hasattr(model, "get_output_embeddings"):
         return list(linear)
     if not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters()):
         return ALL_LINEAR
-    left = cast("PreTrainedModel", model).get_output_embeddings()
-    return [name for name, module in linear.items() if module is not left]
+    head_layer = cast("PreTrainedModel", model).get_output_embeddings()
+    return [name for name, module in linear.items() if module is not head_layer]
 
 
 def _target_names(lora: LoraSettings) -> list[str]:
@@ -168,9 +169,9 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
     """
     from peft.tuners.lora import ParamWrapper
 
-    found = dict(lora_layers(model))
-    linear = {name for name, layer in found.items() if not isinstance(layer, ParamWrapper)}
-    wrapped = next((name for name in found if name not in linear), None)
+    adapted = dict(lora_layers(model))
+    linear = {name for name, layer in adapted.items() if not isinstance(layer, ParamWrapper)}
+    wrapped = next((name for name in adapted if name not in linear), None)
     if wrapped is not None:
         usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME (of linear layers)"
         message = f"--lora-targets {lora.targets}: {wrapped} is not a linear layer, and its adapters cannot be trained"
@@ -181,13 +182,14 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
             raise ModelError("model-part", message, hint)
 
 
+# GPT-2's output matrix is its embedding. An adapter on one of them, merged, would change both.
 def _refuse_shared(model: Any) -> None:
     """Refuse an adapter of a weight that another layer shares, since merging would change both."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        mine = adapted.get(id(parameter))
-        if mine is not None and not name.startswith(f"{mine}."):
-            message = f"{mine} shares its weight with {name.rpartition('.')[0]} and cannot have an adapter"
+        adapter = adapted.get(id(parameter))
+        if adapter is not None and not name.startswith(f"{adapter}."):
+            message = f"{adapter} shares its weight with {name.rpartition('.')[0]} and cannot have an adapter"
             raise ModelError("model-part", message, "leave it out of --lora-targets")
 
 

@@ -1,7 +1,7 @@
 """All named models, read from data/*.json (without weights). A new model is one entry there.
 
-Each file has the models of one family. An entry has a config (of transformers or diffusers) on top of a shared
-template, the number of parameters counted on the meta device, the published figure with its source, and the hub
+Each file has the models of one family. An entry has a config of transformers or diffusers, on top of a shared template.
+It has the number of parameters, counted on the meta device, and the published figure with its source. It lists the hub
 repositories of this shape. `Preset` is the schema. Importing this module does not import torch or transformers.
 
     {"name": "llama-2-7b", "template": "llama-2", "parameters": 6738415616, "published": "6.74B",
@@ -20,6 +20,8 @@ from typing import Any, Literal
 from zerofit.spec.model_facts import Task
 
 DATA = Path(__file__).parent / "data"
+Config = dict[str, Any]  # a config.json of transformers or diffusers
+ModelArgs = dict[str, Any]  # `--model-args`: keys of a config, or keyword arguments of a model's builder
 Library = Literal["zerofit", "torchvision", "transformers", "diffusers"]
 
 
@@ -38,7 +40,7 @@ class Preset:
     note: str = ""  # parts of the published model that are left out
     convolutional: bool = False  # a convolutional network, which the recipes train with SGD
     inputs: dict[str, Any] = field(default_factory=dict)  # of zerofit's own models, for `inputs_from_dict`
-    config: dict[str, Any] = field(default_factory=dict)  # with the template's keys
+    config: Config = field(default_factory=dict)  # with the template's keys
     hub: list[str] = field(default_factory=list)  # repositories of this shape, and other names
 
     @property
@@ -62,11 +64,12 @@ def _of_family(path: Path) -> Iterator[Preset]:
         yield Preset(**{"library": content["library"], **template, **entry, "family": path.stem, "config": config})
 
 
-def _merged(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _merged(shared: Config, config: Config) -> Config:
     """Merge a model's own keys over the shared ones, also within the configs of its parts."""
-    parts = {key for key, value in own.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
-    return {**shared, **own, **{key: {**shared[key], **own[key]} for key in parts}}
+    parts = {key for key, value in config.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
+    return {**shared, **config, **{key: {**shared[key], **config[key]} for key in parts}}
 
 
+# read on import, since every command that takes a model looks up names
 NAMED = read_presets()
-PRESETS: dict[str, dict[str, Any]] = {name: preset.config for name, preset in NAMED.items() if preset.config}
+PRESETS: dict[str, Config] = {name: preset.config for name, preset in NAMED.items() if preset.config}

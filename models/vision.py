@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs, SegmentationInputs, TableInputs, inputs_from_dict
-from zerofit.models.presets import NAMED
+from zerofit.models.presets import NAMED, ModelArgs
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
@@ -257,7 +257,7 @@ def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
     return VOC if source.task == "segmentation" else IMAGENET
 
 
-def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
     """Build a torchvision model with random weights for these images; `args` are its keyword arguments."""
     import torchvision
 
@@ -310,6 +310,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
     setattr(model.get_submodule(parent), attribute, new)
 
 
+# RegNet's constructor calls .tolist() on a tensor (torchvision/models/regnet.py, BlockParams.from_init_params).
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
     """Make RegNet compute its widths on the CPU, since it reads them, which meta tensors do not allow."""

@@ -50,6 +50,12 @@ def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
         lock.release()
 
 
+#     tokens/index/FINGERPRINT   the key, by names, sizes and times of the source's files: no file is read
+#     tokens/KEY/                the files made from content with this hash
+#     tokens/KEY.build/          their staging folder, renamed when it is complete
+#     tokens/KEY.lock            locked by the process that makes them
+#
+# A copied or touched source gets a new fingerprint, but the same key: it is hashed once more and not tokenized again.
 @dataclass(frozen=True, kw_only=True)
 class Preparation(Generic[T]):
     """How to make files from a source, and how to read them."""
@@ -70,8 +76,8 @@ class Preparation(Generic[T]):
             _sweep(root)
             known = root / "index" / text_digest(self.source.fingerprint(), *self.identity)
             key = known.read_text() if known.is_file() else ""
-            if key and (found := self.read(root / key)):
-                return found
+            if key and (files := self.read(root / key)):
+                return files
             return self._find_or_build(progress, known)
 
     def _find_or_build(self, progress: Reporter, known: Path) -> T:
@@ -79,18 +85,18 @@ class Preparation(Generic[T]):
         survey = source.survey(progress)
         key = text_digest(survey.digest, *self.identity)
         with waiting_lock(root / f"{key}.lock", f"another process tokenizes {source.name}", progress):
-            found = self.read(root / key)
-            if found is None:
+            files = self.read(root / key)
+            if files is None:
                 self._build(root, key, survey.documents)
-                found = self.read(root / key)
-                assert found is not None, "a cache that was just built cannot be read"
+                files = self.read(root / key)
+                assert files is not None, "a cache that was just built cannot be read"
         if source.fingerprint() != before:
             shutil.rmtree(root / key, ignore_errors=True)
             message = f"{source.name} changed while it was tokenized"
             raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
         known.parent.mkdir(exist_ok=True)
         write_text(known, key)
-        return found
+        return files
 
     def _build(self, root: Path, key: str, documents: int) -> None:
         """Write the files into a staging folder, sync them, and rename the folder."""
@@ -107,7 +113,7 @@ class Preparation(Generic[T]):
 
 
 def _sweep(root: Path) -> None:
-    """Remove staging folders that killed builds left: those that no process has locked."""
+    """Remove staging folders that killed builds left. No process has locked them."""
     from filelock import FileLock, Timeout
 
     for staging in root.glob("*.build"):

@@ -17,6 +17,9 @@ from typing import Any
 from zerofit.spec.errors import Problem, nearest
 from zerofit.spec.foreign import Unreadable, parse_json
 
+Record = Mapping[str, Any]  # a JSON object of a file
+Message = dict[str, Any]  # "role", "content", and other fields that a template may read
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {  # ShareGPT's words
     "system": "system",
@@ -44,7 +47,7 @@ class NotAConversation(ValueError):
 class ChatMessages:
     """Messages in order, in the form that chat templates accept."""
 
-    messages: list[dict[str, Any]]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
+    messages: list[Message]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
     variables: dict[str, Any] = field(default_factory=dict)  # "tools" and others that a template may read
     unread: tuple[str, ...] = ()  # fields of the record that do not belong to its form
 
@@ -55,20 +58,20 @@ class ChatForm:
 
     title: str  # as shown to the user
     field: str  # that it is recognised by
-    beside: str | None = None  # another field, without which the first is plain text
-    read: Callable[[Mapping[str, Any]], list[dict[str, Any]]]  # the messages; raises NotAConversation
+    partner: str | None = None  # another field, without which the first is plain text
+    read: Callable[[Record], list[Message]]  # the messages; raises NotAConversation
     fields: tuple[str, ...]  # all that it reads
 
 
-def form_of(row: Mapping[str, Any], text_field: str) -> ChatForm | None:
+def form_of(row: Record, text_field: str) -> ChatForm | None:
     """Return the form of a record; None if `text_field` is plain text, or the form is unknown."""
     if text_field in row and text_field not in CHAT_FIELDS:
         return None
     forms = [CHAT_FIELDS[text_field]] if text_field in CHAT_FIELDS else CHAT_FIELDS.values()
-    return next((form for form in forms if form.field in row and form.beside in (None, *row)), None)
+    return next((form for form in forms if form.field in row and form.partner in (None, *row)), None)
 
 
-def judged_answers(row: Mapping[str, Any], text_field: str, where: str) -> Problem | None:
+def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     """Return why zerofit does not train on a record of good and bad answers; None for other records.
 
     Its full text would teach the bad answers too, and its prompt alone would teach none.
@@ -82,11 +85,11 @@ def judged_answers(row: Mapping[str, Any], text_field: str, where: str) -> Probl
     keep = judged.keep
     if isinstance(row.get("chosen"), list):
         keep = "{messages: .chosen}"
-    how = f"jq -c '{keep}' FILE > good.jsonl"
+    command = f"jq -c '{keep}' FILE > good.jsonl"
     if "chosen" in has and isinstance(row["chosen"], str) and "prompt" not in has:
-        how = "--text-field chosen"
+        command = "--text-field chosen"
     message = f"{where}: a {judged.title}; zerofit trains on conversations and text, and would learn all answers"
-    hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {how}"
+    hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {command}"
     return Problem(kind="judged-answers", message=message, hint=hint, where=where)
 
 
@@ -128,7 +131,7 @@ _JUDGED = (
 )
 
 
-def field_hint(row: Mapping[str, Any], field: str) -> str:
+def field_hint(row: Record, field: str) -> str:
     """Return a hint for records without `field`; training on one of several texts alone is seldom intended."""
     close = nearest(field, map(str, row))
     texts = [name for name, value in row.items() if isinstance(value, str)]
@@ -138,15 +141,15 @@ def field_hint(row: Mapping[str, Any], field: str) -> str:
     if close.startswith("did you mean") or len(texts) < 2:
         return f"--text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
-    how = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
-    return f"--text-field NAME trains on that field alone; if one answers another: {how}"
+    command = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
+    return f"--text-field NAME trains on that field alone; if one answers another: {command}"
 
 
-def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | str:
+def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
     """Return the conversation of a record, or the reason why it has none."""
     if form.field not in row:
-        if other := form_of(row, ""):
-            return f"a record of the {other.title} form among others"
+        if other_form := form_of(row, ""):
+            return f"a record of the {other_form.title} form among others"
         return f"no field {form.field!r}; there is {', '.join(map(str, row)) or 'none'}"
     if form.field == "completion" and (judged := judged_answers(row, "", "")):
         return judged.message.removeprefix(": ")
@@ -159,23 +162,23 @@ def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | st
     return ChatMessages(messages=messages, variables=variables, unread=unread)
 
 
-def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(row: Record) -> dict[str, Any]:
     """Return a template's variables other than the messages, under transformers' names."""
-    found = row.get("chat_template_kwargs") or {}
-    if not isinstance(found, Mapping):
-        raise NotAConversation(f"'chat_template_kwargs' is {type(found).__name__}, need an object")
+    arguments = row.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, Mapping):
+        raise NotAConversation(f"'chat_template_kwargs' is {type(arguments).__name__}, need an object")
     documents = row.get("documents") or None
-    if not isinstance(documents, list | None) or not all(isinstance(one, Mapping) for one in documents or ()):
+    if not isinstance(documents, list | None) or not all(isinstance(document, Mapping) for document in documents or ()):
         raise NotAConversation("'documents' is not a list of objects")
     named = {"tools": read_tools(row), "documents": documents}
-    return {**found, **{name: value for name, value in named.items() if value is not None}}
+    return {**arguments, **{name: value for name, value in named.items() if value is not None}}
 
 
-def _openai(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _openai(row: Record) -> list[Message]:
     return read_messages(_turns(row, "messages"))
 
 
-def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _sharegpt(row: Record) -> list[Message]:
     turns = [_turn(turn, n) for n, turn in enumerate(_turns(row, "conversations"), 1)]
     return read_messages([*_system(row), *turns])
 
@@ -189,18 +192,18 @@ def _turn(turn: Any, number: int) -> Any:
         raise NotAConversation(f"turn {number} is from {speaker!r}; known: {', '.join(_SPEAKERS)}")
     if not isinstance(text, str):
         raise NotAConversation(f"turn {number} ({speaker}) has no text for its value")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if speaker != "function_call":
-        return {**rest, "role": _SPEAKERS[speaker], "content": text}
+        return {**fields, "role": _SPEAKERS[speaker], "content": text}
     try:
         calls = parse_json(text)
     except Unreadable as error:
         raise NotAConversation(f"turn {number} (function_call) is not JSON: {error}") from None
     calls = calls if isinstance(calls, list) else [calls]
-    return {**rest, "role": "assistant", "tool_calls": [tool_call(call, f"turn {number}") for call in calls]}
+    return {**fields, "role": "assistant", "tool_calls": [tool_call(call, f"turn {number}") for call in calls]}
 
 
-def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _alpaca(row: Record) -> list[Message]:
     texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
     for name, text in texts.items():
         if not isinstance(text, str):
@@ -215,23 +218,23 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return read_messages([*_system(row), *pairs])
 
 
-def _completion(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _completion(row: Record) -> list[Message]:
     """Read TRL's prompt and completion, each a text or a list of messages; messages of the prompt are not learned."""
     prompt, completion = row.get("prompt"), row.get("completion")
     question, answer = _question_and_answer(prompt, completion)
-    asked = prompt if isinstance(prompt, list) else [question]
-    read = read_messages([*asked, *(completion if isinstance(completion, list) else [answer])])
-    for message in read[: len(asked)]:
+    question_messages = prompt if isinstance(prompt, list) else [question]
+    read = read_messages([*question_messages, *(completion if isinstance(completion, list) else [answer])])
+    for message in read[: len(question_messages)]:
         if message["role"] == "assistant":
             message["weight"] = 0
     return read
 
 
-def _question_and_answer(question: Any, answer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _question_and_answer(question: Any, answer: Any) -> tuple[Message, Message]:
     return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
 
 
-def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
+def _turns(row: Record, field: str) -> list[Any]:
     turns = row[field]
     if not isinstance(turns, list) or not turns:
         what = "empty" if isinstance(turns, list) else type(turns).__name__
@@ -239,13 +242,13 @@ def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
     return turns
 
 
-def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _system(row: Record) -> list[Message]:
     """Return the fields of the record other than its turns."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call: an object for templates that format it, JSON for those that print it as text.
+    """Arguments of a tool call, for templates that format the object and for templates that print it as JSON.
 
     Records have either. OpenAI's arguments are JSON in a string, which `| tojson` would encode a second time. An
     object would become Python's notation in `{{ arguments }}`.
@@ -258,19 +261,19 @@ class Arguments(dict[str, Any]):
     def __str__(self) -> str:
         return self._text
 
-    def __add__(self, other: str) -> str:
-        return self._text + other
+    def __add__(self, suffix: str) -> str:
+        return self._text + suffix
 
-    def __radd__(self, other: str) -> str:
-        return other + self._text
+    def __radd__(self, prefix: str) -> str:
+        return prefix + self._text
 
 
-def read_messages(turns: Sequence[Any]) -> list[dict[str, Any]]:
+def read_messages(turns: Sequence[Any]) -> list[Message]:
     """Return messages in OpenAI's form without null fields, as transformers does. Raises NotAConversation."""
     return [_message(turn, number) for number, turn in enumerate(turns, 1)]
 
 
-def _message(turn: Any, number: int) -> dict[str, Any]:
+def _message(turn: Any, number: int) -> Message:
     message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
     if message.get("role") == "function":  # OpenAI's older name of the role "tool"
         message["role"] = "tool"
@@ -296,7 +299,7 @@ def _part(part: Any, number: int) -> str:
     raise NotAConversation(f"message {number} has a part of type {kind!r}; only text can be trained on")
 
 
-def _read_calls(message: dict[str, Any], number: int) -> None:
+def _read_calls(message: Message, number: int) -> None:
     """Convert the tool calls of a message, or OpenAI's older "function_call", to the form that templates accept."""
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list):
@@ -318,36 +321,36 @@ def tool_call(call: Any, place: str) -> dict[str, Any]:
     return {**known, "function": {**function, "arguments": _arguments(function.get("arguments"), place)}}
 
 
-def _arguments(given: Any, place: str) -> Arguments:
-    values = given
-    if isinstance(given, str):
+def _arguments(arguments: Any, place: str) -> Arguments:
+    values = arguments
+    if isinstance(arguments, str):
         try:
-            values = parse_json(given) if given.strip() else {}
+            values = parse_json(arguments) if arguments.strip() else {}
         except Unreadable as error:
             raise NotAConversation(f"{place}: its arguments are not JSON: {error}") from None
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise NotAConversation(f"{place}: its arguments are {type(values).__name__}, need an object")
-    text = given if isinstance(given, str) and given.strip() else json.dumps(values, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) and arguments.strip() else json.dumps(values, ensure_ascii=False)
     return Arguments(values, text)
 
 
-def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def read_tools(row: Record) -> list[dict[str, Any]] | None:
     """Return the tools of a record as JSON schemas; they may be JSON in a string, or OpenAI's older "functions"."""
     named = [name for name in ("tools", "functions") if row.get(name)]
     tools = [schema for name in named for schema in _schemas(row[name], name)]
     return tools or None
 
 
-def _schemas(given: Any, field: str) -> Iterator[dict[str, Any]]:
-    if isinstance(given, str):
+def _schemas(schemas: Any, field: str) -> Iterator[dict[str, Any]]:
+    if isinstance(schemas, str):
         try:
-            given = parse_json(given) if given.strip() else []
+            schemas = parse_json(schemas) if schemas.strip() else []
         except Unreadable as error:
             raise NotAConversation(f"{field!r} is not JSON: {error}") from None
-    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
-        raise NotAConversation(f"{field!r} is {type(given).__name__}, need a list of JSON schemas")
-    for tool in given:
+    if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):
+        raise NotAConversation(f"{field!r} is {type(schemas).__name__}, need a list of JSON schemas")
+    for tool in schemas:
         yield dict(tool) if "function" in tool or "name" not in tool else {"type": "function", "function": dict(tool)}
 
 
@@ -370,7 +373,7 @@ CHAT_FIELDS: dict[str, ChatForm] = {
         ChatForm(
             title="prompt and completion",
             field="completion",
-            beside="prompt",
+            partner="prompt",
             read=_completion,
             fields=("prompt", "completion", *_TEMPLATE_FIELDS),
         ),

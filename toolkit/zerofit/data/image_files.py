@@ -19,7 +19,8 @@ from zerofit.spec.events import Reporter
 if TYPE_CHECKING:
     from PIL import Image
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 VALID_NAMES = ("val", "valid", "validation", "test")
 VALID_SHARE = 0.10
@@ -84,8 +85,8 @@ def decode_all(text: str, files: Sequence[T], decode: Callable[[T], R], progress
 def bad_images(what: str, root: Path, bad: dict[str, str]) -> Problem:
     """Return a problem that names the first bad files, with reasons; `what`: "cannot decode 2 images in /x"."""
     named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
-    rest = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-    message = f"{what}: {'; '.join(named)}{rest}"
+    unnamed = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+    message = f"{what}: {'; '.join(named)}{unnamed}"
     return Problem(kind="bad-image", message=message, hint="--skip-bad skips and counts them", where="--data")
 
 

@@ -165,15 +165,15 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
         hint = "remove these folders, or add training images for them"
         raise UserError(Problem(kind="unknown-class", message=message, hint=hint, where="--data"))
-    found = [
+    files = [
         ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
         for path, stat in image_paths(folder / name)
     ]
-    present = {file.label for file in found}
+    present = {file.label for file in files}
     _refuse_other_folders(folder, [name for label, name in enumerate(classes) if label not in present])
-    return sorted(found, key=lambda file: (file.label, file.name))
+    return sorted(files, key=lambda file: (file.label, file.name))
 
 
 def _refuse_other_folders(folder: Path, without: list[str]) -> None:
@@ -204,6 +204,8 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
         yield f"{len(bad)} broken images skipped"
 
 
+# Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without
+# the check, a broken image would end a run hours later.
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
     """Return files that cannot be decoded, with reasons. Decodes only files not checked before."""
     store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"

@@ -102,9 +102,9 @@ class JsonlSet(FileSet):
                     if raw.strip():
                         yield JsonLine(name, path, number, raw, number)
 
-    def held_out_up_to(self, documents: int, whole: bool = False) -> int:
+    def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
         """Return the name hash up to which lines are validation data (see `held_out_hash`)."""
-        return held_out_hash((line.key for line in self.lines()), documents, whole)
+        return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,25 +154,26 @@ class JsonlChats(JsonlSet, ChatSource):
 
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
         """See ChatSource.pieces."""
-        limit = self.held_out_up_to(documents, whole=True)
+        limit = self.held_out_up_to(documents, whole_documents=True)
         for line in self.lines():
             row = line.read()
             if isinstance(row, Problem):
                 yield row
                 continue
-            found = conversation_of(row, self.form)
-            if isinstance(found, ChatMessages):
-                yield ChatPiece(found, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
+            conversation = conversation_of(row, self.form)
+            if isinstance(conversation, ChatMessages):
+                yield ChatPiece(conversation, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
             else:
-                yield line.problem("bad-chat", found, f"the first line is in the {self.form.title} form")
+                yield line.problem("bad-chat", conversation, f"the first line is in the {self.form.title} form")
 
 
 def open_jsonl(run: Run, argument: str) -> Source:
     """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
 
     A record is a line that is not blank, or an element of an array. The first record decides whether there are
-    conversations, unless it has the field. From 20 documents on, 5 % of them (by hash of file and number) are held out;
-    with fewer, the last 5 % of each text, or one conversation. Raises UserError "empty-data" if nothing matches.
+    conversations, unless it has the field. From 20 documents on, 5 % of them are held out, by the hash of file and
+    number. With fewer, the last 5 % of each text is held out, or one conversation. Raises UserError "empty-data" if
+    nothing matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)
@@ -234,6 +235,9 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
         yield text.rest()
 
 
+# An array may be larger than memory, and a parser needs all of an element. The window holds the text from the current
+# element on. If the parser fails there, more is read until it succeeds or the file ends. Each time at least as much is
+# read as is unparsed, so an element of n bytes is parsed log n times.
 class _Window:
     """The part of a file that is in memory."""
 
@@ -246,9 +250,9 @@ class _Window:
     def next(self) -> str:
         """Return the next character that is not white space; "" at the end."""
         while True:
-            found = _SPACE.match(self._text, self.at)
-            assert found
-            self._count(found.end())
+            space = _SPACE.match(self._text, self.at)
+            assert space
+            self._count(space.end())
             if self.at < len(self._text) or self._ended:
                 return self._text[self.at : self.at + 1]
             self._more()
@@ -285,13 +289,13 @@ class _Window:
 
     def _more(self) -> None:
         """Read more text: at least as much as is still unparsed."""
-        kept = self._text[self.at :]
-        read = self._tail + self._file.read(max(CHUNK_CHARACTERS, len(kept)))
+        unparsed = self._text[self.at :]
+        read = self._tail + self._file.read(max(CHUNK_CHARACTERS, len(unparsed)))
         self._ended = len(read) == len(self._tail)
         cut = len(read) if self._ended else _character_end(read)
         self._tail = read[cut:]
         self._line_start -= self.at
-        self._text, self.at = kept + read[:cut].decode("utf-8", "surrogateescape"), 0
+        self._text, self.at = unparsed + read[:cut].decode("utf-8", "surrogateescape"), 0
 
 
 def _character_end(read: bytes) -> int:

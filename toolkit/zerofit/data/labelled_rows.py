@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zerofit.data.chat_records import Record
 from zerofit.data.hashing import name_hash
 from zerofit.data.hf import HfSet, named_splits
 from zerofit.data.jsonl import JsonlSet
@@ -31,7 +32,7 @@ _UNNAMED = Run.model_fields["text_field"].default
 class LabelledRow(NamedTuple):
     """One row of the data."""
 
-    values: Mapping[str, Any]
+    values: Record
     where: str  # place, for messages
     held_out: bool  # belongs to validation data
 
@@ -54,7 +55,7 @@ class JsonlRows(JsonlSet, RowSource):
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
         """See RowSource.rows; 5 % of the lines, at least one, are held out."""
-        limit = self.held_out_up_to(documents, whole=True)
+        limit = self.held_out_up_to(documents, whole_documents=True)
         for line in self.lines():
             row = line.read()
             if isinstance(row, Problem):
@@ -73,7 +74,7 @@ class CsvRows(FileSet, RowSource):
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
         """See RowSource.rows; 5 % of the lines, at least one, are held out."""
-        limit = held_out_hash((key for key, _, _ in self._lines()), documents, whole=True)
+        limit = held_out_hash((key for key, _, _ in self._lines()), documents, whole_documents=True)
         for key, where, row in self._lines():
             if None in row or None in row.values():
                 message = f"{where}: the line has {'more' if None in row else 'fewer'} cells than there are columns"
@@ -101,7 +102,7 @@ class HfRows(HfSet, RowSource):
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
         """See RowSource.rows; without a validation split 5 % of the rows, at least one, are held out."""
-        limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
+        limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
         for label, split in (("train", self.train), ("validation", self.valid)):
             for number, row in enumerate(split if split is not None else ()):
                 held_out = split is self.valid or name_hash(str(number)) <= limit
@@ -141,11 +142,11 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
     first = next((row for row in source.rows(1) if isinstance(row, LabelledRow)), None)
     values = first.values if first else {}
     named = run.text_field if run.text_field != _UNNAMED or value_of(values, text) is None else text
-    asked = {"text_field": named, "label_field": run.label_field or label}
+    wanted_fields = {"text_field": named, "label_field": run.label_field or label}
     if run.pair_field:
-        asked["pair_field"] = run.pair_field
+        wanted_fields["pair_field"] = run.pair_field
     problems = []
-    for field, wanted in asked.items() if first else ():
+    for field, wanted in wanted_fields.items() if first else ():
         if value_of(values, wanted) is None:
             flag = "--" + field.replace("_", "-")
             wanted = text if field == "text_field" and wanted == _UNNAMED else wanted
@@ -154,11 +155,11 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
             problems.append(Problem(kind="text-field", message=message, hint=hint, where=flag))
     if problems:
         raise UserError(*problems)
-    found = run.pair_field or (pair if pair and value_of(values, pair) is not None else None)
-    return LabelledFields(text=named, pair=found, label=asked["label_field"])
+    pair_field = run.pair_field or (pair if pair and value_of(values, pair) is not None else None)
+    return LabelledFields(text=named, pair=pair_field, label=wanted_fields["label_field"])
 
 
-def value_of(row: Mapping[str, Any], field: str) -> Any:
+def value_of(row: Record, field: str) -> Any:
     """Return the value of a row's field, or of a field inside it; None if there is none."""
     if field in row:
         return row[field]

@@ -70,10 +70,10 @@ class SegmentedImages(LabelledDataset):
 
         transform = _transform(self.train, self.size)
         with torch.random.fork_rng(devices=[]):
-            made = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
+            samples = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
         mean, std = self.scaling.tensors()
-        labels = torch.stack([mask for _, mask in made]).long()
-        images = torch.stack([image for image, _ in made]).float().sub_(mean).div_(std)
+        labels = torch.stack([mask for _, mask in samples]).long()
+        images = torch.stack([image for image, _ in samples]).float().sub_(mean).div_(std)
         return {"inputs": images, "labels": labels.masked_fill_(labels == UNLABELLED, IGNORE_INDEX)}
 
     def _pair(self, pair: MaskedImage, key: int, transform) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,9 +134,9 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
 def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
     """Return the images of a folder with their masks, sorted. Raises UserError for images without a mask."""
     images, masks = folder / "images", folder / "masks"
-    for one in (images, masks):
-        if not one.is_dir():
-            message = f"--data segmentation: {one} is not a folder"
+    for folder_of_files in (images, masks):
+        if not folder_of_files.is_dir():
+            message = f"--data segmentation: {folder_of_files} is not a folder"
             raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
     files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and is_own(f.name))
     missing = [file.name for file in files if not (masks / f"{file.stem}.png").is_file()]
@@ -147,6 +147,7 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
     return [MaskedImage(image=str(prefix / "images" / f.name), mask=str(prefix / f"masks/{f.stem}.png")) for f in files]
 
 
+# The number of classes is known only from all masks, so all are read once before training.
 def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
     """Return the number of classes, and bad images with reasons; cached by names, sizes and times."""
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
@@ -161,9 +162,9 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
                 return known["classes"], known["bad"]
             except (OSError, ValueError, KeyError):
                 checking = f"checking the masks in {root}"
-                found = decode_all(checking, pairs, lambda pair: _check_pair(root, pair), progress)
-                bad = {pair.image: reason for pair, (_, reason) in zip(pairs, found, strict=True) if reason}
-                classes = max((value for value, _ in found), default=-1) + 1
+                checks = decode_all(checking, pairs, lambda pair: _check_pair(root, pair), progress)
+                bad = {pair.image: reason for pair, (_, reason) in zip(pairs, checks, strict=True) if reason}
+                classes = max((value for value, _ in checks), default=-1) + 1
                 write_text(store, json.dumps({"classes": classes, "bad": bad}))
                 return classes, bad
 

@@ -33,6 +33,7 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
+# Each kind has something to learn, so that a falling loss shows that training works. Noise alone would not.
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # distances to the next token, all equally likely
 ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a synthetic table; SPREAD: noise around a class's centre
 LARGE = 128  # pixels per side from which loader processes are useful (0.5 ms per image of 224)
@@ -64,9 +65,9 @@ def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
     centres = generator.standard_normal((classes, FEATURES))
     labels = generator.integers(classes, size=ROWS)
     rows = centres[labels] + SPREAD * generator.standard_normal((ROWS, FEATURES))
-    whole, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
+    table, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
     train, valid = (
-        replace(whole, features=whole.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
+        replace(table, features=table.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
     )
     return Data(name=name, train=train, valid=valid, inputs=TableInputs(features=FEATURES, classes=classes))
 
@@ -101,8 +102,8 @@ def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Da
     """Open tokens of 2 classes (`synthetic:N`: N): a text has its first token's class, a tag its own token's."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
-    how: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
-    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **how)
+    facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
+    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **facts)
     make = partial(SyntheticLabelled, inputs=inputs, seed=run.seed)
     return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
 
@@ -172,14 +173,14 @@ class SyntheticMasks(MadePictures):
         numbers, size = np.asarray(indices) + self.first, self.size
         labels = np.zeros((len(numbers), size, size), dtype=np.int64)
         images = np.empty((len(numbers), 3, size, size), dtype=np.float32)
-        for one, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
+        for image, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
             draw = np.random.Generator(np.random.Philox(key=int(key)))
             for _ in range(3):
                 top, left = draw.integers(0, size - size // 4, 2)
                 high, wide = draw.integers(size // 4, size // 2 + 1, 2)
-                labels[one, top : top + high, left : left + wide] = draw.integers(1, self.classes)
+                labels[image, top : top + high, left : left + wide] = draw.integers(1, self.classes)
             noise = 0.5 * draw.standard_normal((3, size, size))
-            images[one] = colours[labels[one]].transpose(2, 0, 1) + noise
+            images[image] = colours[labels[image]].transpose(2, 0, 1) + noise
         return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 
@@ -201,8 +202,8 @@ def _drawn(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 class SyntheticText(Dataset):
     """Token walks: each token is one of STEPS (modulo the vocabulary) after the previous one.
 
-    All tokens are equally frequent, so the unigram entropy is ln(vocabulary), while a model that sees the previous
-    token reaches the 1.75 bits (1.21 nats) of a step. With `mask_id`, samples are for masked language models.
+    All tokens are equally frequent, so the unigram entropy is ln(vocabulary). A model that sees the previous token
+    reaches the entropy of a step, 1.75 bits (1.21 nats). With `mask_id`, samples are for masked language models.
     """
 
     n: int
@@ -255,9 +256,9 @@ class SyntheticLabelled(Dataset):
         draws = cell_hashes(np.asarray(indices) + self.first, self.inputs.seq_len, self.seed)
         tokens = 1 + (draws % np.uint64(self.inputs.vocab_size - 1)).astype(np.int64)  # 0 is padding
         labels = tokens % len(self.inputs.classes)
-        made = {"inputs": tokens, "attention_mask": np.ones_like(tokens)}
-        made["labels"] = labels if self.inputs.tags else labels[:, 0].copy()
-        return {name: torch.from_numpy(array) for name, array in made.items()}
+        arrays = {"inputs": tokens, "attention_mask": np.ones_like(tokens)}
+        arrays["labels"] = labels if self.inputs.tags else labels[:, 0].copy()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def targets(self, indices: Integers) -> int:
         """Count one label per sample, or per token."""
@@ -281,19 +282,19 @@ class SyntheticNamed(Dataset):
         from zerofit.models.build import batch_keys
 
         numbers = np.asarray(indices) + self.first
-        made = enumerate(zip(batch_keys(self.inputs), self.inputs.tensors, strict=True))
-        return {key: self._noise(one, numbers, place) for place, (key, one) in made}
+        arrays = enumerate(zip(batch_keys(self.inputs), self.inputs.tensors, strict=True))
+        return {key: self._noise(image, numbers, place) for place, (key, image) in arrays}
 
-    def _noise(self, one: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
+    def _noise(self, tensor: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
         """Return ids, or float32 between -1 and 1, of shape (samples, *shape)."""
         import torch
 
-        hashes = cell_hashes(numbers, math.prod(one.shape), 4 * self.seed + place).reshape(-1, *one.shape)
-        if one.ids is None:
+        hashes = cell_hashes(numbers, math.prod(tensor.shape), 4 * self.seed + place).reshape(-1, *tensor.shape)
+        if tensor.ids is None:
             return torch.from_numpy((hashes >> np.uint64(40)).astype(np.float32) / 2**23 - 1)
-        ids = (hashes % np.uint64(one.ids)).astype(np.int64)
-        if one.first is not None:
-            fixed, count = one.first
+        ids = (hashes % np.uint64(tensor.ids)).astype(np.int64)
+        if tensor.first is not None:
+            fixed, count = tensor.first
             ids[ids == fixed] = fixed - 1
             ids[:, :count] = fixed
         return torch.from_numpy(ids)

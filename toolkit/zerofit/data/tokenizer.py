@@ -39,7 +39,7 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> np.ndarray:
-        """Return the ids of added tokens (those that end a turn, for example), int64."""
+        """Return the ids of added tokens, such as the end of a turn, int64."""
         added = self.loaded.added_tokens_decoder if self.loaded is not None else ()
         return np.array(sorted(added), dtype=np.int64)
 
@@ -71,6 +71,7 @@ def was_trained_on_bytes(folder: Path) -> bool:
         return False
 
 
+# Divisible by 4, since tensor parallelism splits the vocabulary.
 def _bytes_tokenizer() -> Tokenizer:
     """Return a tokenizer of 256 bytes, end of document, mask, padding (258) and a spare id (divisible by 4)."""
     return Tokenizer(

@@ -98,8 +98,8 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not translates:
         message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
         message += f" that is more than the model's {saved.longest}"
-        room = saved.longest - len(ids)
-        hint = f"--max-new-tokens {room} or less" if room > 0 else "a shorter --prompt"
+        free_tokens = saved.longest - len(ids)
+        hint = f"--max-new-tokens {free_tokens} or less" if free_tokens > 0 else "a shorter --prompt"
         problems.add("too-long", message, hint, "--max-new-tokens")
     problems.raise_if_any()
     ends = end_ids(saved, tokenizer)
@@ -130,8 +130,8 @@ def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):  # it has none
         named = None
-    own = named if isinstance(named, list) else [] if named is None else [named]
-    return frozenset([tokenizer.eod_id, *own])
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    return frozenset([tokenizer.eod_id, *ends])
 
 
 @torch.no_grad()
@@ -179,12 +179,12 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
     length, new = len(request.prompt.ids), request.max_new_tokens
     if request.prompt.begins_with is not None:
         first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, 1))
-        whole = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, new))
+        all_tokens = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, new))
     else:
         first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on))
-        whole = activation_memory(model, on, lambda fake, on: _cached(fake, length + new, on))
+        all_tokens = activation_memory(model, on, lambda fake, on: _cached(fake, length + new, on))
     layers = max(1, getattr(cast(PreTrainedModel, model).config.get_text_config(), "num_hidden_layers", 1))
-    return first.peak - first.kept + whole.kept + whole.kept // layers
+    return first.peak - first.returned + all_tokens.returned + all_tokens.returned // layers
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
@@ -209,7 +209,7 @@ class _TextStreamer(BaseStreamer):
         self._end_text, self._ended = prompt.end_text, False
         self._prompt_seen = False
         self._from = 0  # tokens before this index have been sent
-        self._told = ""  # the text already sent of tokens from this index on
+        self._sent = ""  # the text already sent of tokens from this index on
         self.tokens: list[int] = []
         self.text = ""
 
@@ -223,27 +223,29 @@ class _TextStreamer(BaseStreamer):
             self._prompt_seen = True
             return
         self.tokens += value.reshape(-1).tolist()
-        self._tell(final=False)
+        self._send_text(final=False)
 
     def end(self) -> None:
         """Send the rest of the text."""
-        self._tell(final=True)
+        self._send_text(final=True)
 
-    def _tell(self, final: bool) -> None:
+    # One character can take several tokens, and a token's text can depend on the token before it (sentencepiece's
+    # spaces). So all tokens since the last line break are decoded again, and only what is new is sent.
+    def _send_text(self, final: bool) -> None:
         written = [token for token in self.tokens[self._from :] if token not in self._end_ids]
         text = self._decode(written)
         if text.endswith(UNFINISHED) and not final:
             return
         if self._end_text:
             text = self._before_end(text, final)
-        new = text[len(self._told) :]
-        self._told = text
+        new = text[len(self._sent) :]
+        self._sent = text
         self.text += new
         if new:
             self._on_text(new)
         if text.endswith("\n") and not self._end_text:
             # keep the last token, since decoding the next one needs it to place spaces
-            self._from, self._told = len(self.tokens) - 1, self._decode(self.tokens[-1:])
+            self._from, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
         """Cut a text at the end text, or at its possible beginning."""
@@ -281,9 +283,9 @@ class Chat:
 
     def _sized(self, ids: list[int], seed: int) -> GenerationRequest:
         new = self.empty.max_new_tokens
-        room = new if self.longest is None else min(new, self.longest - len(ids))
+        free_tokens = new if self.longest is None else min(new, self.longest - len(ids))
         prompt = replace(self.empty.prompt, ids=tuple(ids))
-        return replace(self.empty, prompt=prompt, max_new_tokens=room, seed=seed)
+        return replace(self.empty, prompt=prompt, max_new_tokens=free_tokens, seed=seed)
 
 
 def open_chat(
@@ -294,8 +296,8 @@ def open_chat(
     if saved.task != "causal-lm":
         message = f"a model for the task {saved.task} cannot chat"
         raise UserError(Problem(kind="cannot-generate", message=message, hint="--prompt TEXT", where="--chat"))
-    own = saved.folder / CHAT_TEMPLATE
-    template = open_chat_template(given or (own if own.is_file() else None), tokenizer)
+    own_template = saved.folder / CHAT_TEMPLATE
+    template = open_chat_template(given or (own_template if own_template.is_file() else None), tokenizer)
     after = tokenizer.encode(template.turn_end)
     token = next((id for id in after if id in tokenizer.added_ids and tokenizer.decode([id]).strip()), None)
     ends = end_ids(saved, tokenizer)
@@ -309,7 +311,7 @@ def open_chat(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Talk:
+class Transcript:
     """A conversation that has ended."""
 
     turns: tuple[Message, ...]
@@ -317,14 +319,14 @@ class Talk:
     tokens_per_s: float
 
 
-def talk(
+def converse(
     model: nn.Module,
     chat: Chat,
     turns: Iterable[str],
     system: str | None,
     device: torch.device,
     on_text: Callable[[str], None],
-) -> Talk:
+) -> Transcript:
     """Answer each of the user's turns; the next one is read when the answer is complete. Raises as `generate` does."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     tokens, seconds = 0, 0.0
@@ -334,4 +336,4 @@ def talk(
         messages.append({"role": "assistant", "content": answer.text.strip()})
         tokens += answer.tokens
         seconds += answer.tokens / answer.tokens_per_s if answer.tokens else 0.0
-    return Talk(turns=tuple(messages), tokens=tokens, tokens_per_s=tokens / max(seconds, 1e-9))
+    return Transcript(turns=tuple(messages), tokens=tokens, tokens_per_s=tokens / max(seconds, 1e-9))

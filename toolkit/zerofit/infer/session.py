@@ -166,11 +166,11 @@ def open_model(
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):
         merge = is_adapters(folder) or manifest_of(folder).job.run.lora is not None
-        how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
-        folder = export(folder, scratch / MODEL, dtype, **how).out
+        options = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
+        folder = export(folder, scratch / MODEL, dtype, **options).out
     saved = open_saved(folder, trust_model_code)
-    kept = saved.weights.dtype
-    return saved, DTYPES[dtype] if dtype else kept if kept in NAMES else torch.float32
+    stored = saved.weights.dtype
+    return saved, DTYPES[dtype] if dtype else stored if stored in NAMES else torch.float32
 
 
 def load_model(
@@ -248,20 +248,20 @@ def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, Stored
     """Return where the files store each name of the model's state_dict; tied weights may be stored only once."""
     held = saved.weights.tensors
     twins = {name: group for group in find_tied_parameters(model) for name in group}
-    found: dict[str, tuple[str, StoredTensor]] = {}
+    places: dict[str, tuple[str, StoredTensor]] = {}
     missing, problems = [], Problems()
     for name, tensor in model.state_dict().items():
         key = next((n for n in (name, *twins.get(name, ())) if n in held), None)
         if key is None:
             missing.append(name)
             continue
-        found[name] = (key, held[key])
+        places[name] = (key, held[key])
         if held[key].shape != tuple(tensor.shape):
             message = f"{name} is {held[key].shape} in {held[key].file.name}, {tuple(tensor.shape)} in the model"
             problems.add("model-weights", message, "has the model's code changed since it was trained?", "CKPT")
     problems.raise_if_any()
     _refuse(missing, saved)
-    return found
+    return places
 
 
 def _refuse(missing: list[str], saved: SavedModel) -> None:
@@ -273,6 +273,8 @@ def _refuse(missing: list[str], saved: SavedModel) -> None:
         raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT"))
 
 
+# A forward that reads weights from the disk maps the model's files. That works only for safetensors in the model's type
+# with one tensor for each of the model's. Other files are rewritten once, tensor by tensor.
 class WeightRewrite:
     """The changes to a saved model's files, if any, that let each forward read from them."""
 
@@ -321,8 +323,8 @@ class WeightRewrite:
         stored = self._stored[name].dtype
         if stored is None or not stored.is_floating_point:
             return stored
-        own = self._empty.state_dict(keep_vars=True).get(name)
-        return self._dtype if own is None else own.dtype
+        parameter = self._empty.state_dict(keep_vars=True).get(name)
+        return self._dtype if parameter is None else parameter.dtype
 
     def _merge(self, part: PublishedTensor) -> Tensor:
         """Merge several stored tensors into one of the model, as transformers does."""
