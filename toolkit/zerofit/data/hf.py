@@ -147,6 +147,14 @@ class HfSet(Source):
         """Use the fingerprint as content hash, so the content is not read again."""
         return Survey(self.fingerprint(), len(self.train))
 
+    def placed_rows(self, documents: int) -> Iterator[tuple[Any, str, bool]]:
+        """Yield each row, its place for messages, and whether it is held out (without a split: 5 %, at least one)."""
+        limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
+        for label, split in (("train", self.train), ("validation", self.valid)):
+            for number, row in enumerate(split if split is not None else ()):
+                held_out = split is self.valid or name_hash(str(number)) <= limit
+                yield row, f"{self.name}: {label}[{number}]", held_out
+
 
 @dataclass(frozen=True, kw_only=True)
 class HfSource(HfSet, TextSource):
@@ -187,16 +195,14 @@ class HfChats(HfSet, ChatSource):
     form: ChatForm
 
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
-        """See ChatSource.pieces; without a validation split 5 % of the rows, at least one, are held out."""
-        limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
-        for label, split in (("train", self.train), ("validation", self.valid)):
-            for number, row in enumerate(map(_without_nulls, split or ())):
-                where, conversation = f"{self.name}: {label}[{number}]", conversation_of(row, self.form)
-                if isinstance(conversation, ChatMessages):
-                    yield ChatPiece(conversation, where, split is self.valid or name_hash(str(number)) <= limit)
-                    continue
-                hint = f"the columns have the {self.form.title} format"
-                yield Problem(kind="bad-chat", message=f"{where}: {conversation}", hint=hint, where=where)
+        """See ChatSource.pieces."""
+        for row, where, held_out in self.placed_rows(documents):
+            conversation = conversation_of(_without_nulls(row), self.form)
+            if isinstance(conversation, ChatMessages):
+                yield ChatPiece(conversation, where, held_out)
+                continue
+            hint = f"the columns have the {self.form.title} format"
+            yield Problem(kind="bad-chat", message=f"{where}: {conversation}", hint=hint, where=where)
 
 
 # Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.

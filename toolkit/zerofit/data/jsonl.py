@@ -102,6 +102,11 @@ class JsonlSet(FileSet):
                     if raw.strip():
                         yield JsonLine(name, path, number, raw, number)
 
+    def read_lines(self, documents: int) -> Iterator[tuple[JsonLine, dict | Problem, bool]]:
+        """Yield each line, its object or a problem, and whether it is held out (5 % of the lines, at least one)."""
+        limit = self.held_out_up_to(documents, whole_documents=True)
+        return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
+
     def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
         """Return the name hash up to which lines are validation data (see `held_out_hash`)."""
         return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
@@ -154,15 +159,13 @@ class JsonlChats(JsonlSet, ChatSource):
 
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
         """See ChatSource.pieces."""
-        limit = self.held_out_up_to(documents, whole_documents=True)
-        for line in self.lines():
-            row = line.read()
+        for line, row, held_out in self.read_lines(documents):
             if isinstance(row, Problem):
                 yield row
                 continue
             conversation = conversation_of(row, self.form)
             if isinstance(conversation, ChatMessages):
-                yield ChatPiece(conversation, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
+                yield ChatPiece(conversation, f"{line.path}:{line.line}", held_out)
             else:
                 yield line.problem("bad-chat", conversation, f"the first line is in the {self.form.title} form")
 

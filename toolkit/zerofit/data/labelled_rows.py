@@ -55,13 +55,8 @@ class JsonlRows(JsonlSet, RowSource):
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
         """See RowSource.rows; 5 % of the lines, at least one, are held out."""
-        limit = self.held_out_up_to(documents, whole_documents=True)
-        for line in self.lines():
-            row = line.read()
-            if isinstance(row, Problem):
-                yield row
-            else:
-                yield LabelledRow(row, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
+        for line, row, held_out in self.read_lines(documents):
+            yield row if isinstance(row, Problem) else LabelledRow(row, f"{line.path}:{line.line}", held_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +96,8 @@ class HfRows(HfSet, RowSource):
     """Rows of a `datasets.Dataset`."""
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; without a validation split 5 % of the rows, at least one, are held out."""
-        limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
-        for label, split in (("train", self.train), ("validation", self.valid)):
-            for number, row in enumerate(split if split is not None else ()):
-                held_out = split is self.valid or name_hash(str(number)) <= limit
-                yield LabelledRow(row, f"{self.name}: {label}[{number}]", held_out)
+        """See RowSource.rows."""
+        return (LabelledRow(*placed) for placed in self.placed_rows(documents))
 
     def class_names(self, field: str) -> tuple[str, ...]:
         """See RowSource.class_names; the names of a ClassLabel, or of a list of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import (
     Fed,
     ImageInputs,
+    Inputs,
     LabelledTextInputs,
     NamedInput,
     NamedInputs,
@@ -47,7 +49,7 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
     classes, size = _size(name, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
     inputs = ImageInputs(channels=3, size=size, classes=classes)
-    return Data(name=name, train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), inputs=inputs)
+    return _split(name, make, inputs, 50_000, 2_000)
 
 
 def _synthetic_masks(name: str, run: Run) -> Data:
@@ -55,7 +57,7 @@ def _synthetic_masks(name: str, run: Run) -> Data:
     classes, size = _size(name, default=4, what="classes"), run.image_size or 64
     make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
     inputs = SegmentationInputs(channels=3, size=size, classes=classes)
-    return Data(name=name, train=make(n=4_000, first=0), valid=make(n=200, first=4_000), inputs=inputs)
+    return _split(name, make, inputs, 4_000, 200)
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
@@ -78,13 +80,8 @@ def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
     mask_id = vocab - 1 if task == "masked-lm" else None
     used = vocab if mask_id is None else vocab - 1
     make = partial(SyntheticText, vocab=used, seq_len=seq_len, seed=run.seed, mask_id=mask_id)
-    return Data(
-        name=name,
-        train=make(n=16_384, first=0),
-        valid=make(n=512, first=16_384),
-        inputs=TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id),
-        unigram_entropy_nats=float(np.log(used)),
-    )
+    inputs = TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id)
+    return replace(_split(name, make, inputs, 16_384, 512), unigram_entropy_nats=float(np.log(used)))
 
 
 def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
@@ -95,7 +92,7 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
     fed = Fed(image=(3, run.image_size)) if run.image_size else Fed()
     inputs = named_inputs(find(run.model), dict(run.model_args), seq_len, fed)
     make = partial(SyntheticNamed, inputs=inputs, seed=run.seed)
-    return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
+    return _split(name, make, inputs, 16_384, 512)
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
@@ -105,7 +102,12 @@ def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Da
     facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
     inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **facts)
     make = partial(SyntheticLabelled, inputs=inputs, seed=run.seed)
-    return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
+    return _split(name, make, inputs, 16_384, 512)
+
+
+def _split(name: str, make: Callable[..., SyntheticSamples], inputs: Inputs, train: int, valid: int) -> Data:
+    """Return the first samples as training data, and the next ones for validation."""
+    return Data(name=name, train=make(n=train, first=0), valid=make(n=valid, first=train), inputs=inputs)
 
 
 def _size(name: str, default: int, what: str) -> int:
@@ -120,27 +122,33 @@ def _size(name: str, default: int, what: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadePictures(LabelledDataset):
-    """Pictures that are drawn on demand."""
+class SyntheticSamples(Dataset):
+    """A part of an endless row of samples; sample i is a pure function of (seed, first + i)."""
 
     n: int
-    first: int  # start of this split in the endless row of samples
-    classes: int
-    size: int
+    first: int
     seed: int
-
-    @property
-    def decodes(self) -> bool:
-        """Whether pictures are so large that drawing a batch is slower than training on it."""
-        return self.size >= LARGE
 
     def __len__(self) -> int:
         return self.n
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticImages(MadePictures):
-    """A coarse picture per class, with noise; sample i is a pure function of (seed, first + i)."""
+class SyntheticPictures(SyntheticSamples, LabelledDataset):
+    """Pictures that are drawn on demand."""
+
+    classes: int
+    size: int
+
+    @property
+    def decodes(self) -> bool:
+        """Whether pictures are so large that drawing a batch is slower than training on it."""
+        return self.size >= LARGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImages(SyntheticPictures):
+    """A coarse picture per class, with noise."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
@@ -162,8 +170,8 @@ class SyntheticImages(MadePictures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticMasks(MadePictures):
-    """Three rectangles in their classes' colours on background 0, with noise; a pure function of (seed, first + i)."""
+class SyntheticMasks(SyntheticPictures):
+    """Three rectangles in their classes' colours on background 0, with noise."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
@@ -199,22 +207,16 @@ def _drawn(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticText(Dataset):
+class SyntheticText(SyntheticSamples):
     """Token walks: each token is one of STEPS (modulo the vocabulary) after the previous one.
 
     All tokens are equally frequent, so the unigram entropy is ln(vocabulary). A model that sees the previous token
     reaches the entropy of a step, 1.75 bits (1.21 nats). With `mask_id`, samples are for masked language models.
     """
 
-    n: int
-    first: int
     vocab: int  # number of tokens used
     seq_len: int
-    seed: int
     mask_id: int | None = None
-
-    def __len__(self) -> int:
-        return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch."""
@@ -238,16 +240,10 @@ class SyntheticText(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticLabelled(Dataset):
+class SyntheticLabelled(SyntheticSamples):
     """Samples of noise whose classes follow from their tokens."""
 
-    n: int
-    first: int
     inputs: LabelledTextInputs
-    seed: int
-
-    def __len__(self) -> int:
-        return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """Return "inputs", "attention_mask" and "labels"; `keys` are unused."""
@@ -266,16 +262,10 @@ class SyntheticLabelled(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticNamed(Dataset):
-    """Noise in the shapes of a model's inputs; sample i is a pure function of (seed, first + i)."""
+class SyntheticNamed(SyntheticSamples):
+    """Noise in the shapes of a model's inputs."""
 
-    n: int
-    first: int
     inputs: NamedInputs
-    seed: int
-
-    def __len__(self) -> int:
-        return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """Return the model's tensors: the first as "inputs", the last as "labels", others by name."""
