@@ -45,10 +45,11 @@ from zerofit.models.inputs import (
 from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.packing import refuse_unseparated
 from zerofit.models.partial import name_without_adapters, train_part
+from zerofit.models.presets import ModelArgs
 from zerofit.models.pretrained import load_pretrained
 from zerofit.models.quantized import Quantizer, elements
 from zerofit.models.state_space import mamba_kernels
-from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
+from zerofit.models.vision import BUILDERS, DCGAN, published_inputs, torchvision_model
 from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import gives_loss, has_head, is_text
 
@@ -65,7 +66,7 @@ _LOSS_OPTIONS = {"use_cache": False, "return_loss": True}
 def build(
     source: ModelSource,
     inputs: Inputs | None,
-    args: dict[str, Any],
+    args: ModelArgs,
     *,
     checkpointing: bool = False,
     stored: Stored | None = None,
@@ -77,8 +78,8 @@ def build(
     torch's global generator, or those of a pretrained folder. `args` override the keys of a transformers config, or are
     keyword arguments of other models. Without inputs a model has its published shape.
 
-    `stored`: cast and move each parameter as soon as it has its values, so only one layer needs extra memory. (A
-    user's model that cannot be deferred, see `why_whole`, is built first.) `keep`: names of the parameters to store
+    `stored`: cast and move each parameter as soon as it has its values. Extra memory is needed for one layer only. A
+    user's model that cannot be deferred (see `why_whole`) is built first. `keep`: names of the parameters to store
     (None: all); the others are on meta.
     """
     _refuse_inputs(source, inputs)
@@ -130,7 +131,7 @@ def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
             raise ModelError("model-task", f"{source.name} {does}, but the data is {got}", "use other --data")
 
 
-def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> str | None:
+def why_whole(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> str | None:
     """Return why a model cannot be built parameter by parameter, or None if it can. Needs no memory."""
     if source.family == "transformers":
         return None
@@ -140,7 +141,7 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
     """Return the logits for token ids (batch, seq_len) or images (batch, channels, size, size), and the router's loss.
 
-    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine; zerofit calls the wrapper. The
+    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine. The wrapper is called. The
     second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` are other
     arguments of the model (position_ids for sequence parallelism).
     """
@@ -170,7 +171,7 @@ def _logits_of(out: Any) -> Tensor:
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss of a transformers model, or of a denoiser, for a batch of named inputs.
 
-    The model may be in a wrapper with an attribute `module`, such as a DeepSpeed engine, which is called.
+    The model may be in a wrapper, as for `forward_logits`.
     """
     return forward_named(model, inputs, batch).loss
 
@@ -191,7 +192,7 @@ def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Ten
 
 def batch_keys(inputs: Inputs) -> list[str]:
     """Return the keys of a batch: "inputs", the names of further tensors, "labels"."""
-    return ["inputs", *(one.name for one in tensors_of(inputs)[1:-1]), "labels"]
+    return ["inputs", *(tensor.name for tensor in tensors_of(inputs)[1:-1]), "labels"]
 
 
 def extra_inputs(inputs: Inputs | None, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,14 +205,15 @@ def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.
 
     Ids are int64, other tensors float32. Tokens that all samples begin with are set.
     """
-    return {key: _empty(one, count, make) for key, one in zip(batch_keys(inputs), tensors_of(inputs), strict=True)}
+    named = zip(batch_keys(inputs), tensors_of(inputs), strict=True)
+    return {key: _empty(tensor, count, make) for key, tensor in named}
 
 
-def _empty(one: NamedInput, count: int, make: Callable[..., Tensor]) -> Tensor:
-    made = make(count, *one.shape, dtype=torch.float32 if one.ids is None else torch.long)
-    if one.first is not None:
-        made[:, : one.first[1]] = one.first[0]
-    return made
+def _empty(tensor: NamedInput, count: int, make: Callable[..., Tensor]) -> Tensor:
+    empty = make(count, *tensor.shape, dtype=torch.float32 if tensor.ids is None else torch.long)
+    if tensor.first is not None:
+        empty[:, : tensor.first[1]] = tensor.first[0]
+    return empty
 
 
 def output_part(output: Any, name: str) -> Tensor:
@@ -223,6 +225,8 @@ def output_part(output: Any, name: str) -> Tensor:
     return cast(Tensor, output[0] if isinstance(output, tuple | list) else output)
 
 
+# Wrong inputs show up here, before any rank starts: a forward on meta takes a second and no memory, where a failing
+# launch on many hosts takes minutes. The same forward counts the FLOPs for the utilisation that training reports.
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
     """Run a forward without data on a model on meta; return the FLOPs per sample, or None if none are counted.
 
@@ -362,15 +366,15 @@ def count_parameters(source: ModelSource) -> int:
         return parameter_count(build(source, None, {}))
 
 
-def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:
+def source_max_positions(source: ModelSource, args: ModelArgs) -> int | None:
     """Return the maximum sequence length in tokens without building the model; None without a limit."""
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
 
 
-def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    wanted = inputs or PUBLISHED_INPUTS[source.name]
+def _zerofit(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
+    wanted = inputs or published_inputs(source)
     builder = cast(Callable[..., nn.Module], DCGAN if source.family == "gan" else BUILDERS[source.name])
     known = [name for name in inspect.signature(builder).parameters if name != "inputs"]
     for key in args:
@@ -385,7 +389,7 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -
         raise ModelError("model-shape", message, "set --image-size or correct --model-args") from None
 
 
-def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+def _custom(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
     """Call the user's callable with `args`; modules in the current folder can be imported."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -434,6 +438,7 @@ def _checkpoint(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+# by family of a ModelSource; each builds in fp32 on the current default device
 BUILD = {
     "zerofit": _zerofit,
     "gan": _zerofit,

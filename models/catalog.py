@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from pydantic import BaseModel, ValidationError
 
 from zerofit.models.names import Match, preset_of, relatives
-from zerofit.models.presets import NAMED, PRESETS
+from zerofit.models.presets import NAMED, PRESETS, Config
 from zerofit.models.weight_index import weight_names
 from zerofit.spec.errors import ModelError
 from zerofit.spec.foreign import Unreadable, read_json
@@ -45,7 +45,7 @@ class _KeysReadHere(BaseModel, frozen=True, protected_namespaces=()):
     id2label: dict[int, Any] | None = None
     is_decoder: bool | None = None
     is_encoder_decoder: bool | None = None
-    quantization_config: dict[str, Any] | None = None
+    quantization_config: Config | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,8 @@ def source_of(run: Run) -> ModelSource:
     return replace(source, partial=run.partial, pretrained=pretrained)
 
 
+# `--task` puts a classifier's or tagger's head on a language model. Which models have such heads is in transformers'
+# tables, which are read without building anything.
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
     """Return the source of a model for `task` (of Run; None: the config's).
 
@@ -106,7 +108,7 @@ def label_names(source: ModelSource) -> tuple[str, ...]:
     return tuple(str(named[key]) for key in sorted(named, key=int))
 
 
-def source_config(source: ModelSource) -> dict[str, Any]:
+def source_config(source: ModelSource) -> Config:
     """Return the published config of a transformers model."""
     if source.origin == "preset":
         return PRESETS[source.name]
@@ -153,12 +155,16 @@ def shape_named(name: str) -> Match:
 
 def is_cnn(source: ModelSource) -> bool:
     """Return whether a model is a convolutional network of zerofit or torchvision."""
-    if source.family == "torchvision":
-        return not source.name.startswith(("vit_", "swin", "maxvit"))
-    return source.name in CNNS
+    return source.name in NAMED and NAMED[source.name].convolutional
 
 
-def config_task(config: dict[str, Any], where: str) -> Task:
+# The task of a config.json, from the surest to the vaguest:
+#
+# 1. the ending of its architecture ("LlamaForCausalLM"),
+# 2. a model type that computes its own loss (Whisper, CLIP, LLaVA, encoder-decoders),
+# 3. transformers' table that contains the architecture,
+# 4. the model type alone: a config without "architectures", as people write it by hand.
+def config_task(config: Config, where: str) -> Task:
     """Return the task of a transformers config, by its architecture, else by its model_type."""
     named: str | None = (config.get("architectures") or [None])[0]
     model_type = config.get("model_type")
@@ -196,7 +202,8 @@ def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
     return None
 
 
-def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
+# Loading an encoder-decoder as a causal model works without an error in transformers. It trains half of the model.
+def _refuse_half(config: Config, where: str, task: Task | None) -> None:
     """Raise ModelError if only the decoder of the model would be built."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
@@ -208,7 +215,7 @@ def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
     raise ModelError("model-config", message, hint)
 
 
-def _named_task(config: dict[str, Any], architecture: str | None) -> Task | None:
+def _named_task(config: Config, architecture: str | None) -> Task | None:
     """Return the task of a model that returns its own loss; None for other models or heads."""
     from transformers.models.auto import modeling_auto as auto
 
@@ -218,11 +225,11 @@ def _named_task(config: dict[str, Any], architecture: str | None) -> Task | None
         task = "seq2seq-lm"
     if task is None:
         return None
-    whole = getattr(auto, HEADS[task])[model_type]
-    return task if architecture in (None, whole, auto.MODEL_MAPPING_NAMES.get(model_type)) else None
+    full_class = getattr(auto, HEADS[task])[model_type]
+    return task if architecture in (None, full_class, auto.MODEL_MAPPING_NAMES.get(model_type)) else None
 
 
-def _has_decoder(config: dict[str, Any]) -> bool:
+def _has_decoder(config: Config) -> bool:
     """Return whether the model is an encoder-decoder, by its config or transformers' default for its type."""
     from transformers import CONFIG_MAPPING
 
@@ -263,7 +270,7 @@ def _from_path(name: str, path: Path) -> ModelSource:
     )
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> Config:
     """Read a config.json of transformers or of a diffusers denoiser. Raises ModelError if there is none."""
     if not file.is_file():
         hint = "give a folder with config.json, or a model from `zerofit models`"
@@ -355,8 +362,3 @@ HEADS: dict[Task, str] = {  # transformers' tables of full models, by model type
     "image-text-pairs": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-
-CNNS = (  # zerofit's
-    *("simplecnn", "simplecnn-112", "lenet", "lenet-scratch"),
-    *("resnet18-small", "resnet18-bias", "fcn-tiny"),
-)

@@ -33,11 +33,11 @@ def keep_on_host(model: nn.Module) -> None:
     The model must already use checkpointing, ours or transformers'.
     """
     for module in model.modules():
-        theirs = getattr(module, "_gradient_checkpointing_func", None)  # transformers' hook
+        checkpoint_function = getattr(module, "_gradient_checkpointing_func", None)  # transformers' hook
         if getattr(vars(module).get("forward"), "__func__", None) is _forward_checkpointed:
             vars(module)[TO_HOST] = True
-        elif theirs is not None and getattr(module, "gradient_checkpointing", False):
-            vars(module)["_gradient_checkpointing_func"] = partial(_on_host, theirs)
+        elif checkpoint_function is not None and getattr(module, "gradient_checkpointing", False):
+            vars(module)["_gradient_checkpointing_func"] = partial(_on_host, checkpoint_function)
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,9 +53,9 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
     grouped up to each pooling, and the groups are the stages.
     """
     counts = Counter(type(module) for module in model.modules())
-    found = list(_outermost_repeated(model, counts))
-    if len(found) > 1:
-        return found
+    blocks = list(_outermost_repeated(model, counts))
+    if len(blocks) > 1:
+        return blocks
     features = getattr(model, "features", None)
     if isinstance(features, nn.Sequential):
         return _group_by_pooling(features)
@@ -93,6 +93,8 @@ def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return run(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
+# Backward runs the forward a second time. Without this, batch norms would count each batch twice in their running
+# statistics.
 @contextmanager
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
     """Let forwards update copies of the running statistics, which are dropped.
@@ -112,8 +114,8 @@ def _statistics_untouched(module: nn.Module) -> Iterator[None]:
 
 def _outermost_repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
     for child in module.children():
-        own = not type(child).__module__.startswith("torch.nn") and not isinstance(child, nn.Sequential)
-        block = own or isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        is_model_class = not type(child).__module__.startswith("torch.nn") and not isinstance(child, nn.Sequential)
+        block = is_model_class or isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         if block and counts[type(child)] > 1 and _has_parameters(child):
             yield child
         else:
@@ -134,10 +136,10 @@ def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
         groups[-1].append(layer)
         if isinstance(layer, nn.MaxPool2d):
             groups.append([])
-    made = [nn.Sequential(*layers) for layers in groups if layers]
-    object.__setattr__(features, "groups", made)
+    sequences = [nn.Sequential(*layers) for layers in groups if layers]
+    object.__setattr__(features, "groups", sequences)
     features.forward = types.MethodType(_forward_groups, features)
-    return made
+    return sequences
 
 
 def _forward_groups(self: nn.Sequential, x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
     for first in range(0, flat.numel(), PIECE):
         piece = flat[first : first + PIECE].contiguous()
         bits = piece.view(_BITS[piece.element_size()]).long() + 1
-        places = torch.arange(start + first, start + first + piece.numel(), device=piece.device)
-        factors = places * _signed(_SPREAD) + _signed(key)
+        positions = torch.arange(start + first, start + first + piece.numel(), device=piece.device)
+        factors = positions * _signed(_SPREAD) + _signed(key)
         total += int((bits * (factors | 1)).sum())
     return total % WORD
 

@@ -1,8 +1,8 @@
 """Building a model without memory for all of it: the constructor runs on fake tensors, and its ops are replayed.
 
-All tensor ops of the constructor are recorded and replayed in the same order; each tensor exists only while an op needs
-it. All random numbers are drawn in the constructor's order, even if a later op overwrites them, so the weights are
-bit for bit the same.
+All tensor ops of the constructor are recorded and replayed in the same order. Each tensor exists only while an op needs
+it. All random numbers are drawn in the constructor's order, even if a later op overwrites them. So the weights are bit
+for bit the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+# How a model is built without memory for all of it:
+#
+# 1. `_recorded` runs the constructor on fake tensors. `_Recorder` logs each op that makes or changes a tensor.
+# 2. `_liveness` goes through the log backwards and finds the ops on which a kept tensor depends. An op that overwrites
+#    all of a storage ends the dependence on earlier ops.
+# 3. `_replay` runs these ops on real tensors, in order. After the last op on a storage, its tensor is stored (cast,
+#    moved, sliced) and the full one is freed.
+#
+# Ops that only draw random numbers run too: without them, all later draws would get other numbers.
 
 _aten = torch.ops.aten
 # ops that overwrite a tensor completely
@@ -57,7 +67,7 @@ def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Store the parameters of a built model one by one; those not in `keep` go to meta."""
+    """Store the parameters of a built model one by one. Parameters not in `keep` go to meta."""
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if keep is None or name in keep}
     names = {id(p): name for name, p in model.named_parameters()}
     new: dict[int, nn.Parameter] = {}
@@ -260,32 +270,32 @@ class _Slot:
 
     ref: _Ref
     tensor: Tensor
-    places: list[tuple[dict[str, Any], str]]  # a module's dict of parameters, buffers or attributes, and the key in it
-    kept: bool = False
+    owners: list[tuple[dict[str, Any], str]]  # a module's dict of parameters, buffers or attributes, and the key in it
+    is_kept: bool = False
 
 
 def _slots(model: nn.Module, log: _Log, keep: set[str] | None) -> dict[int, _Slot]:
     """Return the model's fake tensors by storage."""
-    found: dict[int, _Slot] = {}
+    slots: dict[int, _Slot] = {}
     for prefix, module in model.named_modules():
         for place in (module._parameters, module._buffers, vars(module)):
             for name, tensor in place.items():
                 if isinstance(tensor, FakeTensor):
                     ref = log.ref(tensor)
-                    slot = found.setdefault(ref.storage, _Slot(ref, tensor, []))
+                    slot = slots.setdefault(ref.storage, _Slot(ref, tensor, []))
                     if slot.tensor is not tensor or nn.parameter.is_lazy(tensor):
                         raise NotDeferrableError(f"{name} is a view of another tensor, or has no shape yet")
-                    slot.places.append((place, name))
+                    slot.owners.append((place, name))
                     whole_name = f"{prefix}.{name}" if prefix else name
-                    slot.kept |= keep is None or whole_name in keep or not isinstance(tensor, nn.Parameter)
-    return found
+                    slot.is_kept |= keep is None or whole_name in keep or not isinstance(tensor, nn.Parameter)
+    return slots
 
 
 def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
     """Replay the ops, and put each slot's tensor in place after the last op on it."""
-    needed, last = _liveness(log, {storage for storage, slot in slots.items() if slot.kept})
+    needed, last = _liveness(log, {storage for storage, slot in slots.items() if slot.is_kept})
     for slot in slots.values():
-        if not slot.kept:
+        if not slot.is_kept:
             _put(slot, nn.Parameter(torch.empty_strided(slot.ref.size, slot.ref.stride, device="meta")))
     real: dict[int, Tensor] = {}
     for number, op in enumerate(log.ops):
@@ -295,12 +305,17 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
             continue
         _run(op, real)
         for storage in {ref.storage for ref in op.writes + op.reads}:
-            if last[storage] == number and storage in slots and slots[storage].kept:
+            if last[storage] == number and storage in slots and slots[storage].is_kept:
                 _give(slots[storage], real.pop(storage), stored)
             elif last[storage] == number:
                 del real[storage]
 
 
+# A storage is live if a later op reads its values. Example, with `a` kept:
+#
+#     0  a = empty(4)                 not needed: 2 makes the storage if there is none
+#     1  a.normal_()                  not needed, but runs, since it draws
+#     2  a.fill_(0)                   needed, and overwrites all of a
 def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
     """Return the ops that the wanted storages depend on, and the last of these ops for each storage."""
     live, needed, last = set(wanted), set(), {}
@@ -352,7 +367,7 @@ def _put(slot: _Slot, new: Tensor) -> None:
     old = slot.tensor
     if isinstance(old, nn.Parameter):
         new.requires_grad_(old.requires_grad)
-    own = set(vars(old)) - set(vars(old.detach())) - {"_is_param"}  # attributes that the constructor has set
-    vars(new).update({name: vars(old)[name] for name in own})
-    for place, name in slot.places:
+    added = set(vars(old)) - set(vars(old.detach())) - {"_is_param"}  # attributes that the constructor has set
+    vars(new).update({name: vars(old)[name] for name in added})
+    for place, name in slot.owners:
         place[name] = new

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from zerofit.models.catalog import DENOISERS, ModelError, ModelSource, nearest
 from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
-from zerofit.models.presets import PRESETS
+from zerofit.models.presets import PRESETS, Config, ModelArgs
 from zerofit.spec.foreign import Unreadable, read_json
 
 PIXELS = 8  # pixels of an image per latent, in each direction
@@ -23,7 +23,7 @@ _IDS = 6  # SDXL's numbers about an image's size and crop
 TEXT = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512}  # tokens of a prompt
 
 
-def denoiser(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+def denoiser(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
     """Build a denoiser on the current default device. Raises ModelError."""
     cls, config = _described(source, args)
     try:
@@ -59,54 +59,54 @@ def _side(size: int | list[int] | tuple[int, ...]) -> int:
     return size if isinstance(size, int) else size[0]
 
 
-def _conditions(kind: str, config: dict[str, Any]) -> list[NamedInput]:
+def _conditions(kind: str, config: Config) -> list[NamedInput]:
     """Return a denoiser's inputs other than latents: the step, the prompt or class, and sizes."""
 
     def floats(name: str, *shape: int) -> NamedInput:
         return NamedInput(name=name, shape=shape)
 
     flux = kind == "FluxTransformer2DModel"
-    found = [floats("timestep") if flux else NamedInput(name="timestep", shape=(), ids=STEPS)]
+    conditions = [floats("timestep") if flux else NamedInput(name="timestep", shape=(), ids=STEPS)]
     if kind == "DiTTransformer2DModel":
-        return [*found, NamedInput(name="class_labels", shape=(), ids=config["num_embeds_ada_norm"])]
+        return [*conditions, NamedInput(name="class_labels", shape=(), ids=config["num_embeds_ada_norm"])]
     width = config["cross_attention_dim" if kind == "UNet2DConditionModel" else "joint_attention_dim"]
-    found.append(floats("encoder_hidden_states", TEXT[kind], _side(width)))
+    conditions.append(floats("encoder_hidden_states", TEXT[kind], _side(width)))
     if kind == "UNet2DConditionModel":
         if config.get("addition_embed_type") == "text_time":
             sizes = _IDS * config["addition_time_embed_dim"]
             pooled = config["projection_class_embeddings_input_dim"] - sizes
-            found += [floats("added_cond_kwargs.text_embeds", pooled), floats("added_cond_kwargs.time_ids", _IDS)]
-        return found
-    found.append(floats("pooled_projections", config["pooled_projection_dim"]))
-    return [*found, floats("guidance")] if flux and config["guidance_embeds"] else found
+            conditions += [floats("added_cond_kwargs.text_embeds", pooled), floats("added_cond_kwargs.time_ids", _IDS)]
+        return conditions
+    conditions.append(floats("pooled_projections", config["pooled_projection_dim"]))
+    return [*conditions, floats("guidance")] if flux and config["guidance_embeds"] else conditions
 
 
-def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _described(source: ModelSource, args: ModelArgs) -> tuple[Any, Config]:
     """Return the diffusers class of a source, and all its arguments. Raises ModelError."""
     if source.origin == "preset":
-        given = dict(PRESETS[source.name])
+        published = dict(PRESETS[source.name])
     else:
         assert source.path is not None  # since it is not a preset
-        given = _file(Path(source.path))
-    kind = given["_class_name"]
+        published = _file(Path(source.path))
+    kind = published["_class_name"]
     cls = _class(source.name, kind)
     defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
     for key in args:
         if key not in defaults:
             raise ModelError("model-args", f"{source.name}: {kind} has no argument {key!r}", nearest(key, defaults))
-    known = {name: value for name, value in given.items() if name in defaults}
+    known = {name: value for name, value in published.items() if name in defaults}
     config = {**defaults, **known, **args}
     unusual = {"class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim"}
-    found = sorted(name for name in unusual if config.get(name))
+    unsupported = sorted(name for name in unusual if config.get(name))
     if config.get("addition_embed_type") not in (None, "text_time"):
-        found.append("addition_embed_type")
-    if found:
-        message = f"{source.name}: a UNet with {', '.join(found)} is not supported"
+        unsupported.append("addition_embed_type")
+    if unsupported:
+        message = f"{source.name}: a UNet with {', '.join(unsupported)} is not supported"
         raise ModelError("model-config", message, "simulate your training script (zerofit simulate -- COMMAND)")
     return cls, config
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path) -> Config:
     try:
         return read_json(path)
     except (OSError, Unreadable) as error:
@@ -130,22 +130,23 @@ def is_denoiser(model: nn.Module) -> bool:
     return type(model).__name__ in DENOISERS and type(model).__module__.startswith("diffusers.")
 
 
+# The inputs are noise already, so nothing is added to it: the loss has no meaning, but the memory and time of training.
 def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
     """Return the mean squared error of a denoiser's predicted noise; `named`: its inputs, and "noise".
 
     A model that also predicts a variance (DiT) is only trained on the noise.
     """
-    noise, given = named.pop("noise"), {}
+    noise, arguments = named.pop("noise"), {}
     for name, tensor in named.items():
         group, dot, inner = name.partition(".")
         if dot:
-            given.setdefault(group, {})[inner] = tensor
+            arguments.setdefault(group, {})[inner] = tensor
         else:
-            given[name] = tensor
+            arguments[name] = tensor
     latents = next(iter(named.values()))
     if latents.dim() == 3:  # Flux's tokens, which also need their positions
-        given |= _places(latents, named["encoder_hidden_states"])
-    predicted = model(**given, return_dict=False)[0]
+        arguments |= _places(latents, named["encoder_hidden_states"])
+    predicted = model(**arguments, return_dict=False)[0]
     if predicted.shape != noise.shape:
         predicted = predicted[:, : noise.shape[1]]
     return functional.mse_loss(predicted.float(), noise.float())

@@ -13,22 +13,27 @@ _NUMBERED = ("vision_feature_layer", "fullatt_block_indexes", "deepstack_visual_
 _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers", "num_decoder_layers")
 
 
+# Where a config has its numbers of layers, by the shape of the model:
+#
+#     {"num_hidden_layers": 32}                        ("num_hidden_layers",)
+#     {"encoder_layers": 6, "decoder_layers": 6}       ("encoder_layers",), ("decoder_layers",)
+#     {"text_config": {"num_hidden_layers": 32}, ...}  ("text_config", "num_hidden_layers"), ...
 def depths(config: Any) -> dict[Path, int]:
     """Return the numbers of layers in a config: of each model in it, or of encoder and decoder.
 
-    An image encoder whose layers are referred to by number is left out: with fewer layers, other layers would be used
-    (LLaVA, Qwen3-VL), or have another kind of attention (Qwen2.5-VL).
+    An image encoder is left out if the config refers to its layers by number. With fewer layers, the model would use
+    other layers (LLaVA, Qwen3-VL), or layers with another kind of attention (Qwen2.5-VL).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
     if any(hasattr(c, name) for c in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
         within = ["text_config"]
     if within:
-        found = {(name, _own(getattr(config, name))): getattr(getattr(config, name), DEPTH, None) for name in within}
+        counts = {(name, _own(getattr(config, name))): getattr(getattr(config, name), DEPTH, None) for name in within}
     elif getattr(config, "is_encoder_decoder", False):
-        found = {(name,): getattr(config, name, None) for name in _BOTH}
+        counts = {(name,): getattr(config, name, None) for name in _BOTH}
     else:
-        found = {(DEPTH,): getattr(config, DEPTH, None)}
-    return {path: count for path, count in found.items() if isinstance(count, int)}
+        counts = {(DEPTH,): getattr(config, DEPTH, None)}
+    return {path: count for path, count in counts.items() if isinstance(count, int)}
 
 
 def _own(config: Any) -> str:
@@ -38,14 +43,14 @@ def _own(config: Any) -> str:
 
 def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str, Any]:
     """Return the model args with these numbers of layers."""
-    made = dict(args)
+    changed = dict(args)
     for path, count in wanted.items():
         *within, key = path
         for name in within:
-            made = {**made, name: {**made.get(name, {}), key: count}}
+            changed = {**changed, name: {**changed.get(name, {}), key: count}}
         if not within:
-            made[key] = count
-    return made
+            changed[key] = count
+    return changed
 
 
 def of_all_layers(config: Any, name: str) -> Any:

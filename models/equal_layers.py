@@ -1,7 +1,7 @@
 """Find equal layers in a transformers model; only a few of them need to be traced.
 
-The config's number of layers is not enough, so the built model is inspected. (Swin's number counts stages, which all
-differ; a hybrid's counts layers of several kinds.)
+The config's number of layers is not enough, so the built model is inspected. Swin's number counts stages, which all
+differ. A hybrid's counts layers of several kinds.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from zerofit.models.depth import Path, depths, leading, of_all_layers, part, wit
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.partial import differ_by_layer
+from zerofit.models.presets import ModelArgs
 from zerofit.models.quantized import without_bits
 from zerofit.models.sections import block_lists
 
 ENOUGH = 2  # equal layers to trace: the first may create what all share, and the second represents the rest
 
 
-def equal_layers(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> dict[Path, int]:
+def equal_layers(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> dict[Path, int]:
     """Return the config's keys that count equal layers, with their values; {} if all layers must be traced.
 
     Equal layers have the same modules, shapes and settings; the leading ones and the first may differ. The number of
@@ -44,6 +45,12 @@ def few_layers(config: Any, path: Path) -> int:
     return leading(part(config, path)) + ENOUGH
 
 
+# Steps:
+#
+# 1. Candidates: keys of the config that count more layers than are traced, and whose layers have one kind.
+# 2. Build the full model on meta. Drop candidates whose layers differ in modules, shapes or settings.
+# 3. Build the model with few layers. Its parameters must be fewer by exactly the layers that were left out. Otherwise
+#    the number of layers changes something else, too.
 @lru_cache(maxsize=8)
 def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> dict[Path, int]:
     args = json.loads(content)[1]
@@ -58,19 +65,19 @@ def _equal_layers(source: ModelSource, inputs: Inputs | None, content: str) -> d
     if not few:
         return {}
     with torch.device("meta"):
-        whole = build(source, inputs, args)
+        full = build(source, inputs, args)
     fed = inputs if any(len(path) > 1 for path in few) else None  # run the model to find the parts that are used
-    stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(whole, fed) if path in few]
+    stood_for = [(path, list(blocks)[few[path] - 1 :]) for blocks, path in block_lists(full, fed) if path in few]
     mixed = {path for path, blocks in stood_for if not _all_equal(blocks)}
     stood_for = [(path, blocks) for path, blocks in stood_for if path not in mixed]
-    found = {path: count for path, count in depths(config).items() if path in dict(stood_for)}
+    equal = {path: count for path, count in depths(config).items() if path in dict(stood_for)}
     try:
         with torch.device("meta"):
-            small = build(source, inputs, with_depths(args, {path: few[path] for path in found}))
+            small = build(source, inputs, with_depths(args, {path: few[path] for path in equal}))
     except ModelError:  # other values of the config depend on its number of layers
         return {}
     less = sum((len(blocks) - 1) * parameter_count(blocks[0]) for _, blocks in stood_for)
-    return found if parameter_count(whole) - parameter_count(small) == less else {}
+    return equal if parameter_count(full) - parameter_count(small) == less else {}
 
 
 def _all_equal(blocks: Sequence[nn.Module]) -> bool:
@@ -78,11 +85,11 @@ def _all_equal(blocks: Sequence[nn.Module]) -> bool:
     return all(_equal(first, list(_facts(block)), place) for place, block in enumerate(blocks))
 
 
-def _equal(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], place: int) -> bool:
+def _equal(first: list[tuple[Any, ...]], facts: list[tuple[Any, ...]], place: int) -> bool:
     """Return whether a block equals the first, except for numbers that count blocks."""
-    return len(first) == len(other) and all(
+    return len(first) == len(facts) and all(
         a == b or (a[:-1] == b[:-1] and type(a[-1]) is int and type(b[-1]) is int and b[-1] - a[-1] == place)
-        for a, b in zip(first, other, strict=True)
+        for a, b in zip(first, facts, strict=True)
     )
 
 

@@ -21,6 +21,7 @@ from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSourc
 from zerofit.models.deferred import Stored, as_parameter, store_parameters
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
+from zerofit.models.presets import ModelArgs
 from zerofit.spec.errors import reason_of
 from zerofit.spec.local_machine import is_older
 from zerofit.spec.process import collector_off
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IN_FP32 = Stored(dtype=torch.float32, device=torch.device("cpu"))
+# functions of transformers' initialisation that draw no random numbers
 _DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -46,7 +48,7 @@ AUTO_CLASSES = {
 def transformers_model(
     source: ModelSource,
     inputs: Inputs | None,
-    args: dict[str, Any],
+    args: ModelArgs,
     stored: Stored = IN_FP32,
     keep: set[str] | None = None,
 ) -> nn.Module:
@@ -56,9 +58,9 @@ def transformers_model(
     memory. `keep`: see `materialise`.
 
     Initial weights are drawn on the CPU exactly as by transformers' `initialize_weights`, with no other draws. So the
-    numbers are the same for the full model, for a pipeline stage (`materialise`), and for a model that is partitioned
-    while it is built (with an HfDeepSpeedConfig of ZeRO stage 3). `from_config` alone would first draw torch's default
-    weights, except under ZeRO-3.
+    numbers are the same for the full model and for a pipeline stage (`materialise`). They are the same if ZeRO stage 3
+    partitions the model while it is built (with an HfDeepSpeedConfig). `from_config` alone would first draw torch's
+    default weights, except under ZeRO-3.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -107,7 +109,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 
 @contextmanager
 def _head_apart(config: Any) -> Iterator[None]:
-    """Give T5 1.1 and Flan-T5 a separate head, as in their files; transformers' class ties it as in T5.
+    """Give T5 1.1 and Flan-T5 a separate head, as in their files. transformers' class ties it as in T5.
 
     transformers keeps the config's "tie_word_embeddings" only as `scale_decoder_outputs` (transformers/models/t5).
     """
@@ -155,8 +157,8 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
         raise ModelError("model-weights", message, "is the download complete, and for this config?")
     if stored == IN_FP32 and keep is None:
         return model
-    rest = {name: take for name, take in stored.slices.items() if name not in read}
-    return store_parameters(model, replace(stored, slices=rest), keep)  # those that are not in the folder
+    unread = {name: take for name, take in stored.slices.items() if name not in read}
+    return store_parameters(model, replace(stored, slices=unread), keep)  # those that are not in the folder
 
 
 def _of_head(model: nn.Module, config: Any, name: str) -> bool:
@@ -167,7 +169,7 @@ def _of_head(model: nn.Module, config: Any, name: str) -> bool:
 
 @contextmanager
 def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]:
-    """Make transformers store each parameter as soon as it is read, one at a time, and drop those not in `keep`.
+    """Make transformers store each parameter as soon as it is read. Parameters not in `keep` are dropped.
 
     By default it first reads all of them in fp32. Yields the growing set of the names that were read.
     (transformers/core_model_loading.py: set_param_for_module)
@@ -178,13 +180,13 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
 
     def set_param(model: PreTrainedModel, name: str, value: Tensor, *more: Any, **named: Any) -> None:
         parent, _, attribute = name.rpartition(".")
-        own = model.get_submodule(parent)._parameters
-        if attribute not in own:
+        parameters = model.get_submodule(parent)._parameters
+        if attribute not in parameters:
             original(model, name, value, *more, **named)
             return
         kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
         original(model, name, value.detach() if kept else value.detach().to("meta"), *more, **named)
-        parameter = own[attribute]  # still the old one, on meta, if the shape differs
+        parameter = parameters[attribute]  # still the old one, on meta, if the shape differs
         if parameter is not None and not parameter.is_meta:
             data = stored.store(parameter.data, name)
             parameter.requires_grad_(parameter.requires_grad and data.is_floating_point())
@@ -236,6 +238,8 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     return model
 
 
+# transformers initialises before it ties: the numbers of both parameters are drawn, and one is dropped. With a shared
+# tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
     """Give each tied parameter its own tensor, since each is drawn before tying."""
     for name in tied:
@@ -244,11 +248,12 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
         setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
 
 
+# transformers' `initialize_weights` visits modules in this order, and each draw depends on those before it. So every
+# module is initialised, also those whose parameters stay on meta: their numbers are drawn and dropped.
 def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
     """Initialise children first, and inner models by their own rules, like `initialize_weights`.
 
-    A module's own parameters, if their ids are in `real` (id -> name), are in fp32 on the CPU only during its
-    initialisation.
+    `real`: the names of kept parameters, by id. Each is in fp32 on the CPU only while its module is initialised.
     """
     from transformers import PreTrainedModel
 
@@ -257,18 +262,21 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
         _apply(child, rules, real, stored)
     if vars(module)["_is_hf_initialized"]:
         return  # already done: it is in the model twice
-    own = module._parameters
-    names = {name: real[id(p)] for name, p in own.items() if id(p) in real}
-    for name, parameter in own.items():
+    parameters = module._parameters
+    names = {name: real[id(p)] for name, p in parameters.items() if id(p) in real}
+    for name, parameter in parameters.items():
         if parameter is not None:
             device = "cpu" if id(parameter) in real else "meta"
-            own[name] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            empty = torch.empty_like(parameter, device=device)
+            parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     initialise_one(module)
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         if parameter is not None and not parameter.is_meta and stored != IN_FP32:
-            own[name] = as_parameter(stored.store(parameter.data, names[name]), parameter.requires_grad)
+            parameters[name] = as_parameter(stored.store(parameter.data, names[name]), parameter.requires_grad)
 
 
+# Draws in bf16 or on a GPU give other numbers than in fp32 on the CPU. A run must start with the same weights in each
+# precision and layout, so all draws happen in fp32 on the CPU.
 @contextmanager
 def _drawing_in_fp32() -> Iterator[None]:
     """Make transformers' random initialisers draw on the CPU in fp32 for all tensors, including meta and stored ones.
@@ -353,8 +361,8 @@ def _gathered_with_children() -> Iterator[None]:
 
         for child in module.children():
             apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else rules, remote)
-        own = [module, *(child for child in module.children() if not isinstance(child, PreTrainedModel))]
-        parameters = [p for owner in own for p in owner.parameters(recurse=False)]
+        owners = [module, *(child for child in module.children() if not isinstance(child, PreTrainedModel))]
+        parameters = [p for owner in owners for p in owner.parameters(recurse=False)]
         if not parameters:
             rules(module, remote)
             return

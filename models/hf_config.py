@@ -11,6 +11,7 @@ from typing import Any
 from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, nearest, source_config
 from zerofit.models.depth import DEPTH, depths, of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
+from zerofit.models.presets import Config, ModelArgs
 from zerofit.spec.errors import reason_of
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # of Mixtral, DeepSeek and Qwen
@@ -26,7 +27,7 @@ PLAIN_KERNELS = ("eager", "sdpa", None)  # part of torch and transformers
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
 
 
-def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]):
+def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
     """Return the transformers config: the preset or file, adapted to the inputs, with `args` on top.
 
     For images, the numbers of labels and channels and the image size are set. If an image is smaller than a patch, the
@@ -84,12 +85,12 @@ def _refuse_no_layers(name: str, config: Any) -> None:
             raise ModelError("model-args", message, "use 1 or more: correct --model-args or the config")
 
 
-def notes_of_config(name: str, values: dict[str, Any]) -> list[str]:
+def notes_of_config(name: str, values: Config) -> list[str]:
     """Return a sentence for each key of a config that training ignores, and what it does instead."""
     return [f"{name}: {key} {text}" for key, text in _left_out(values)]
 
 
-def _left_out(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _left_out(values: Config) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if key == QUANTIZED and value:
             method = value.get("quant_method", "") if isinstance(value, dict) else value
@@ -100,7 +101,9 @@ def _left_out(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((f"{key}.{inner}", text) for inner, text in _left_out(value))
 
 
-def _trained(values: dict[str, Any]) -> dict[str, Any]:
+# A config from the hub can name attention kernels of other packages. transformers would download them; zerofit measures
+# and trains with torch's own.
+def _trained(values: Config) -> Config:
     """Return a config without the keys that training ignores; transformers would look for kernels on the hub."""
     kept = {key: value for key, value in values.items() if key != QUANTIZED and not _names_kernel(key, value)}
     return {key: _trained(value) if isinstance(value, dict) else value for key, value in kept.items()}
@@ -110,7 +113,7 @@ def _names_kernel(key: str, value: Any) -> bool:
     return KERNELS.search(key) is not None and value not in PLAIN_KERNELS
 
 
-def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: dict[str, Any]) -> None:
+def _fit(source: ModelSource, config: Any, inputs: Inputs | None, args: ModelArgs) -> None:
     if isinstance(inputs, ImageInputs) and source.task == "image":
         _fit_images(source, config, inputs, args)
     if isinstance(inputs, NamedInputs):
@@ -141,7 +144,7 @@ def max_positions(config: Any) -> int | None:
     return positions - (text.pad_token_id or 0) - 1
 
 
-def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> dict[str, Any]:
+def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
     """Merge `args` into the config, with the config class's own key names."""
     canonical = getattr(cls, "attribute_map", {})
     known = set(base) | set(canonical) | {"num_labels"} | (set(cls().to_dict()) if args else set())
@@ -153,22 +156,24 @@ def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> 
             raise ModelError("model-args", message, hint)
     merged = _without_old_layers({canonical.get(key, key): value for key, value in base.items()}, args, canonical)
     for key, value in args.items():
-        own = canonical.get(key, key)
-        inner = merged.get(own)
+        class_key = canonical.get(key, key)
+        inner = merged.get(class_key)
         if isinstance(inner, dict) and isinstance(value, dict):  # an inner model's config: other keys stay
             value = {**_without_old_layers(inner, value, {}), **value}
-        merged[own] = value
+        merged[class_key] = value
     return merged
 
 
-def _without_old_layers(base: dict[str, Any], args: dict[str, Any], canonical: dict[str, str]) -> dict[str, Any]:
+# Configs like Qwen's list the kind of each layer. With another number of layers, transformers makes the list anew.
+def _without_old_layers(base: Config, args: ModelArgs, canonical: dict[str, str]) -> Config:
     """Drop the config's lists with a value per layer if the args change the number of layers."""
     if DEPTH not in {canonical.get(key, key) for key in args} | set(args):
         return base
     return {key: value for key, value in base.items() if key not in _OF_LAYERS or key in args}
 
 
-def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dict[str, Any]) -> None:
+# A new model takes the data's shape. A pretrained one cannot, since its position embeddings and patches are learned.
+def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: ModelArgs) -> None:
     wanted = {"num_labels": inputs.classes, "num_channels": inputs.channels, "image_size": inputs.size}
     for key, value in wanted.items():
         if key in args or (key != "num_labels" and not hasattr(config, key)):
@@ -193,7 +198,7 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dic
             raise ModelError("model-shape", message, hint)
 
 
-def _fit_classes(config: Any, inputs: LabelledTextInputs, args: dict[str, Any]) -> None:
+def _fit_classes(config: Any, inputs: LabelledTextInputs, args: ModelArgs) -> None:
     """Set the class names, and the padding id, by which a decoder's head finds the last token of a text."""
     if "num_labels" not in args:
         config.id2label = dict(enumerate(inputs.classes))

@@ -1,7 +1,7 @@
 """Images as rows of patches with a grid of positions: the inputs of Qwen's vision-language models.
 
-The models read the grids' values to split attention and place tokens. All samples have one image of one size, so
-these values are known on the host, as numpy arrays that also work with fake tensors.
+The models read the grids' values to split attention and place tokens. All samples have one image of one size, so these
+values are known on the host. As numpy arrays, they also work with fake tensors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def grid_arguments(model: Any, inputs: NamedInputs, named: Mapping[str, Tensor])
     count, side, device = len(pixels), math.isqrt(image.shape[0]), pixels.device
     windows = getattr(config.vision_config, "window_size", None)
     known = _host_values(_facts(config.vision_config), side, count, windows)
-    made = {f"image_{name}": torch.tensor(value.tolist(), device=device) for name, value in known.items()}
-    made |= {f"image_{name}": known[name] for name in ("cu_seqlens", "cu_window_seqlens") if name in known}
+    arguments = {f"image_{name}": torch.tensor(value.tolist(), device=device) for name, value in known.items()}
+    arguments |= {f"image_{name}": known[name] for name in ("cu_seqlens", "cu_window_seqlens") if name in known}
     return {
-        **made,
+        **arguments,
         "pixel_values": pixels.flatten(0, 1),
         "image_grid_thw": np.array([(1, side, side)] * count),
         "position_ids": _positions(inputs.tensors[0], side // config.vision_config.spatial_merge_size, count, device),
@@ -47,6 +47,8 @@ def _facts(vision: Any) -> tuple[int, int, int]:
     return vision.spatial_merge_size, vision.patch_size, getattr(vision, "num_position_embeddings", 0)
 
 
+# transformers computes these values from grids on the device and reads them back (.tolist()), which fake tensors do not
+# allow. They depend only on the config and the image's size.
 @cache
 def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int | None) -> dict[str, np.ndarray]:
     """Return transformers' values for the grids of `count` equal images (transformers/vision_utils.py)."""
@@ -55,13 +57,13 @@ def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int
     merge, patch, learned = facts
     with _disable_current_modes(), torch.device("cpu"):
         grids = torch.tensor([(1, side, side)] * count)
-        found = {
+        values = {
             "cu_seqlens": vision_utils.get_vision_cu_seqlens(grids),
             "position_ids": vision_utils.get_vision_position_ids(grids, merge),
         }
         if window is not None:
             names = ("window_index", "cu_window_seqlens")
-            found |= zip(names, vision_utils.get_vision_window_index(grids, merge, window, patch), strict=True)
+            values |= zip(names, vision_utils.get_vision_window_index(grids, merge, window, patch), strict=True)
         if learned:
             interpolated = vision_utils.get_vision_interpolation_indices_and_weights(
                 grids,
@@ -70,18 +72,18 @@ def _host_values(facts: tuple[int, int, int], side: int, count: int, window: int
                 align_corners=True,
                 spatial_merge_size=merge,
             )
-            found |= zip(("interp_indices", "interp_weights"), interpolated, strict=True)
-        return {name: tensor.numpy() for name, tensor in found.items()}
+            values |= zip(("interp_indices", "interp_weights"), interpolated, strict=True)
+        return {name: tensor.numpy() for name, tensor in values.items()}
 
 
 def _positions(tokens: NamedInput, side: int, count: int, device: torch.device) -> Tensor:
     """Return positions (3, count, tokens) in time, height and width: of an image, then of the text after it."""
     assert tokens.first is not None  # the image's tokens
-    rest = tokens.shape[0] - tokens.first[1]
+    text_tokens = tokens.shape[0] - tokens.first[1]
     rows = torch.arange(side, device=device).repeat_interleave(side)
     columns = torch.arange(side, device=device).repeat(side)
     image = torch.stack([torch.zeros_like(rows), rows, columns])
-    text = torch.arange(side, side + rest, device=device).expand(3, -1)
+    text = torch.arange(side, side + text_tokens, device=device).expand(3, -1)
     return torch.cat([image, text], dim=1).unsqueeze(1).repeat(1, count, 1)
 
 

@@ -93,6 +93,7 @@ class Fed:
 
 Inputs = ImageInputs | TableInputs | TextInputs | LabelledTextInputs | NamedInputs
 
+# names in JSON: run folders, zerofit.json and models/data have inputs
 _KINDS: dict[str, type[Inputs]] = {
     "text": TextInputs,
     "segmentation": SegmentationInputs,  # before its base class
@@ -138,8 +139,8 @@ def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
         return inputs.tensors
     if isinstance(inputs, ImageInputs):
         pixels = (inputs.channels, inputs.size, inputs.size)
-        places = pixels[1:] if isinstance(inputs, SegmentationInputs) else ()
-        labels = NamedInput(name="labels", shape=places, ids=inputs.classes)
+        label_shape = pixels[1:] if isinstance(inputs, SegmentationInputs) else ()
+        labels = NamedInput(name="labels", shape=label_shape, ids=inputs.classes)
         return NamedInput(name="pixel_values", shape=pixels), labels
     if isinstance(inputs, TableInputs):
         features = NamedInput(name="features", shape=(inputs.features,))

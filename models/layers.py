@@ -59,13 +59,13 @@ def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | 
 
 def layer_facts(layers: Iterable[Layer]) -> tuple[LayerFacts, ...]:
     """Return the names and sizes of layers."""
-    found = []
+    facts = []
     for layer in layers:
         parameters = list(layer.module.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         size = sum(map(elements, parameters))
-        found.append(LayerFacts(name=layer.name, parameters=size, trained=trained, tied=layer.tied))
-    return tuple(found)
+        facts.append(LayerFacts(name=layer.name, parameters=size, trained=trained, tied=layer.tied))
+    return tuple(facts)
 
 
 def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
@@ -101,13 +101,15 @@ def _maker(model: nn.Module) -> Maker:
     )
 
 
+# A checkpoint has the names of the full model, whatever the stages: it resumes in any other layout. So each layer maps
+# the keys of its module to the model's keys.
 def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
     """Return a layer; `paths` maps its submodules or parameters ("": the layer itself) to paths in the model."""
     names = {}
     for key, _ in state_tensors(module):
         inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
-        rest = key[len(inside) :].lstrip(".")
-        names[key] = ".".join(part for part in (paths[inside], rest) if part)
+        inner_path = key[len(inside) :].lstrip(".")
+        names[key] = ".".join(part for part in (paths[inside], inner_path) if part)
     return Layer(name=name, module=module, names=names, **more)
 
 
@@ -230,6 +232,8 @@ def _cuts(layers: nn.Sequential) -> list[list[int]]:
     return groups
 
 
+# A new architecture for pipelines is a function that lists the model's layers, and a row here. A layer passes one
+# tensor to the next, so masks and positions are computed in the layers themselves.
 TORCHVISION: dict[str, Maker] = {"ResNet": _resnet, "VGG": _vgg}
 
 HEADS: dict[tuple[str, str], Maker] = {
@@ -339,8 +343,7 @@ class BertEmbeddingSum(nn.Module):
 class Matrix(nn.Module):
     """The weight of a linear layer, without its bias.
 
-    DeepSpeed counts a tied layer's parameters in the gradient norm on only one stage, so a bias in it would not
-    be counted.
+    DeepSpeed counts a tied layer's parameters in the gradient norm on one stage only. A bias in it would be missing.
     """
 
     def __init__(self, linear: nn.Linear):

@@ -1,7 +1,7 @@
 """The named input tensors of a model that returns its own loss, from its config.
 
-An encoder-decoder gets tokens for both sides, Whisper spectrograms, CLIP images and texts, and a model with images in
-its text the pixels and placeholder tokens.
+An encoder-decoder gets tokens for both sides. Whisper gets spectrograms, and CLIP gets images and texts. A model with
+images in its text gets pixels and placeholder tokens.
 """
 
 from __future__ import annotations

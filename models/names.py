@@ -1,8 +1,8 @@
 """Matching of typed model names with presets: other spellings, hub repositories, quantized files.
 
-A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b), without those that do not affect the shape
-(instruct, dates). A preset matches if the words are equal to its own or to those of one of its repositories, or if it
-is the only one with all of them ("deepseek-r1:7b"). So size and generation never differ from the typed name.
+A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b). Words that do not affect the shape are left out
+(instruct, dates). A preset matches if the words are those of its name or of one of its repositories. It also matches if
+no other preset has all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def preset_of(name: str) -> Match | None:
     if name in NAMED:
         return Match(name=name, note="")
     plain = QUANTIZED.sub("", name.lower())
-    found = _repositories().get(name.lower()) or _of_words(plain)
-    if found is None:
+    preset = _repositories().get(name.lower()) or _of_words(plain)
+    if preset is None:
         return None
-    itself = _joined(_words(name)) == _joined(_words(found.name)) and name.lower() in _repositories()
-    note = "" if itself else f"using {found.name} for {name}"
+    itself = _joined(_words(name)) == _joined(_words(preset.name)) and name.lower() in _repositories()
+    note = "" if itself else f"using {preset.name} for {name}"
     if plain != name.lower():
         note += "; only its shape is used, since quantized weights cannot be trained"
-    return Match(name=found.name, note=note)
+    return Match(name=preset.name, note=note)
 
 
 def left_out(model: str) -> str:
@@ -64,14 +64,14 @@ def left_out(model: str) -> str:
 
 
 def relatives(name: str) -> list[str]:
-    """Return names that a name may mean, in the table's order: those that begin alike, or the nearest spellings."""
+    """Return names that a name may mean, in the table's order: names that begin alike, else the nearest spellings."""
     typed = _words(QUANTIZED.sub("", name.lower()))
     common = {spelled: _common(typed, words) for spelled, _, words in reversed(_spellings())}
     most = max(common.values())
     alike = {spelled: preset.name for spelled, preset, _ in _spellings() if common[spelled] == most}
     if most:
-        own = {spelled: spelled if name not in alike else name for spelled, name in alike.items()}
-        return list(dict.fromkeys(own.values()))
+        names = {spelled: spelled if name not in alike else name for spelled, name in alike.items()}
+        return list(dict.fromkeys(names.values()))
     return difflib.get_close_matches(name.lower().rpartition("/")[2], NAMED, n=3, cutoff=0.75)
 
 
@@ -98,7 +98,7 @@ def _of_words(plain: str) -> Preset | None:
     for words in filter(None, (typed, _undated(typed))):
         if (key := _joined(words)) in _joins():
             return _joins()[key]
-        having = {preset.name for _, preset, theirs in _spellings() if set(words) <= set(theirs)}
+        having = {preset.name for _, preset, preset_words in _spellings() if set(words) <= set(preset_words)}
         if len(having) == 1 and any(word.isalpha() and len(word) > 1 for word in words):
             return NAMED[having.pop()]
     return None
@@ -111,6 +111,8 @@ def _words(name: str) -> tuple[str, ...]:
     return tuple(word for word in words if word not in SAME_SHAPE | base)
 
 
+# Names on the hub, in Ollama and in papers separate words differently: llama3-8b, Llama-3-8B, llama-3:8b. Letters and
+# digits are joined, but not two numbers, since 3-8b and 38b are two models.
 def _joined(words: tuple[str, ...]) -> str:
     """Join words so that "llama3-8b" equals "llama-3-8b", but not "llama-38b"."""
     return re.sub(r"(?<=[a-z]) (?=[a-z])|(?<=[a-z]) (?=\d)|(?<=\d) (?=[a-z])", "", " ".join(words))
@@ -138,10 +140,12 @@ def _repositories() -> dict[str, Preset]:
     return {name.lower(): preset for preset in NAMED.values() for name in preset.hub}
 
 
+# In the order of preference, because several presets can share a spelling: "qwen3-8b" is the name of a preset, and a
+# repository Qwen3-8B-2507 without its date is the same. A spelling of two presets means neither.
 @cache
 def _joins() -> dict[str, Preset]:
     """Return presets by joined words: first of their own names, then of repositories, then without dates."""
-    found = {_joined(_words(preset.name)): preset for preset in reversed(NAMED.values())}
+    presets = {_joined(_words(preset.name)): preset for preset in reversed(NAMED.values())}
     dated = [(_joined(words), preset) for _, preset, words in _spellings()]
     sized = [(preset, words) for _, preset, words in _spellings() if any(map(SIZE.fullmatch, words))]
     undated = [(_joined(_undated(words)), preset) for preset, words in sized]
@@ -149,8 +153,8 @@ def _joins() -> dict[str, Preset]:
         meant: dict[str, set[str]] = {}
         for key, preset in pairs:
             meant.setdefault(key, set()).add(preset.name)
-        found |= {key: preset for key, preset in pairs if len(meant[key]) == 1 and key not in found}
-    return found
+        presets |= {key: preset for key, preset in pairs if len(meant[key]) == 1 and key not in presets}
+    return presets
 
 
 def _undated(words: tuple[str, ...]) -> tuple[str, ...]:

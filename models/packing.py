@@ -1,6 +1,6 @@
-"""Documents packed into one sample: check that a model keeps them separate.
+"""Check that a model keeps documents separate that are packed into one sample.
 
-transformers' attention masks do, if position ids restart with each document.
+transformers' attention masks separate them if position ids restart with each document.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
     """Watch a forward with position ids. Raises ModelError "model-packing" unless its masks separate documents."""
     from transformers import masking_utils
 
-    original, told = masking_utils._preprocess_mask_arguments, []
+    original, separates = masking_utils._preprocess_mask_arguments, []
 
     def noted(config: Any, inputs_embeds: Any, attention_mask: Any, past: Any, position_ids: Any, *more: Any) -> Any:
-        told.append(position_ids is not None and attention_mask is None)
+        separates.append(position_ids is not None and attention_mask is None)
         return original(config, inputs_embeds, attention_mask, past, position_ids, *more)
 
     kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ()) - _MASKED
@@ -35,7 +35,9 @@ def refuse_unseparated(model: nn.Module, name: str) -> Iterator[None]:
     error = ModelError("model-packing", message, "use --no-packing: one conversation per sample")
     if kinds or "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise error
+    # transformers separates documents by position ids only if no mask is given. The model's own code decides what
+    # reaches `masking_utils`, so one forward is watched.
     with patch.object(masking_utils, "_preprocess_mask_arguments", noted):
         yield
-    if not told or not all(told):
+    if not separates or not all(separates):
         raise error

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zerofit.models.catalog import ModelError, nearest
+from zerofit.spec.errors import reason_of
 from zerofit.spec.partial_training import LoraSettings, PartialTraining
 
 if TYPE_CHECKING:
@@ -24,13 +25,17 @@ ALL_LINEAR = "all-linear"
 HEADED = ("ForSequenceClassification", "ForTokenClassification")  # classes of transformers
 BASE = ".base_layer"  # added by peft to the names of weights with adapters
 
+# On CPUs with AVX-512, bitsandbytes warns while it is imported if an optional package of kernels is missing. peft and
+# transformers import it on their own, often before any function here runs, so the logger is set on import.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 
 def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     """Freeze a built model except for the trained part, and add adapters. Changes the model in place.
 
     Adapters are initialised on the CPU in float32, in the order of modules, as by peft after `torch.manual_seed` with
-    the run's seed: the numbers do not depend on this rank's part of the model. Weights on meta get adapters too. Raises
-    ModelError if nothing would be trained, or for names that the model does not have.
+    the run's seed. So the numbers do not depend on this rank's part of the model. Weights on meta get adapters too.
+    Raises ModelError if nothing would be trained, or for names that the model does not have.
     """
     if partial.lora is not None:
         torch.manual_seed(partial.seed)
@@ -54,6 +59,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     return model
 
 
+# Few layers stand for many in simulations and profiles. That is wrong if only some of the layers are trained.
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
     """Return whether the patterns select some of a model's layers by number, and others not.
 
@@ -62,11 +68,6 @@ def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
     patterns = () if partial is None else (*partial.train, *partial.freeze)
     words = {word for pattern in patterns for word in pattern.split(".")}
     return any(len({fnmatchcase(str(layer), word) for layer in range(layers)}) > 1 for word in words)
-
-
-def quiet_bitsandbytes() -> None:
-    """Silence bitsandbytes' message about a missing optional package on CPUs; peft always imports it."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
@@ -98,8 +99,8 @@ def head_modules(model: nn.Module) -> list[str]:
     """
     if not type(model).__name__.endswith(HEADED):
         return []
-    whole: Any = model
-    return [n for n, child in model.named_children() if n != whole.base_model_prefix and list(child.parameters())]
+    transformer: Any = model
+    return [n for n, child in model.named_children() if n != transformer.base_model_prefix and list(child.parameters())]
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -119,7 +120,6 @@ def name_without_adapters(name: str) -> str:
 def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
     from peft import inject_adapter_in_model
 
-    quiet_bitsandbytes()
     parameters = list(model.parameters())
     kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "give names of layers"
@@ -129,7 +129,7 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # peft corrects it itself
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
-        message = f"--lora-targets {lora.targets}: {' '.join(str(error).split())[:300]}"
+        message = f"--lora-targets {lora.targets}: {reason_of(error)}"
         raise ModelError("model-part", message, hint) from None
     _refuse_targets(model, lora, hint)
     _refuse_shared(model)
@@ -139,23 +139,23 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return peft's word for all linear layers, or their names where peft's own search does not work.
+    """Return peft's word for all linear layers, or their names if peft's own search does not work.
 
-    peft finds them (and the head) only in transformers models, and would include a mixture's fused experts and router.
+    peft finds them, and the head, only in transformers models. It would include a mixture's fused experts and router.
     """
     head = head_modules(model)
     if head:
         from transformers.pytorch_utils import Conv1D  # GPT-2's
 
-        kinds, whole = (nn.Linear, Conv1D), model.named_modules()
-        return [n for n, module in whole if isinstance(module, kinds) and n.partition(".")[0] not in head]
+        kinds, modules = (nn.Linear, Conv1D), model.named_modules()
+        return [n for n, module in modules if isinstance(module, kinds) and n.partition(".")[0] not in head]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not hasattr(model, "get_output_embeddings"):
         return list(linear)
     if not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters()):
         return ALL_LINEAR
-    left = cast("PreTrainedModel", model).get_output_embeddings()
-    return [name for name, module in linear.items() if module is not left]
+    head_layer = cast("PreTrainedModel", model).get_output_embeddings()
+    return [name for name, module in linear.items() if module is not head_layer]
 
 
 def _target_names(lora: LoraSettings) -> list[str]:
@@ -169,9 +169,9 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
     """
     from peft.tuners.lora import ParamWrapper
 
-    found = dict(lora_layers(model))
-    linear = {name for name, layer in found.items() if not isinstance(layer, ParamWrapper)}
-    wrapped = next((name for name in found if name not in linear), None)
+    adapted = dict(lora_layers(model))
+    linear = {name for name, layer in adapted.items() if not isinstance(layer, ParamWrapper)}
+    wrapped = next((name for name in adapted if name not in linear), None)
     if wrapped is not None:
         usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME (of linear layers)"
         message = f"--lora-targets {lora.targets}: {wrapped} is not a linear layer, and its adapters cannot be trained"
@@ -182,13 +182,14 @@ def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
             raise ModelError("model-part", message, hint)
 
 
+# GPT-2's output matrix is its embedding. An adapter on one of them, merged, would change both.
 def _refuse_shared(model: Any) -> None:
     """Refuse an adapter of a weight that another layer shares, since merging would change both."""
     adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        mine = adapted.get(id(parameter))
-        if mine is not None and not name.startswith(f"{mine}."):
-            message = f"{mine} shares its weight with {name.rpartition('.')[0]} and cannot have an adapter"
+        adapter = adapted.get(id(parameter))
+        if adapter is not None and not name.startswith(f"{adapter}."):
+            message = f"{adapter} shares its weight with {name.rpartition('.')[0]} and cannot have an adapter"
             raise ModelError("model-part", message, "leave it out of --lora-targets")
 
 

@@ -1,8 +1,12 @@
 """All named models, read from data/*.json (without weights). A new model is one entry there.
 
-Each file has the models of one family. An entry has a config (of transformers or diffusers) on top of a shared
-template, the number of parameters counted on the meta device, the published figure with its source, and the hub
-repositories of this shape. Importing this module does not import torch or transformers.
+Each file has the models of one family. An entry has a config of transformers or diffusers, on top of a shared template.
+It has the number of parameters, counted on the meta device, and the published figure with its source. It lists the hub
+repositories of this shape. `Preset` is the schema. Importing this module does not import torch or transformers.
+
+    {"name": "llama-2-7b", "template": "llama-2", "parameters": 6738415616, "published": "6.74B",
+     "config": {"hidden_size": 4096, "num_hidden_layers": 32, ...},
+     "hub": ["meta-llama/Llama-2-7b-hf", ...]}
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from typing import Any, Literal
 from zerofit.spec.model_facts import Task
 
 DATA = Path(__file__).parent / "data"
+Config = dict[str, Any]  # a config.json of transformers or diffusers
+ModelArgs = dict[str, Any]  # `--model-args`: keys of a config, or keyword arguments of a model's builder
 Library = Literal["zerofit", "torchvision", "transformers", "diffusers"]
 
 
@@ -32,7 +38,9 @@ class Preset:
     published: str = ""  # the figure as published: "8.03B"
     differs: str = ""  # how the published figure is counted differently
     note: str = ""  # parts of the published model that are left out
-    config: dict[str, Any] = field(default_factory=dict)  # with the template's keys
+    convolutional: bool = False  # a convolutional network, which the recipes train with SGD
+    inputs: dict[str, Any] = field(default_factory=dict)  # of zerofit's own models, for `inputs_from_dict`
+    config: Config = field(default_factory=dict)  # with the template's keys
     hub: list[str] = field(default_factory=list)  # repositories of this shape, and other names
 
     @property
@@ -41,9 +49,9 @@ class Preset:
         return "preset" if self.config else self.library
 
 
-def read_presets() -> dict[str, Preset]:
-    """Read all files of data/, zerofit's own models first."""
-    files = sorted(DATA.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
+def read_presets(folder: Path = DATA) -> dict[str, Preset]:
+    """Read all files of a folder, zerofit's own models first."""
+    files = sorted(folder.glob("*.json"), key=lambda path: (path.stem != "zerofit", path.stem))
     return {preset.name: preset for path in files for preset in _of_family(path)}
 
 
@@ -56,11 +64,12 @@ def _of_family(path: Path) -> Iterator[Preset]:
         yield Preset(**{"library": content["library"], **template, **entry, "family": path.stem, "config": config})
 
 
-def _merged(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _merged(shared: Config, config: Config) -> Config:
     """Merge a model's own keys over the shared ones, also within the configs of its parts."""
-    parts = {key for key, value in own.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
-    return {**shared, **own, **{key: {**shared[key], **own[key]} for key in parts}}
+    parts = {key for key, value in config.items() if key.endswith("_config") and isinstance(shared.get(key), dict)}
+    return {**shared, **config, **{key: {**shared[key], **config[key]} for key in parts}}
 
 
+# read on import, since every command that takes a model looks up names
 NAMED = read_presets()
-PRESETS: dict[str, dict[str, Any]] = {name: preset.config for name, preset in NAMED.items() if preset.config}
+PRESETS: dict[str, Config] = {name: preset.config for name, preset in NAMED.items() if preset.config}

@@ -93,32 +93,37 @@ def _load(file: Path) -> Any:
     raise AssertionError
 
 
+# A file fits if each tensor of the model is in it with the same shape, with three exceptions:
+#
+# - torchvision's auxiliary heads, which are only for training and which zerofit leaves out
+# - counters of batch norms, which files of older versions of torch lack
+# - a head with another number of classes: it starts at random, and the user is told
 def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
     """Find each of the model's tensors in a file. Only a head may have another number of classes.
 
     Raises ModelError with all missing and superfluous tensors and wrong shapes.
     """
-    ours = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    names = {_renamed(name, ours): name for name in held.shapes}
-    auxiliary = {name for name in names if name.startswith(AUXILIARY) and name not in ours}
-    missing = [n for n in ours if n not in names and not n.endswith(COUNTER)]
-    superfluous = [name for name in names if name not in ours and name not in auxiliary]
-    other = [n for n in ours if n in names and held.shapes[names[n]] != ours[n]]
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    names = {_renamed(name, shapes): name for name in held.shapes}
+    auxiliary = {name for name in names if name.startswith(AUXILIARY) and name not in shapes}
+    missing = [n for n in shapes if n not in names and not n.endswith(COUNTER)]
+    superfluous = [name for name in names if name not in shapes and name not in auxiliary]
+    differing = [n for n in shapes if n in names and held.shapes[names[n]] != shapes[n]]
     classes = inputs.classes if isinstance(inputs, ImageInputs) else None
-    owners = sorted({name.rpartition(".")[0] for name in other})
-    of_head = [n for n in other if ours[n][:1] == (classes,) and held.shapes[names[n]][1:] == ours[n][1:]]
-    head = ", ".join(owners) if other and len(of_head) == len(other) else None
-    parts = [f"{what} {_listed(found)}" for what, found in (("lacks", missing), ("has", superfluous)) if found]
-    if other and head is None:
-        shown = [f"{name} {held.shapes[names[name]]} instead of {ours[name]}" for name in other]
+    owners = sorted({name.rpartition(".")[0] for name in differing})
+    of_head = [n for n in differing if shapes[n][:1] == (classes,) and held.shapes[names[n]][1:] == shapes[n][1:]]
+    head = ", ".join(owners) if differing and len(of_head) == len(differing) else None
+    parts = [f"{what} {_listed(tensors)}" for what, tensors in (("lacks", missing), ("has", superfluous)) if tensors]
+    if differing and head is None:
+        shown = [f"{name} {held.shapes[names[name]]} instead of {shapes[name]}" for name in differing]
         parts.append(f"has other shapes: {_listed(shown)}")
     if parts:
         hint = "check the model and --image-size; only a head may have another number of classes"
         raise ModelError("model-weights", f"{held.path} does not fit {source.name}: it {'; it '.join(parts)}", hint)
-    found = {n: names[n] for n in ours if n in names and n not in other}
-    theirs = held.shapes[names[other[0]]][0] if head else 0
+    matched = {n: names[n] for n in shapes if n in names and n not in differing}
+    head_classes = held.shapes[names[differing[0]]][0] if head else 0
     left_out = tuple(sorted({name.partition(".")[0] for name in auxiliary}))
-    return MatchedWeights(names=found, head=head, head_classes=theirs, left_out=left_out)
+    return MatchedWeights(names=matched, head=head, head_classes=head_classes, left_out=left_out)
 
 
 def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> nn.Module:
@@ -129,9 +134,9 @@ def load_pretrained(model: nn.Module, source: ModelSource, inputs: Inputs | None
         raise ModelError("model-weights", message, "give its folder as MODEL")
     held = open_weights(Path(source.pretrained))
     state = model.state_dict(keep_vars=True)
-    for name, theirs in match(model, source, inputs, held).names.items():
+    for name, name_in_file in match(model, source, inputs, held).names.items():
         if not state[name].is_meta:
-            state[name].data.copy_(held.read(theirs))
+            state[name].data.copy_(held.read(name_in_file))
     return model
 
 
@@ -139,11 +144,11 @@ def notes_on(model: nn.Module, source: ModelSource, inputs: Inputs | None) -> li
     """Return notes for the user about how a file's weights are used; the model may be on meta."""
     assert source.pretrained
     held = open_weights(Path(source.pretrained))
-    found, notes = match(model, source, inputs, held), []
-    if found.head is not None and isinstance(inputs, ImageInputs):
-        notes.append(drawn_anew(found.head, found.head_classes, str(held.path), inputs))
-    if found.left_out:
-        notes.append(f"{held.path} has auxiliary heads that are not used: {', '.join(found.left_out)}")
+    matched, notes = match(model, source, inputs, held), []
+    if matched.head is not None and isinstance(inputs, ImageInputs):
+        notes.append(drawn_anew(matched.head, matched.head_classes, str(held.path), inputs))
+    if matched.left_out:
+        notes.append(f"{held.path} has auxiliary heads that are not used: {', '.join(matched.left_out)}")
     return notes
 
 
@@ -152,9 +157,9 @@ def drawn_anew(head: str, classes: int, where: str, inputs: ImageInputs) -> str:
     return f"the head ({head}) is initialised at random: {where} has {classes} classes, the data {inputs.classes}"
 
 
-def _renamed(name: str, ours: dict[str, Any]) -> str:
+def _renamed(name: str, shapes: dict[str, Any]) -> str:
     """Return the model's name for a file's tensor."""
-    if name in ours:
+    if name in shapes:
         return name
     plain = name.removeprefix("module.")  # added by DistributedDataParallel
     for pattern, new in RENAMED:
@@ -163,5 +168,5 @@ def _renamed(name: str, ours: dict[str, Any]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    unnamed = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + unnamed

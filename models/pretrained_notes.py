@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -11,10 +10,11 @@ from zerofit.models.build import build
 from zerofit.models.catalog import PRETRAINED, ModelSource
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.presets import ModelArgs
 from zerofit.models.pretrained import drawn_anew, notes_on
 
 
-def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> list[str]:
+def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> list[str]:
     """Return notes about a randomly initialised head and about weights that are not used. Raises ModelError."""
     if source.pretrained:
         source = replace(source, partial=None)  # for the names in the file

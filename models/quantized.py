@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checksums import part_checksum
 from zerofit.models.deferred import Stored
-from zerofit.models.partial import quiet_bitsandbytes
 from zerofit.spec.partial_training import Quantization
 
 PACKAGE = "bitsandbytes"
@@ -38,6 +37,8 @@ class BitsSource:
         return self.shape.numel()
 
 
+# A weight goes from the file (or the generator) to the device, is quantised and dropped, one at a time. So a model that
+# fits only in 4 bits is never in memory in 16.
 class Quantizer:
     """Quantises the linear layers of a transformers model while it is built, one weight at a time."""
 
@@ -64,21 +65,21 @@ class Quantizer:
     def weight(self, name: str, tensor: Tensor) -> Tensor:
         """Quantise a layer's weight on its final device. Return its bytes (empty if they are partitioned)."""
         device = tensor.device if tensor.is_meta else self._plain.device
-        given = tensor.detach().to(device, self._plain.dtype)
-        real = not given.is_meta and not isinstance(given, FakeTensor)
-        checksum = part_checksum(f"{name}.weight", given) if real else None
-        source = BitsSource(shape=given.shape, dtype=given.dtype, checksum=checksum)
+        full = tensor.detach().to(device, self._plain.dtype)
+        real = not full.is_meta and not isinstance(full, FakeTensor)
+        checksum = part_checksum(f"{name}.weight", full) if real else None
+        source = BitsSource(shape=full.shape, dtype=full.dtype, checksum=checksum)
         kinds = library()
         if self._how.kind == "nf4":
-            made = kinds.Params4bit(given, quant_type="nf4", compress_statistics=self._how.double)
+            quantised = kinds.Params4bit(full, quant_type="nf4", compress_statistics=self._how.double)
         else:
-            made = kinds.Int8Params(given, requires_grad=False, has_fp16_weights=False)
-        made = made._quantize(given.device)
-        setattr(made, SOURCE, source)
-        if self._plain.divide is not None and not given.is_meta:
-            self._plain.divide(made)
-        self._made[name] = made
-        return made.data
+            quantised = kinds.Int8Params(full, requires_grad=False, has_fp16_weights=False)
+        quantised = quantised._quantize(full.device)
+        setattr(quantised, SOURCE, source)
+        if self._plain.divide is not None and not full.is_meta:
+            self._plain.divide(quantised)
+        self._made[name] = quantised
+        return quantised.data
 
     def put_into(self, model: nn.Module) -> nn.Module:
         """Replace the linear layers by bitsandbytes' layers; weights on meta are quantised there."""
@@ -87,19 +88,17 @@ class Quantizer:
             if name not in self._made:
                 self.weight(name, torch.empty(linear.out_features, linear.in_features, device="meta"))
             model.set_submodule(name, _layer(linear, self._made.pop(name), self._plain.dtype, self._how))
-        found: Any = model  # peft reads these attributes
-        found.is_loaded_in_4bit, found.is_loaded_in_8bit = self._how.kind == "nf4", self._how.kind == "int8"
+        marked: Any = model  # peft reads these attributes
+        marked.is_loaded_in_4bit, marked.is_loaded_in_8bit = self._how.kind == "nf4", self._how.kind == "int8"
         return model
 
 
 def library() -> Any:
     """Import bitsandbytes' layers."""
-    quiet_bitsandbytes()
-    kinds, functional = (
-        importlib.import_module("bitsandbytes.nn.modules"),
-        importlib.import_module(f"{PACKAGE}.functional"),
-    )
-    if "dynamic" not in functional.name2qmap:  # created on the CPU, with values, and cached
+    kinds = importlib.import_module(f"{PACKAGE}.nn.modules")
+    functional: Any = importlib.import_module(f"{PACKAGE}.functional")
+    if "dynamic" not in functional.name2qmap:
+        # bitsandbytes makes this table on first use and keeps it. On meta or with fake tensors it would have no values.
         with _disable_current_modes(), torch.device("cpu"):
             functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     return kinds
@@ -109,20 +108,20 @@ def quantized_layers(model: Any) -> list[str]:
     """Return the names of the layers that transformers quantises: linear layers except the head."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    left = set(get_keys_to_not_convert(model))
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in left]
+    excluded = set(get_keys_to_not_convert(model))
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in excluded]
 
 
 def without_bits(source: ModelSource) -> ModelSource:
     """Return the source of the same model (with adapters) without quantisation."""
-    whole = source.partial and replace(source.partial, quantization=None)
-    return replace(source, partial=whole)
+    partial_training = source.partial and replace(source.partial, quantization=None)
+    return replace(source, partial=partial_training)
 
 
 def quantized_share(model: nn.Module) -> tuple[int, int]:
     """Return the number of quantised parameters of a model, and their bytes with scales."""
-    found = [p for p in model.parameters() if source_of_bits(p) is not None]
-    return sum(map(elements, found)), sum(p.nbytes + statistics_bytes(p) for p in found)
+    quantised = [p for p in model.parameters() if source_of_bits(p) is not None]
+    return sum(map(elements, quantised)), sum(p.nbytes + statistics_bytes(p) for p in quantised)
 
 
 def source_of_bits(parameter: Tensor) -> BitsSource | None:
@@ -179,9 +178,9 @@ def _linear_4bit() -> type[nn.Module]:
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
             ctx.tensors = None, ctx.weight.data.view(-1, 1)
-            found = product.backward(ctx, *gradients)
+            results = product.backward(ctx, *gradients)
             ctx.tensors = None, None
-            return found
+            return results
 
     class Linear4bit(base):
         def forward(self, x: Tensor) -> Tensor:
@@ -194,18 +193,18 @@ def _linear_4bit() -> type[nn.Module]:
     return Linear4bit
 
 
-def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, how: Quantization) -> nn.Module:
+def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, quantization: Quantization) -> nn.Module:
     """Return bitsandbytes' layer with this weight, computing in `dtype`."""
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
-        if how.kind == "nf4":
-            made: Any = _linear_4bit()(
-                linear.in_features, linear.out_features, biased, dtype, how.double, "nf4", torch.uint8
+        if quantization.kind == "nf4":
+            layer: Any = _linear_4bit()(
+                linear.in_features, linear.out_features, biased, dtype, quantization.double, "nf4", torch.uint8
             )
             # otherwise an evaluation would repack weights for AVX-512, which has no backward (nn/modules.py)
-            made.support_avx512bf16_for_cpu = False
-            made.quant_state, weight.module = weight.quant_state, made
+            layer.support_avx512bf16_for_cpu = False
+            layer.quant_state, weight.module = weight.quant_state, layer
         else:
-            made = kinds.Linear8bitLt(linear.in_features, linear.out_features, biased, has_fp16_weights=False)
-    made.weight, made.bias = weight, linear.bias
-    return made.train(linear.training)
+            layer = kinds.Linear8bitLt(linear.in_features, linear.out_features, biased, has_fp16_weights=False)
+    layer.weight, layer.bias = weight, linear.bias
+    return layer.train(linear.training)

@@ -1,6 +1,6 @@
 """The load balancing loss of a mixture's routers when its layers are on several pipeline stages.
 
-It depends on sums over all layers' routers (Fedus et al., 2021, equations 4 to 6), so no stage can compute its
+It depends on sums over the routers of all layers (Fedus et al., 2021, equations 4 to 6). So no stage can compute its
 part alone. The sums are passed on with the hidden states, and their gradients come back.
 """
 
@@ -15,6 +15,14 @@ from torch import Tensor, nn
 Carried = tuple[Tensor, Tensor]  # a layer's output, and the sums over routers so far
 
 
+# The loss of Switch Transformers (Fedus et al., 2021, equation 4), over the tokens of all layers:
+#
+#     coefficient * experts * sum over i of f_i * P_i
+#
+#     f_i  share of the tokens that expert i gets (no gradient)
+#     P_i  mean probability that the routers give to expert i
+#
+# Both are sums over layers divided by the number of rows, so a stage adds its layers' sums and passes them on.
 @dataclass(frozen=True)
 class RouterLoss:
     """The loss from the sums that `Carrier` collects."""
@@ -38,7 +46,7 @@ def router_loss(model: Any) -> RouterLoss | None:
 
 
 class Carrier(nn.Module):
-    """A layer that also passes on the sums over routers and adds those of its own router.
+    """A layer that also passes on the sums over routers, with its own router's added.
 
     Sums are float32 (2, experts): each expert's number of tokens, and the sum of its probabilities.
     """
@@ -62,7 +70,7 @@ class Carrier(nn.Module):
         finally:
             self._logits = []  # also after an exception: checkpointing ends a recomputation with one
 
-    def _note(self, gate: nn.Module, given: Any, out: Any) -> None:
+    def _note(self, gate: nn.Module, args: Any, out: Any) -> None:
         """Keep a router's logits: the first output of transformers' routers, the only one of AutoEP's."""
         self._logits.append(out[0] if isinstance(out, tuple) else out)
 

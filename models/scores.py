@@ -46,14 +46,14 @@ def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> 
     weights = counted[true, taken]
     if not len(weights):
         return {"accuracy": 0.0, "macro_f1": 0.0}
-    more: dict[str, Any] = {"sample_weight": weights, "zero_division": 0.0}
+    options: dict[str, Any] = {"sample_weight": weights, "zero_division": 0.0}
     scores = {
         "accuracy": float(accuracy_score(true, taken, sample_weight=weights)),
-        "macro_f1": float(f1_score(true, taken, average="macro", **more)),
+        "macro_f1": float(f1_score(true, taken, average="macro", **options)),
     }
     if tags and OUTSIDE in classes:
         inside = [number for number, name in enumerate(classes) if name != OUTSIDE]
-        scores["micro_f1"] = float(f1_score(true, taken, labels=inside, average="micro", **more))
+        scores["micro_f1"] = float(f1_score(true, taken, labels=inside, average="micro", **options))
     return scores
 
 
@@ -70,8 +70,8 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
-    found = [scorer.score(reference, written) for reference, written in pairs]
-    return {ours: sum(score[name].fmeasure for score in found) / max(len(found), 1) for name, ours in ROUGE.items()}
+    scores = [scorer.score(reference, written) for reference, written in pairs]
+    return {key: sum(score[name].fmeasure for score in scores) / max(len(scores), 1) for name, key in ROUGE.items()}
 
 
 def takes_cache(config: Any) -> bool:
@@ -89,11 +89,11 @@ def write_targets(
     """
     from transformers import GenerationConfig
 
-    whole: Any = model
-    config = whole.config
-    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = sorted({end_id} if end_id is not None else {token for token in own if token is not None})
-    made = whole.generate(
+    transformer: Any = model
+    config = transformer.config
+    end_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = sorted({end_id} if end_id is not None else {token for token in end_ids if token is not None})
+    tokens = transformer.generate(
         input_ids=batch["inputs"],
         attention_mask=batch["attention_mask"],
         generation_config=GenerationConfig(
@@ -107,15 +107,15 @@ def write_targets(
         ),
         synced_gpus=together,
     )
-    return made[:, 1:]
+    return tokens[:, 1:]
 
 
 def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
     """Return (reference, generated text) for each real sample; `data` is a zerofit.data.Data."""
-    found = []
-    for ours, theirs, counts in zip(written.tolist(), labels.tolist(), real, strict=True):
+    pairs = []
+    for ids, label_ids, counts in zip(written.tolist(), labels.tolist(), real, strict=True):
         if counts:
-            ours = ours[: ours.index(data.end_id)] if data.end_id in ours else ours
-            reference = [token for token in theirs if token not in (IGNORE_INDEX, data.end_id)]
-            found.append((data.decode(reference), data.decode(ours)))
-    return found
+            ids = ids[: ids.index(data.end_id)] if data.end_id in ids else ids
+            reference = [token for token in label_ids if token not in (IGNORE_INDEX, data.end_id)]
+            pairs.append((data.decode(reference), data.decode(ids)))
+    return pairs

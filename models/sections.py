@@ -69,12 +69,14 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
                 handle = section.start.register_forward_pre_hook(partial(before, index), with_kwargs=True)
                 checkpoint = _around_hooks(section.start)
                 if checkpoint is not None:
-                    own = partial(checkpointed, index, checkpoint)
-                    stack.enter_context(patch.dict(vars(section.start), {_CHECKPOINT: own}))
+                    checkpoint_marked = partial(checkpointed, index, checkpoint)
+                    stack.enter_context(patch.dict(vars(section.start), {_CHECKPOINT: checkpoint_marked}))
             stack.callback(handle.remove)
         yield
 
 
+# transformers' blocks checkpoint themselves in __call__: the hooks run inside of the checkpoint. The input that the
+# checkpoint saves would then count for the section before the block.
 def _around_hooks(module: nn.Module) -> Any:
     """Return the function with which a block checkpoints itself including its hooks, as in transformers before 5.23.
 
@@ -86,9 +88,9 @@ def _around_hooks(module: nn.Module) -> Any:
 
 def sections_of(model: nn.Module) -> list[ModelSection]:
     """Return all sections of a model."""
-    found = block_lists(model, None) if hasattr(model, "config") else []
+    lists = block_lists(model, None) if hasattr(model, "config") else []
     # for an encoder and a decoder, only a run shows which comes first
-    return block_sections([(found[0][0], None)]) if len(found) == 1 else stage_sections(model)
+    return block_sections([(lists[0][0], None)]) if len(lists) == 1 else stage_sections(model)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
@@ -98,31 +100,31 @@ def numbered(names: Sequence[str]) -> list[str]:
     ['embedding', 'block.0', 'block.1', 'head']
     """
     counts, seen = Counter(names), Counter[str]()
-    found = []
+    numbered_names = []
     for name in names:
-        found.append(f"{name}.{seen[name]}" if counts[name] > 1 else name)
+        numbered_names.append(f"{name}.{seen[name]}" if counts[name] > 1 else name)
         seen[name] += 1
-    return found
+    return numbered_names
 
 
 def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
     """Return the lists of equal blocks, in the order of the forward, and the config's key that counts each."""
-    known, found = depths(model.config), []
+    known, named_lists = depths(model.config), []
     for name, module in model.named_modules():
-        inside = any(name.startswith(outer + ".") for outer, _, _ in found)
+        inside = any(name.startswith(outer + ".") for outer, _, _ in named_lists)
         if not isinstance(module, nn.ModuleList) or inside or len({type(block) for block in module}) != 1:
             continue
         # a config has the encoder's depth first; inner models are named like their configs
         path = next((path for path, count in known.items() if count == len(module) and _is_of(name, path)), None)
         if path is not None:
-            found.append((name, module, path))
-    lists = [(module, path) for _, module, path in found]
+            named_lists.append((name, module, path))
+    lists = [(module, path) for _, module, path in named_lists]
     within = any(len(path) > 1 for _, path in lists)  # GIT's image encoder does not run without images
     return _as_run(model, inputs, lists) if inputs is not None and (within or len(lists) > 1) else lists
 
 
 def _is_of(name: str, path: Path) -> bool:
-    """Return whether the module `name` can be the layers whose number is at this path of the config."""
+    """Return whether the config counts the layers of the module `name` at this path."""
     inside, key = set(name.split(".")), path[-1]
     if len(path) > 1:
         return bool(inside & set(_WITHIN[path[0]]))
@@ -135,9 +137,9 @@ def _as_run(
     model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
 ) -> list[tuple[nn.ModuleList, Path]]:
     """Return the lists that a forward runs, in order."""
-    ran: list[int] = []
+    run_order: list[int] = []
     handles = [
-        blocks[0].register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+        blocks[0].register_forward_pre_hook(lambda *_, index=index: run_order.append(index))
         for index, (blocks, _) in enumerate(lists)
     ]
     try:
@@ -155,9 +157,16 @@ def _as_run(
     finally:
         for handle in handles:
             handle.remove()
-    return [lists[index] for index in dict.fromkeys(ran)]
+    return [lists[index] for index in dict.fromkeys(run_order)]
 
 
+# How sections divide the forward of a language model:
+#
+#     embedding          block           block           head
+#     |------------------|---------------|---------------|---------->
+#     start of forward   block 0 begins  block 1 begins  last block has returned
+#
+# With an encoder and a decoder, "between" is the part after the encoder's last block.
 def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelSection]:
     """Return embedding, blocks, head, and the part between two lists of blocks.
 
@@ -175,7 +184,7 @@ def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelS
 
 
 def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
-    """Return the number of blocks that each block represents: the last one all those of its size.
+    """Return the number of blocks that each block represents. The last block represents all blocks of its size.
 
     T5's first block also has the positions, DeepSeek's first ones have no experts.
     """
@@ -204,12 +213,12 @@ def stage_sections(model: nn.Module) -> list[ModelSection]:
 
 def _denoiser_sections(model: nn.Module) -> list[ModelSection]:
     """Return embedding, blocks and head of a denoiser, in the order of the forward."""
-    found = []
+    parts = []
     for name in ("down_blocks", "mid_block", "up_blocks", "transformer_blocks", "single_transformer_blocks"):
         part = getattr(model, name, None)
-        found += list(part) if isinstance(part, nn.ModuleList) else [part] if part is not None else []
-    blocks = [ModelSection(name="block", start=block) for block in found]
-    return [ModelSection(name="embedding", start=None), *blocks, ModelSection(name="head", start=found[-1], after=True)]
+        parts += list(part) if isinstance(part, nn.ModuleList) else [part] if part is not None else []
+    blocks = [ModelSection(name="block", start=block) for block in parts]
+    return [ModelSection(name="embedding", start=None), *blocks, ModelSection(name="head", start=parts[-1], after=True)]
 
 
 def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

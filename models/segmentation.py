@@ -21,7 +21,7 @@ def mean_of_images(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Te
 
     Each image has the same weight, so the loss does not depend on the layout.
     """
-    how = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
-    pixels = functional.cross_entropy(logits.float(), labels, **how)
+    options = {"ignore_index": IGNORE_INDEX, "reduction": "none", "label_smoothing": smoothing}
+    pixels = functional.cross_entropy(logits.float(), labels, **options)
     labelled = (labels != IGNORE_INDEX).sum((1, 2)).clamp_min(1)
     return (pixels.sum((1, 2)) / labelled).sum()

@@ -1,9 +1,9 @@
 """Profiles of named models that ship with zerofit (profiles/*.xz), so a plan for one of them needs no torch.
 
-A file has the models of one family on one kind of device, in one precision, at one length:
-FAMILY-DEVICE-PRECISION.xz at the length that zerofit takes without --seq-len, FAMILY-DEVICE-PRECISION-TOKENS.xz at
-another. A line has a model's name, the digest of its config, and its profile as JSON without what is a default.
-benchmarks/shipped_profiles.py writes them.
+A file has the models of one family on one kind of device, in one precision, at one length. The name is
+FAMILY-DEVICE-PRECISION.xz at the default length (without --seq-len), else FAMILY-DEVICE-PRECISION-TOKENS.xz. A line has
+a model's name, the digest of its config, and its profile as JSON without default values. benchmarks/shipped_profiles.py
+writes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "profiles"
 def shipped_profile(model: str, device: str, precision: str, seq_len: int | None = None) -> Profile | None:
     """Return the shipped profile of a model; None if there is none for this device, precision and length.
 
-    `device` is "cpu" or "cuda"; without `seq_len` the length is the one that zerofit takes by itself.
+    `device` is "cpu" or "cuda"; `seq_len` None: the default length.
     """
     if model not in NAMED:
         return None
@@ -34,13 +34,13 @@ def shipped_profile(model: str, device: str, precision: str, seq_len: int | None
 
 def shipped_settings(model: str) -> list[str]:
     """Return the settings of a model's shipped profiles in words: "bf16 on a GPU", "bf16 on a GPU at 4,096 tokens"."""
-    found = []
+    settings = []
     for file in sorted(FOLDER.glob(f"{NAMED[model].family}-*.xz")) if model in NAMED else ():
         device, precision, *length = file.stem.removeprefix(f"{NAMED[model].family}-").split("-")
         if device in ("cpu", "cuda") and model in read_lines(file):  # "bert-large-..." is no file of "bert"
             place = "a CPU" if device == "cpu" else "a GPU"
-            found.append(f"{precision} on {place}" + (f" at {int(length[0]):,} tokens" if length else ""))
-    return found
+            settings.append(f"{precision} on {place}" + (f" at {int(length[0]):,} tokens" if length else ""))
+    return settings
 
 
 def profile_file(family: str, device: str, precision: str, seq_len: int | None = None) -> Path:
@@ -57,7 +57,7 @@ def read_lines(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def config_digest(model: str) -> str:
-    """Return the same text for the same config: the profile of a model whose entry has changed is not its own."""
+    """Return a digest of a model's config. A profile with another digest was made before the entry changed."""
     return hashlib.sha256(json.dumps(PRESETS.get(model, model), sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -22,6 +22,8 @@ _INNER = ("transformers.models.mamba.modeling_mamba",)
 _SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "transformers.models.jamba.modeling_jamba")
 
 
+# Only sizes and lifetimes of tensors matter here, not their values: memory is what a simulation measures. In the
+# autograd functions below, each `empty` or `zeros` stands for a tensor that the CUDA kernels allocate.
 @contextmanager
 def mamba_kernels() -> Iterator[None]:
     """Make imported Mamba modules of transformers use the stand-ins within the block."""
@@ -46,44 +48,28 @@ def _places() -> list[tuple[Any, str, Any]]:
     return [(module, name, function) for module, name, function in loaded if hasattr(module, name)]
 
 
-def inner(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: None = None,
-    C: None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
+def inner(xz: Tensor, *weights: Any, delta_bias: Tensor | None = None, **_: Any) -> Tensor:
     """Replace mamba_inner_fn: convolution, scan, gate and output as one node.
 
-    From (batch, 2 x dim, length) to (batch, length, hidden_size).
+    From (batch, 2 x dim, length) to (batch, length, hidden_size). `weights`: those of the convolution and of three
+    projections, and A, B, C and D. B and C are None, since they depend on the input.
     """
-    weights = (conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias)
-    return _Inner.apply(xz, *weights, A, D, delta_bias)
+    *projections, A, _B, _C, D = weights
+    return _Inner.apply(xz, *projections, A, D, delta_bias)
 
 
 def selective_scan(
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    *matrices: Tensor,
     D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Replace selective_scan_fn for (batch, dim, length); B and C are (batch, states, length)."""
-    out, states = _Scan.apply(hidden_states, dt, A, B, C, D, z, delta_bias)
+    """Replace selective_scan_fn for (batch, dim, length); `matrices`: A, and B and C (batch, states, length)."""
+    out, states = _Scan.apply(hidden_states, dt, *matrices, D, z, delta_bias)
     return (out, states[:, :, -1, 1::2]) if return_last_state else out
 
 
@@ -183,8 +169,8 @@ class _Inner(torch.autograd.Function):
 
 def _delta(delta_proj: Tensor, projected: Tensor, batch: int) -> Tensor:
     """Return the time steps (batch, dim, length), with dim outermost in memory."""
-    made = delta_proj @ projected[:, : delta_proj.shape[1]].t()
-    return made.reshape(made.shape[0], batch, -1).permute(1, 0, 2)
+    steps = delta_proj @ projected[:, : delta_proj.shape[1]].t()
+    return steps.reshape(steps.shape[0], batch, -1).permute(1, 0, 2)
 
 
 def _of_states(projected: Tensor, batch: int) -> Tensor:

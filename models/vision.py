@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.inputs import ImageInputs, Inputs, SegmentationInputs, TableInputs
+from zerofit.models.inputs import ImageInputs, Inputs, SegmentationInputs, TableInputs, inputs_from_dict
+from zerofit.models.presets import NAMED, ModelArgs
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
@@ -243,30 +244,24 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "fcn-tiny": fcn_tiny,
 }
 
-# for the table of models, and for models without data
-PUBLISHED_INPUTS: dict[str, ImageInputs | TableInputs] = {
-    "simplecnn": ImageInputs(channels=3, size=32, classes=10),
-    "simplecnn-112": ImageInputs(channels=3, size=112, classes=10),
-    "lenet": ImageInputs(channels=1, size=28, classes=10),
-    "lenet-scratch": ImageInputs(channels=1, size=28, classes=10),
-    "mlp-table": TableInputs(features=10, classes=10),
-    "mlp": ImageInputs(channels=1, size=28, classes=10),
-    "resnet18-small": ImageInputs(channels=3, size=32, classes=10),
-    "resnet18-bias": ImageInputs(channels=1, size=28, classes=10),
-    "fcn-tiny": SegmentationInputs(channels=3, size=64, classes=4),
-    "dcgan": ImageInputs(channels=3, size=64, classes=1),
-}
-
-
+# of torchvision's published weights
 IMAGENET = ImageInputs(channels=3, size=224, classes=1000)
 VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
-def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+def published_inputs(source: ModelSource) -> ImageInputs | TableInputs:
+    """Return the inputs for which a model of images or tables was published, also of zerofit's own."""
+    preset = NAMED.get(source.name)
+    if preset and preset.inputs:
+        return cast(ImageInputs | TableInputs, inputs_from_dict(preset.inputs))
+    return VOC if source.task == "segmentation" else IMAGENET
+
+
+def torchvision_model(source: ModelSource, inputs: Inputs | None, args: ModelArgs) -> nn.Module:
     """Build a torchvision model with random weights for these images; `args` are its keyword arguments."""
     import torchvision
 
-    name, wanted = source.name, inputs or (VOC if source.task == "segmentation" else IMAGENET)
+    name, wanted = source.name, inputs or published_inputs(source)
     assert isinstance(wanted, ImageInputs)  # checked by `build`
     keywords = {"num_classes": wanted.classes, **_size_keywords(source, wanted.size if inputs else None), **args}
     try:
@@ -315,6 +310,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
     setattr(model.get_submodule(parent), attribute, new)
 
 
+# RegNet's constructor calls .tolist() on a tensor (torchvision/models/regnet.py, BlockParams.from_init_params).
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
     """Make RegNet compute its widths on the CPU, since it reads them, which meta tensors do not allow."""

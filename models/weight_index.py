@@ -13,7 +13,7 @@ NAMES = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", 
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of a folder's weight files (for shards, those in the index); [] if there are none.
+    """Return the names of a folder's weight files, for shards from the index; [] if there are none.
 
     Shards may be missing. Raises Unreadable for a bad index, and for a file outside the folder.
     """
@@ -29,12 +29,12 @@ def weight_names(folder: Path) -> list[str]:
 
 def _shard_names(index: Path) -> list[str]:
     try:
-        found = read_json(index).get("weight_map")
+        files = read_json(index).get("weight_map")
     except OSError as error:
         raise Unreadable(f"it cannot be read: {error.strerror}") from None
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise Unreadable("it is not an index of shards: weight_map must map each tensor to a file name")
-    return sorted(set(found.values()))
+    return sorted(set(files.values()))
 
 
 def _lies_in(folder: Path, name: str) -> bool:

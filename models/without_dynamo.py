@@ -14,6 +14,8 @@ NAME = "torch._dynamo"
 FLAGS = {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enabled": False, "_custom_ops_profile": None}
 
 
+# `import torch._dynamo` takes about a second, in every process of a run. Most of torch only wants decorators from it.
+# The stand-ins have these; any other attribute imports the real module and removes the stand-ins.
 class _StandIn(ModuleType):
     """A stand-in for a module of the compiler; imports the real one for any missing attribute."""
 

@@ -9,7 +9,9 @@ import peft
 import pytest
 import torch
 import transformers
+from transformers.trainer_utils import align_special_tokens
 
+from tests.data.chats import write_tokenizer
 from zerofit.checkpoint.adapters import read_adapters
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
@@ -63,6 +65,23 @@ def test_merged_model_gives_the_logits_of_pefts(adapters, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(merged(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
     assert result.parameters == sum(p.numel() for p in merged.parameters())
+
+
+@one
+def test_special_tokens_are_those_of_the_tokenizer(adapters, tmp_path):
+    """As after a training by transformers' Trainer, which aligns them itself."""
+    folder = adapters[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    tokenizer.save_pretrained(folder)
+    export(folder, tmp_path / "merged")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert base.config.eos_token_id == 0 != tokenizer.eos_token_id
+    align_special_tokens(base, tokenizer)
+    merged = transformers.AutoConfig.from_pretrained(tmp_path / "merged")
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "merged")
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        assert getattr(merged, name) == getattr(base.config, name), name
+        assert getattr(generation, name) == getattr(base.generation_config, name), name
 
 
 @one

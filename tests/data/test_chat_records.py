@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.chats import unmarked, write_tokenizer
-from zerofit.data.chat_messages import Arguments
-from zerofit.data.chat_records import CHAT_FIELDS, ChatMessages, conversation_of
+from zerofit.data.chat_records import CHAT_FIELDS, Arguments, ChatMessages, conversation_of
 from zerofit.data.chat_template import EncodedChat, open_chat_template
 from zerofit.data.tokenizer import open_tokenizer
 

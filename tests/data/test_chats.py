@@ -78,6 +78,10 @@ def test_templates_that_there_are_not(tmp_path, refused):
     chats = write_chats(tmp_path / "chats.jsonl")
     bare = write_tokenizer(tmp_path / "bare")
     assert refused(data=f"jsonl:{chats}", seq_len=64, tokenizer=str(bare))[0].kind == "chat-template"
+    why = "roles must alternate user and assistant, " * 9 + "as in the last line"
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('" + why + "') }}")
+    problems = refused(data=f"jsonl:{chats}", seq_len=64, chat_template=tmp_path / "strict.jinja")
+    assert problems[0].message.endswith(f"rejects this conversation: {why}")
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}")
     (problem,) = refused(data=f"jsonl:{chats}", seq_len=64, chat_template=tmp_path / "bad.jinja")
     assert problem.where == f"{tmp_path}/bad.jinja:1"

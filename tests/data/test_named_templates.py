@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.data.chats import conversation, write_chats, write_tokenizer
 from zerofit.data.chat_records import ChatMessages
-from zerofit.data.chat_template import open_chat_template, tokenizer_files
-from zerofit.data.named_templates import NAMED_TEMPLATES
+from zerofit.data.chat_template import NAMED_TEMPLATES, open_chat_template, tokenizer_files
 from zerofit.data.tokenizer import open_tokenizer
 
 TURNS = [

@@ -10,7 +10,7 @@ import lzma
 
 import pytest
 
-from zerofit.data.json_elements import elements, is_spread
+from zerofit.data.jsonl import elements, is_spread
 
 ROWS = [{"text": f"row {n} ä \n" * 5} for n in range(60)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
@@ -63,7 +63,7 @@ def test_compressed_files_are_read_as_their_content(tmp_path, opened, refused, s
 )
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 def test_arrays_are_the_lines_that_they_would_be(tmp_path, opened, monkeypatch, content, chunk):
-    monkeypatch.setattr("zerofit.data.json_elements.CHUNK_CHARACTERS", chunk)
+    monkeypatch.setattr("zerofit.data.jsonl.CHUNK_CHARACTERS", chunk)
     for folder, text in (("one", LINES), ("two", content)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.json").write_text(text, encoding="utf-8")
@@ -72,7 +72,7 @@ def test_arrays_are_the_lines_that_they_would_be(tmp_path, opened, monkeypatch, 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
 def test_elements_know_their_place(monkeypatch, chunk):
-    monkeypatch.setattr("zerofit.data.json_elements.CHUNK_CHARACTERS", chunk)
+    monkeypatch.setattr("zerofit.data.jsonl.CHUNK_CHARACTERS", chunk)
     text = '\ufeff [{"a": "ä€😀"},\n\n  {"b": [1,\n 2]} ,{"c": "]"}]\n'
     found = list(elements(io.BytesIO(text.encode())))
     assert [(json.loads(raw), line, column) for raw, line, column in found] == [

@@ -32,7 +32,7 @@ cache._Writer.add = slow
 """
 COUNTING = """
 import time
-from zerofit.data.prepared import Preparation
+from zerofit.data.cache import Preparation
 build = Preparation._build
 def counted(*args):
     open(sys.argv[2], "a").write("built ")
@@ -146,7 +146,7 @@ def test_a_cache_that_cannot_be_written_is_explained(files, tmp_path, refused, m
 
 
 def test_text_that_changes_meanwhile_is_refused(files, cache, refused, monkeypatch):
-    from zerofit.data.prepared import Preparation
+    from zerofit.data.cache import Preparation
 
     build = Preparation._build
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.models.small import TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import Data, eval_indices, open_data
-from zerofit.infer.evaluate import evaluate, figures_of
+from zerofit.infer.evaluate import EvalSamples, evaluate, figures_of
 from zerofit.infer.limits import MemoryLimits, room
 from zerofit.infer.placement import Placement, place
 from zerofit.infer.saved_model import SavedModel, open_saved
@@ -109,4 +109,4 @@ def figures(folder: Path, model: nn.Module) -> dict[str, Any]:
     """What an evaluation in several batches says, the last of them not full."""
     saved = open_saved(folder, trust_model_code=True)
     judged = figures_of(saved, model, torch.float32)
-    return vars(evaluate(model, judged, data_of(saved), 8, SAMPLES, CPU, Reporter()))
+    return vars(evaluate(model, judged, data_of(saved), EvalSamples(at_once=8, limit=SAMPLES), CPU, Reporter()))

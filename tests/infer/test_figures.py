@@ -11,7 +11,7 @@ from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, save, save
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import eval_batches
-from zerofit.infer.evaluate import EvalFigures, cross_entropy_counts, evaluate, figures_of, working_bytes
+from zerofit.infer.evaluate import EvalFigures, EvalSamples, cross_entropy_counts, evaluate, figures_of, working_bytes
 from zerofit.infer.saved_model import open_saved
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -65,7 +65,7 @@ def test_squared_errors(tmp_path):
     saved = open_saved(tmp_path / "model", trust_model_code=True)
     data = data_of(saved)
     judged = EvalFigures(task="image", dtype=torch.float32, own=True, loss="mse")
-    got = vars(evaluate(model, judged, data, 8, SAMPLES, CPU, Reporter()))
+    got = vars(evaluate(model, judged, data, EvalSamples(at_once=8, limit=SAMPLES), CPU, Reporter()))
     (batch,) = eval_batches(data.valid, 0, 1, SAMPLES, SAMPLES)
     wanted = functional.mse_loss(model(batch["inputs"]), batch["labels"].float())
     assert got["loss"] == pytest.approx(wanted.item(), rel=1e-5)
@@ -77,7 +77,14 @@ def test_a_loss_that_is_not_finite(tmp_path):
     saved = open_saved(tmp_path / "model", trust_model_code=True)
     next(model.parameters()).data.fill_(torch.nan)
     with pytest.raises(RunFailed, match="the loss is nan"):
-        evaluate(model, figures_of(saved, model, torch.float32), data_of(saved), 8, 8, CPU, Reporter())
+        evaluate(
+            model,
+            figures_of(saved, model, torch.float32),
+            data_of(saved),
+            EvalSamples(at_once=8, limit=8),
+            CPU,
+            Reporter(),
+        )
 
 
 def test_working_memory_is_what_a_hand_count_says():

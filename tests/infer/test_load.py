@@ -9,7 +9,7 @@ import torch
 
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, reference, save, save_small, session
 from tests.models.small import TRANSFORMERS
-from zerofit.infer.evaluate import evaluate, figures_of
+from zerofit.infer.evaluate import EvalSamples, evaluate, figures_of
 from zerofit.infer.saved_model import open_saved
 from zerofit.spec.errors import RunFailed, UserError
 from zerofit.spec.events import Reporter
@@ -64,7 +64,7 @@ def test_lower_precision_is_the_model_cast(key, share, tmp_path):
     assert bool(list(tmp_path.glob("*/rewritten/*.safetensors"))) == (share < 1)
     data = data_of(open_saved(tmp_path / "model", trust_model_code=True))
     judged = figures_of(open_saved(tmp_path / "model", trust_model_code=True), mine, torch.bfloat16)
-    got = vars(evaluate(mine, judged, data, SAMPLES, SAMPLES, CPU, Reporter()))
+    got = vars(evaluate(mine, judged, data, EvalSamples(at_once=SAMPLES, limit=SAMPLES), CPU, Reporter()))
     assert got["loss"] == pytest.approx(reference(model, data)[0], rel=2e-5)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torchvision
@@ -127,3 +129,9 @@ def test_an_adapter_beside_a_shared_weight_is_refused():
 )
 def test_layers_differ_where_a_pattern_names_them_by_number(asked, differ):
     assert differ_by_layer(Run(model="bert-base", **asked).partial, 12) == differ
+
+
+def test_bitsandbytes_does_not_warn_of_a_missing_package():
+    """It would on CPUs with AVX-512, wherever peft imports it."""
+    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    assert not ops.logger.isEnabledFor(logging.WARNING)

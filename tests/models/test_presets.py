@@ -2,15 +2,18 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import asdict
 
 import pytest
 from pydantic import TypeAdapter
 
+from zerofit.models import names
 from zerofit.models.build import count_parameters
 from zerofit.models.catalog import config_task, find
-from zerofit.models.presets import DATA, NAMED, Preset
+from zerofit.models.inputs import inputs_from_dict, inputs_to_dict
+from zerofit.models.presets import DATA, NAMED, PRESETS, Preset, read_presets
 
 FIGURE = re.compile(r"(\d+(?:\.(\d+))?)([MBT])")
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
@@ -117,6 +120,32 @@ def test_every_entry_is_as_the_schema_has_it():
         assert schema.validate_json(json.dumps(asdict(preset)), strict=True) == preset
         assert preset.source and preset.parameters > 0 and bool(preset.config) == (preset.origin == "preset")
     assert {key for _, entry in ENTRIES for key in entry} <= {*Preset.__dataclass_fields__, "template"}
+    own = [preset for preset in NAMED.values() if preset.library == "zerofit"]
+    assert all(inputs_to_dict(inputs_from_dict(preset.inputs)).items() >= preset.inputs.items() for preset in own)
+
+
+def test_a_model_is_one_entry(tmp_path, monkeypatch):
+    """One more entry in a family's file: it is found by its names, listed, and built with the count of the card."""
+    shutil.copytree(DATA, tmp_path / "data")
+    family = tmp_path / "data" / "llama.json"
+    content = json.loads(family.read_text())
+    # TinyLlama-1.1B with half of its layers: the card's 1,100,048,384 less 11 layers
+    of_layer = 2048 * 2048 * 2 + 2 * 2048 * 256 + 3 * 2048 * 5632 + 2 * 2048
+    entry = {"name": "small-llama-0.6b", "template": "llama-2", "parameters": 1_100_048_384 - 11 * of_layer}
+    entry |= {"published": "0.6B", "source": "a model card, 2026", "hub": ["someone/Small-Llama-0.6B-Chat"]}
+    shape = {"hidden_size": 2048, "num_hidden_layers": 11, "num_attention_heads": 32, "num_key_value_heads": 4}
+    content["models"].append({**entry, "config": {**shape, "intermediate_size": 5632}})
+    family.write_text(json.dumps(content))
+    (name,) = (presets := read_presets(tmp_path / "data")).keys() - NAMED.keys()
+    monkeypatch.setitem(NAMED, name, presets[name])
+    monkeypatch.setitem(PRESETS, name, presets[name].config)
+    for cached in (names._spellings, names._repositories, names._joins):
+        cached.cache_clear()
+        monkeypatch.setattr(names, cached.__name__, cached.__wrapped__)
+    assert names.preset_of("hub:someone/Small-Llama-0.6B-Chat".removeprefix("hub:")) == names.Match(name=name, note="")
+    assert names.preset_of("small-llama:0.6b-q4_K_M").name == name
+    assert [row["parameters"] for row in names.model_table(("small-llama",))] == [entry["parameters"]]
+    assert count_parameters(find(name)) == entry["parameters"]
 
 
 def test_names_and_repositories_mean_one_model():

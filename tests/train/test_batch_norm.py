@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from zerofit.data import Order, open_data
+from zerofit.models.batch_norm import synchronize_batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
-from zerofit.models.sync_batch_norm import synchronize_batch_norms
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 from zerofit.train.build import batch_norm_in_fp32

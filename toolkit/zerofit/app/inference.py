@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from zerofit.data import split_name
-from zerofit.infer.chat import Talk, open_chat, talk
-from zerofit.infer.evaluate import EvalScores, figures_of, open_eval_data, scratch_folder
+from zerofit.infer.evaluate import EvalSamples, EvalScores, figures_of, open_eval_data, scratch_folder
 from zerofit.infer.evaluate import evaluate as evaluate_model
 from zerofit.infer.evaluate import working_bytes as eval_bytes
-from zerofit.infer.generate import GeneratedText, GenerationRequest, check_prompt
+from zerofit.infer.generate import GeneratedText, GenerationRequest, Transcript, check_prompt, converse, open_chat
 from zerofit.infer.generate import generate as generate_text
 from zerofit.infer.generate import working_bytes as generation_bytes
 from zerofit.infer.limits import Device, read_limits
@@ -80,7 +79,7 @@ class Generation(GeneratedText, PlacementResult):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatResult(Talk, PlacementResult):
+class ChatResult(Transcript, PlacementResult):
     """The turns of a conversation with a model, and where its weights were."""
 
 
@@ -109,15 +108,17 @@ def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluati
         problems.attempt(lambda: split_name(run_fields["data"]))
     with _opened(Path(folder), options, problems, report) as session:
         data = open_eval_data(session.saved, run_fields, report)
-        micro = run_fields.get("micro_batch", MICRO_BATCH)
+        samples = EvalSamples(
+            at_once=run_fields.get("micro_batch", MICRO_BATCH),
+            limit=run_fields.get("eval_samples"),
+            generated=run_fields.get("generate_samples", Run().generate_samples),
+        )
         figures = figures_of(session.saved, session.empty, session.dtype, data.inputs)
-        needed = eval_bytes(session.empty, figures, data.inputs, micro, session.main, str(folder))
+        needed = eval_bytes(session.empty, figures, data.inputs, samples.at_once, session.main, str(folder))
         if not needed:
             report.note("cannot forecast the memory of this model's activations")
         model, placement = session.load(needed, "a smaller --micro-batch, a shorter --seq-len,")
-        device, samples = placement.execution_device, run_fields.get("eval_samples")
-        written = run_fields.get("generate_samples", Run().generate_samples)
-        scores = evaluate_model(model, figures, data, micro, samples, device, report, written)
+        scores = evaluate_model(model, figures, data, samples, placement.execution_device, report)
         return Evaluation(model=str(folder), data=data.name, **vars(scores), **vars(session.result(placement)))
 
 
@@ -203,7 +204,9 @@ def chat(
         needed = generation_bytes(session.empty, opened.largest_request(), session.main)
         model, placement = session.load(needed, "a smaller --max-new-tokens,")
         device = placement.execution_device
-        said = talk(model, opened, turns, system, device, lambda piece: report.on_event(Event(kind="text", text=piece)))
+        said = converse(
+            model, opened, turns, system, device, lambda piece: report.on_event(Event(kind="text", text=piece))
+        )
         return ChatResult(**vars(said), **vars(session.result(placement)))
 
 

@@ -18,7 +18,7 @@ from zerofit.checkpoint.model_folder import CARD, ModelInfo, read_model_info
 from zerofit.checkpoint.store import CHECKPOINTS, Store
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource, find, with_task
-from zerofit.models.partial import ADAPTER, head_modules, quiet_bitsandbytes
+from zerofit.models.partial import ADAPTER, head_modules
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import has_head
 from zerofit.spec.named_code import refuse_foreign_code
@@ -68,7 +68,6 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     """
     from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 
-    quiet_bitsandbytes()
     try:
         config = PeftConfig.from_pretrained(str(folder))
         held = safe_open(folder / WEIGHTS, framework="pt")

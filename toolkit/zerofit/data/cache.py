@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from zerofit.data.hashing import text_digest
+from zerofit.data.text_sources import Source
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import cache_root
+from zerofit.spec.files import cache_root, sync_folder, write_text
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -40,3 +48,77 @@ def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+#     tokens/index/FINGERPRINT   the key, by names, sizes and times of the source's files: no file is read
+#     tokens/KEY/                the files made from content with this hash
+#     tokens/KEY.build/          their staging folder, renamed when it is complete
+#     tokens/KEY.lock            locked by the process that makes them
+#
+# A copied or touched source gets a new fingerprint, but the same key: it is hashed once more and not tokenized again.
+@dataclass(frozen=True, kw_only=True)
+class Preparation(Generic[T]):
+    """How to make files from a source, and how to read them."""
+
+    source: Source
+    identity: tuple[str, ...]  # everything besides the source's content that determines the files
+    write: Callable[[Path, int], None]  # writes into a folder, given the number of documents
+    read: Callable[[Path], T | None]  # None: missing or incomplete
+
+    def open(self, progress: Reporter) -> T:
+        """Open existing files, else make them now, or wait for the process that does.
+
+        Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
+        """
+        root = cache_root() / "tokens"
+        with cache_errors(self.source.name):
+            root.mkdir(parents=True, exist_ok=True)
+            _sweep(root)
+            known = root / "index" / text_digest(self.source.fingerprint(), *self.identity)
+            key = known.read_text() if known.is_file() else ""
+            if key and (files := self.read(root / key)):
+                return files
+            return self._find_or_build(progress, known)
+
+    def _find_or_build(self, progress: Reporter, known: Path) -> T:
+        root, source, before = known.parent.parent, self.source, self.source.fingerprint()
+        survey = source.survey(progress)
+        key = text_digest(survey.digest, *self.identity)
+        with waiting_lock(root / f"{key}.lock", f"another process tokenizes {source.name}", progress):
+            files = self.read(root / key)
+            if files is None:
+                self._build(root, key, survey.documents)
+                files = self.read(root / key)
+                assert files is not None, "a cache that was just built cannot be read"
+        if source.fingerprint() != before:
+            shutil.rmtree(root / key, ignore_errors=True)
+            message = f"{source.name} changed while it was tokenized"
+            raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
+        known.parent.mkdir(exist_ok=True)
+        write_text(known, key)
+        return files
+
+    def _build(self, root: Path, key: str, documents: int) -> None:
+        """Write the files into a staging folder, sync them, and rename the folder."""
+        staging = root / f"{key}.build"
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(root / key, ignore_errors=True)  # exists only if it could not be read
+        staging.mkdir()
+        try:
+            self.write(staging, documents)
+            os.replace(staging, root / key)
+            sync_folder(root)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    """Remove staging folders that killed builds left. No process has locked them."""
+    from filelock import FileLock, Timeout
+
+    for staging in root.glob("*.build"):
+        try:
+            with FileLock(root / f"{staging.stem}.lock", timeout=0):
+                shutil.rmtree(staging, ignore_errors=True)
+        except Timeout:
+            continue  # another process is building it

@@ -1,16 +1,26 @@
-"""The forms of conversations in files: messages, ShareGPT's turns, Alpaca's instructions, prompts with completions."""
+"""The forms of conversations in files, and their messages in the form that chat templates accept.
+
+    record:    {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}], ...}
+    ChatForm   recognises the record by its field "conversations" and reads its turns (`CHAT_FIELDS`)
+    messages:  [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+Forms are OpenAI's messages, ShareGPT's turns, Alpaca's instructions, and TRL's prompts with completions.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.data.chat_messages import NotAConversation, read_messages, read_tools, tool_call
 from zerofit.spec.errors import Problem, nearest
 from zerofit.spec.foreign import Unreadable, parse_json
 
+Record = Mapping[str, Any]  # a JSON object of a file
+Message = dict[str, Any]  # "role", "content", and other fields that a template may read
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {  # ShareGPT's words
     "system": "system",
     "human": "user",
@@ -29,11 +39,15 @@ _SPEAKERS = {  # ShareGPT's words
 _TEMPLATE_FIELDS = ("tools", "functions", "documents", "chat_template_kwargs")  # fields next to the messages
 
 
+class NotAConversation(ValueError):
+    """Raised with the reason why a record is not a conversation of its form."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatMessages:
     """Messages in order, in the form that chat templates accept."""
 
-    messages: list[dict[str, Any]]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
+    messages: list[Message]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
     variables: dict[str, Any] = field(default_factory=dict)  # "tools" and others that a template may read
     unread: tuple[str, ...] = ()  # fields of the record that do not belong to its form
 
@@ -44,20 +58,20 @@ class ChatForm:
 
     title: str  # as shown to the user
     field: str  # that it is recognised by
-    beside: str | None = None  # another field, without which the first is plain text
-    read: Callable[[Mapping[str, Any]], list[dict[str, Any]]]  # the messages; raises NotAConversation
+    partner: str | None = None  # another field, without which the first is plain text
+    read: Callable[[Record], list[Message]]  # the messages; raises NotAConversation
     fields: tuple[str, ...]  # all that it reads
 
 
-def form_of(row: Mapping[str, Any], text_field: str) -> ChatForm | None:
+def form_of(row: Record, text_field: str) -> ChatForm | None:
     """Return the form of a record; None if `text_field` is plain text, or the form is unknown."""
     if text_field in row and text_field not in CHAT_FIELDS:
         return None
     forms = [CHAT_FIELDS[text_field]] if text_field in CHAT_FIELDS else CHAT_FIELDS.values()
-    return next((form for form in forms if form.field in row and form.beside in (None, *row)), None)
+    return next((form for form in forms if form.field in row and form.partner in (None, *row)), None)
 
 
-def judged_answers(row: Mapping[str, Any], text_field: str, where: str) -> Problem | None:
+def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     """Return why zerofit does not train on a record of good and bad answers; None for other records.
 
     Its full text would teach the bad answers too, and its prompt alone would teach none.
@@ -71,11 +85,11 @@ def judged_answers(row: Mapping[str, Any], text_field: str, where: str) -> Probl
     keep = judged.keep
     if isinstance(row.get("chosen"), list):
         keep = "{messages: .chosen}"
-    how = f"jq -c '{keep}' FILE > good.jsonl"
+    command = f"jq -c '{keep}' FILE > good.jsonl"
     if "chosen" in has and isinstance(row["chosen"], str) and "prompt" not in has:
-        how = "--text-field chosen"
+        command = "--text-field chosen"
     message = f"{where}: a {judged.title}; zerofit trains on conversations and text, and would learn all answers"
-    hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {how}"
+    hint = f"TRL's {judged.trainer} trains on these records; to learn the good answers alone: {command}"
     return Problem(kind="judged-answers", message=message, hint=hint, where=where)
 
 
@@ -117,7 +131,7 @@ _JUDGED = (
 )
 
 
-def field_hint(row: Mapping[str, Any], field: str) -> str:
+def field_hint(row: Record, field: str) -> str:
     """Return a hint for records without `field`; training on one of several texts alone is seldom intended."""
     close = nearest(field, map(str, row))
     texts = [name for name, value in row.items() if isinstance(value, str)]
@@ -127,15 +141,15 @@ def field_hint(row: Mapping[str, Any], field: str) -> str:
     if close.startswith("did you mean") or len(texts) < 2:
         return f"--text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
-    how = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
-    return f"--text-field NAME trains on that field alone; if one answers another: {how}"
+    command = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
+    return f"--text-field NAME trains on that field alone; if one answers another: {command}"
 
 
-def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | str:
+def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
     """Return the conversation of a record, or the reason why it has none."""
     if form.field not in row:
-        if other := form_of(row, ""):
-            return f"a record of the {other.title} form among others"
+        if other_form := form_of(row, ""):
+            return f"a record of the {other_form.title} form among others"
         return f"no field {form.field!r}; there is {', '.join(map(str, row)) or 'none'}"
     if form.field == "completion" and (judged := judged_answers(row, "", "")):
         return judged.message.removeprefix(": ")
@@ -148,23 +162,23 @@ def conversation_of(row: Mapping[str, Any], form: ChatForm) -> ChatMessages | st
     return ChatMessages(messages=messages, variables=variables, unread=unread)
 
 
-def _variables(row: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(row: Record) -> dict[str, Any]:
     """Return a template's variables other than the messages, under transformers' names."""
-    found = row.get("chat_template_kwargs") or {}
-    if not isinstance(found, Mapping):
-        raise NotAConversation(f"'chat_template_kwargs' is {type(found).__name__}, need an object")
+    arguments = row.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, Mapping):
+        raise NotAConversation(f"'chat_template_kwargs' is {type(arguments).__name__}, need an object")
     documents = row.get("documents") or None
-    if not isinstance(documents, list | None) or not all(isinstance(one, Mapping) for one in documents or ()):
+    if not isinstance(documents, list | None) or not all(isinstance(document, Mapping) for document in documents or ()):
         raise NotAConversation("'documents' is not a list of objects")
     named = {"tools": read_tools(row), "documents": documents}
-    return {**found, **{name: value for name, value in named.items() if value is not None}}
+    return {**arguments, **{name: value for name, value in named.items() if value is not None}}
 
 
-def _openai(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _openai(row: Record) -> list[Message]:
     return read_messages(_turns(row, "messages"))
 
 
-def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _sharegpt(row: Record) -> list[Message]:
     turns = [_turn(turn, n) for n, turn in enumerate(_turns(row, "conversations"), 1)]
     return read_messages([*_system(row), *turns])
 
@@ -178,18 +192,18 @@ def _turn(turn: Any, number: int) -> Any:
         raise NotAConversation(f"turn {number} is from {speaker!r}; known: {', '.join(_SPEAKERS)}")
     if not isinstance(text, str):
         raise NotAConversation(f"turn {number} ({speaker}) has no text for its value")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if speaker != "function_call":
-        return {**rest, "role": _SPEAKERS[speaker], "content": text}
+        return {**fields, "role": _SPEAKERS[speaker], "content": text}
     try:
         calls = parse_json(text)
     except Unreadable as error:
         raise NotAConversation(f"turn {number} (function_call) is not JSON: {error}") from None
     calls = calls if isinstance(calls, list) else [calls]
-    return {**rest, "role": "assistant", "tool_calls": [tool_call(call, f"turn {number}") for call in calls]}
+    return {**fields, "role": "assistant", "tool_calls": [tool_call(call, f"turn {number}") for call in calls]}
 
 
-def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _alpaca(row: Record) -> list[Message]:
     texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
     for name, text in texts.items():
         if not isinstance(text, str):
@@ -204,23 +218,23 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return read_messages([*_system(row), *pairs])
 
 
-def _completion(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _completion(row: Record) -> list[Message]:
     """Read TRL's prompt and completion, each a text or a list of messages; messages of the prompt are not learned."""
     prompt, completion = row.get("prompt"), row.get("completion")
     question, answer = _question_and_answer(prompt, completion)
-    asked = prompt if isinstance(prompt, list) else [question]
-    read = read_messages([*asked, *(completion if isinstance(completion, list) else [answer])])
-    for message in read[: len(asked)]:
+    question_messages = prompt if isinstance(prompt, list) else [question]
+    read = read_messages([*question_messages, *(completion if isinstance(completion, list) else [answer])])
+    for message in read[: len(question_messages)]:
         if message["role"] == "assistant":
             message["weight"] = 0
     return read
 
 
-def _question_and_answer(question: Any, answer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _question_and_answer(question: Any, answer: Any) -> tuple[Message, Message]:
     return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
 
 
-def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
+def _turns(row: Record, field: str) -> list[Any]:
     turns = row[field]
     if not isinstance(turns, list) or not turns:
         what = "empty" if isinstance(turns, list) else type(turns).__name__
@@ -228,9 +242,116 @@ def _turns(row: Mapping[str, Any], field: str) -> list[Any]:
     return turns
 
 
-def _system(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _system(row: Record) -> list[Message]:
     """Return the fields of the record other than its turns."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call, for templates that format the object and for templates that print it as JSON.
+
+    Records have either. OpenAI's arguments are JSON in a string, which `| tojson` would encode a second time. An
+    object would become Python's notation in `{{ arguments }}`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str):
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, suffix: str) -> str:
+        return self._text + suffix
+
+    def __radd__(self, prefix: str) -> str:
+        return prefix + self._text
+
+
+def read_messages(turns: Sequence[Any]) -> list[Message]:
+    """Return messages in OpenAI's form without null fields, as transformers does. Raises NotAConversation."""
+    return [_message(turn, number) for number, turn in enumerate(turns, 1)]
+
+
+def _message(turn: Any, number: int) -> Message:
+    message = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    if message.get("role") == "function":  # OpenAI's older name of the role "tool"
+        message["role"] = "tool"
+    role = message.get("role")
+    if role not in ROLES:
+        raise NotAConversation(f"message {number} has the role {role!r}; known: {', '.join(ROLES)}")
+    if role == "assistant":
+        _read_calls(message, number)
+        weight = message.get("weight", 1)
+        if not isinstance(weight, int | float) or weight not in (0, 1):
+            raise NotAConversation(f"message {number} has the weight {weight!r}; must be 1 (learned) or 0 (not)")
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(_part(part, number) for part in message["content"])
+    if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
+        raise NotAConversation(f"message {number} ({role}) has no text for its content")
+    return message
+
+
+def _part(part: Any, number: int) -> str:
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise NotAConversation(f"message {number} has a part of type {kind!r}; only text can be trained on")
+
+
+def _read_calls(message: Message, number: int) -> None:
+    """Convert the tool calls of a message, or OpenAI's older "function_call", to the form that templates accept."""
+    calls = message.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise NotAConversation(f"message {number}: 'tool_calls' is {type(calls).__name__}, need a list")
+    if "function_call" in message:
+        calls = [*calls, message.pop("function_call")]
+    if calls:
+        message["tool_calls"] = [tool_call(call, f"message {number}, tool call {n}") for n, call in enumerate(calls, 1)]
+
+
+def tool_call(call: Any, place: str) -> dict[str, Any]:
+    """Return a call with its name and arguments under "function". Raises NotAConversation."""
+    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise NotAConversation(f"{place} names no function; expected {{'function': {{'name', 'arguments'}}}}")
+    known = {"type": "function"} if function is call else {"type": "function", **call}
+    return {**known, "function": {**function, "arguments": _arguments(function.get("arguments"), place)}}
+
+
+def _arguments(arguments: Any, place: str) -> Arguments:
+    values = arguments
+    if isinstance(arguments, str):
+        try:
+            values = parse_json(arguments) if arguments.strip() else {}
+        except Unreadable as error:
+            raise NotAConversation(f"{place}: its arguments are not JSON: {error}") from None
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise NotAConversation(f"{place}: its arguments are {type(values).__name__}, need an object")
+    text = arguments if isinstance(arguments, str) and arguments.strip() else json.dumps(values, ensure_ascii=False)
+    return Arguments(values, text)
+
+
+def read_tools(row: Record) -> list[dict[str, Any]] | None:
+    """Return the tools of a record as JSON schemas; they may be JSON in a string, or OpenAI's older "functions"."""
+    named = [name for name in ("tools", "functions") if row.get(name)]
+    tools = [schema for name in named for schema in _schemas(row[name], name)]
+    return tools or None
+
+
+def _schemas(schemas: Any, field: str) -> Iterator[dict[str, Any]]:
+    if isinstance(schemas, str):
+        try:
+            schemas = parse_json(schemas) if schemas.strip() else []
+        except Unreadable as error:
+            raise NotAConversation(f"{field!r} is not JSON: {error}") from None
+    if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) for tool in schemas):
+        raise NotAConversation(f"{field!r} is {type(schemas).__name__}, need a list of JSON schemas")
+    for tool in schemas:
+        yield dict(tool) if "function" in tool or "name" not in tool else {"type": "function", "function": dict(tool)}
 
 
 CHAT_FIELDS: dict[str, ChatForm] = {
@@ -252,7 +373,7 @@ CHAT_FIELDS: dict[str, ChatForm] = {
         ChatForm(
             title="prompt and completion",
             field="completion",
-            beside="prompt",
+            partner="prompt",
             read=_completion,
             fields=("prompt", "completion", *_TEMPLATE_FIELDS),
         ),

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from zerofit.data.chat_records import ChatMessages
+from zerofit.data.chat_records import ChatMessages, Message
 from zerofit.data.limited import begin_step
+from zerofit.spec.errors import reason_of
 
 # what marks the assistant's words in a template (transformers' own return_assistant_tokens_mask)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -58,14 +59,14 @@ class Renderer:
         fields = sorted({key for message in chat.messages for key in message} - {"role", "content", "weight"})
         unused = []
         for field in fields:
-            messages = [{key: value for key, value in one.items() if key != field} for one in chat.messages]
+            messages = [{key: value for key, value in turn.items() if key != field} for turn in chat.messages]
             if self._same(replace(chat, messages=messages), text):
                 unused.append(f"messages.{field}")
         for name in chat.variables:
-            rest = {key: value for key, value in chat.variables.items() if key != name}
-            if self._same(replace(chat, variables=rest), text):
+            variables = {key: value for key, value in chat.variables.items() if key != name}
+            if self._same(replace(chat, variables=variables), text):
                 unused.append(name)
-        weighted = any("weight" in one for one in chat.messages if one["role"] != "assistant")
+        weighted = any("weight" in turn for turn in chat.messages if turn["role"] != "assistant")
         return [*unused, "messages.weight (except the assistant's)"] if weighted else unused
 
     def _same(self, chat: ChatMessages, text: str) -> bool:
@@ -74,6 +75,11 @@ class Renderer:
         except NotRendered:
             return False
 
+    # Without {% generation %} in the template, an answer is what it adds to the text:
+    #
+    #     messages before, with the generation prompt   <user> 2 + 2? <assistant>
+    #     the same with the answer                      <user> 2 + 2? <assistant> 4 <end>
+    #                                                                             |-----| learned
     def _by_prefixes(self, chat: ChatMessages, text: str) -> list[Span]:
         """Find the assistant's text if the template does not mark it. Raises NotRendered."""
         spans = []
@@ -88,13 +94,14 @@ class Renderer:
         return spans
 
     def _learned(self, chat: ChatMessages, spans: list[Span]) -> list[Span]:
-        """Return the marked spans without those of messages that are not learned. Raises NotRendered.
+        """Return the marked spans of the messages that are learned. Raises NotRendered.
 
-        The spans of a message are those that are added when it is appended to the messages before it.
+        A message's spans are found by rendering the conversation up to it, without and with it.
         """
-        silent = [n for n, one in enumerate(chat.messages) if one["role"] == "assistant" and not _is_learned(one)]
         dropped: set[int] = set()
-        for n in silent:
+        for n, message in enumerate(chat.messages):
+            if message["role"] != "assistant" or _is_learned(message):
+                continue
             before, after = (
                 len(self.written(replace(chat, messages=chat.messages[:end]))[1]) if end else 0 for end in (n, n + 1)
             )
@@ -110,7 +117,7 @@ class Renderer:
         try:
             template = compiled(self.template)
             variables: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens, **chat.variables}
-            variables |= {"messages": [_as_read(one) for one in chat.messages], "add_generation_prompt": prompt}
+            variables |= {"messages": [_as_read(message) for message in chat.messages], "add_generation_prompt": prompt}
             with template.environment.activate_tracker(blocks, spans):
                 for block in template.generate(**variables):
                     blocks.append(block)
@@ -120,8 +127,7 @@ class Renderer:
         except MemoryError:
             raise
         except Exception as error:  # a template can raise anything
-            what = " ".join(str(error).split())[:200]
-            raise NotRendered(f"the {self.origin} rejects this conversation: {what}") from None
+            raise NotRendered(f"the {self.origin} rejects this conversation: {reason_of(error)}") from None
         return "".join(blocks), spans
 
 
@@ -132,11 +138,11 @@ def compiled(template: str) -> Any:  # jinja's types do not have the attributes 
     return _compile_jinja_template(template)
 
 
-def _is_learned(message: Mapping[str, Any]) -> bool:
+def _is_learned(message: Message) -> bool:
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
-def _as_read(message: dict[str, Any]) -> dict[str, Any]:
+def _as_read(message: Message) -> Message:
     """Return a message as transformers passes it to a template, with reasoning under the names that templates use."""
     shown = {key: value for key, value in message.items() if key != "weight"}
     reasoning = next((shown[name] for name in _REASONING if name in shown), None)

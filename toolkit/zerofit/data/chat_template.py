@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,33 +11,38 @@ from typing import Any
 
 import numpy as np
 
-from zerofit.data.chat_records import ChatMessages
+from zerofit.data.chat_records import ChatMessages, Message
 from zerofit.data.chat_render import MARKED, NotRendered, Renderer, Span, compiled
 from zerofit.data.hashing import text_digest
 from zerofit.data.limited import Exceeded, begin_step, limited
-from zerofit.data.named_templates import NAMED_TEMPLATES, likely_template, missing_tokens, template_file
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, nearest, reason_of
+from zerofit.spec.files import write_text
+from zerofit.spec.foreign import read_json
 
-# for bytes, which have no template
-PLAIN = """{% if tools %}<|tools|>
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|end|>
-{% endif %}{% for message in messages %}<|{{ message.role }}|>
-{% if message.role == 'assistant' %}{% generation %}{% if message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
-{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|end|>
-{% endgeneration %}{% else %}{{ message.content }}<|end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% endif %}"""
+_FOLDER = Path(__file__).with_name("templates")
+_PLAIN = _FOLDER / "bytes.jinja"  # for bytes, which have no template of their own
+# The tokens by which each format marks turns. A format without any writes plain text and ends a turn with eos_token.
+NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "llama2": (),
+    "zephyr": (),
+    "vicuna": (),
+    "alpaca": (),
+}
+SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 CHAT_TEMPLATE = "chat_template.jinja"  # in a model's folder, as in transformers
 COPY_IT = (
     "--chat-template FILE: a copy that writes all messages and their tool_calls, "
     "with {% generation %} ... {% endgeneration %} around what the assistant writes"
 )
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a tokenizer and a config
 _PROBE = "zerofit-probe"  # an answer, to see what follows it
 
 
@@ -70,13 +76,13 @@ class ChatTemplate:
 
     def encode_all(self, conversations: Sequence[ChatMessages]) -> list[EncodedChat | str]:
         """Return the tokens of each conversation, or why it has none. Raises UserError if a template exceeds limits."""
-        found = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
-        rendered = [one if isinstance(one, str) else _bytes_safe(*one) for one in found]
-        texts = [one[0] for one in rendered if not isinstance(one, str)]
+        results = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
+        rendered = [result if isinstance(result, str) else _bytes_safe(*result) for result in results]
+        texts = [result[0] for result in rendered if not isinstance(result, str)]
         tokens = iter(_with_places(self.tokenizer, texts))
-        return [one if isinstance(one, str) else self._targets(*next(tokens), *one) for one in rendered]
+        return [result if isinstance(result, str) else self._targets(*next(tokens), *result) for result in rendered]
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+    def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation up to where the assistant answers. Raises UserError."""
         return self._text(messages, prompt=True)
 
@@ -87,12 +93,12 @@ class ChatTemplate:
         messages = [{"role": role, "content": content} for role, content in turns.items()]
         return self._text(messages, prompt=False).rpartition(_PROBE)[2]
 
-    def _text(self, messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+    def _text(self, messages: Sequence[Message], prompt: bool) -> str:
         chat = ChatMessages(messages=list(messages))
-        (found,) = self._limited(lambda renderer, chat: [renderer.written(chat, prompt)[0]], [chat])
-        if isinstance(found, str):
-            raise UserError(_unusable(found, hint="--chat-template names another"))
-        return _bytes_safe(found[0], (), ())[0]
+        (result,) = self._limited(lambda renderer, chat: [renderer.written(chat, prompt)[0]], [chat])
+        if isinstance(result, str):
+            raise UserError(_unusable(result, hint="--chat-template names another"))
+        return _bytes_safe(result[0], (), ())[0]
 
     def _limited(self, work: Callable[[Renderer, ChatMessages], Any], chats: Sequence[ChatMessages]) -> list[Any]:
         """Return the result of `work` for each conversation, or the reason why it failed. Raises UserError."""
@@ -116,18 +122,18 @@ class ChatTemplate:
         return {"bos_token": "", "eos_token": ""} if loaded is None else dict(loaded.special_tokens_map)
 
     def _targets(
-        self, ids: np.ndarray, places: np.ndarray, text: str, spans: Sequence[Span], unused: Sequence[str]
+        self, ids: np.ndarray, ranges: np.ndarray, text: str, spans: Sequence[Span], unused: Sequence[str]
     ) -> EncodedChat:
         """Mark the tokens that have characters of a span."""
         targets = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, self.tokenizer.added_ids)
         for start, stop in spans:
-            inside = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > start))
+            inside = np.flatnonzero((ranges[:, 0] < stop) & (ranges[:, 1] > start))
             if not len(inside):
                 continue
             last = int(inside[-1])
             ends = inside[special[inside]]
-            if not self.marked and len(ends) and not text[places[ends[-1], 1] : stop].strip():
+            if not self.marked and len(ends) and not text[ranges[ends[-1], 1] : stop].strip():
                 last = int(ends[-1])  # a turn ends with its special token, without the newline after it
             targets[int(inside[0]) : last + 1] = True
         return EncodedChat(ids=ids, targets=targets, unused=tuple(unused))
@@ -145,11 +151,12 @@ def _with_places(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[np.ndarra
     if not texts:
         return []
     options = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": True}
-    found = tokenizer.loaded(texts, verbose=False, **options)
-    pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
-    return [(np.array(ids, dtype=np.int64), np.array(places, dtype=np.int64).reshape(-1, 2)) for ids, places in pairs]
+    encoded = tokenizer.loaded(texts, verbose=False, **options)
+    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    return [(np.array(ids, dtype=np.int64), np.array(ranges, dtype=np.int64).reshape(-1, 2)) for ids, ranges in pairs]
 
 
+# UTF-8 has 1 to 4 bytes a character. A byte has the range of the character that it belongs to.
 def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
@@ -158,54 +165,113 @@ def _bytes_with_places(text: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.stack([characters, characters + 1], axis=1)
 
 
-def open_chat_template(given: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
+def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the given template (a file or a shipped one's name), else the tokenizer's own. Raises UserError."""
     loaded = tokenizer.loaded
     if loaded is not None and not loaded.is_fast:
         message = f"--tokenizer {tokenizer.name} does not return the characters of its tokens"
         hint = "use one with a tokenizer.json"
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
-    if given is not None:
-        return _given(given, tokenizer)
+    if template is not None:
+        return _open_named(template, tokenizer)
     if loaded is None:
-        return ChatTemplate(text=PLAIN, origin="chat template for bytes", tokenizer=tokenizer)
+        return ChatTemplate(text=_read(_PLAIN), origin="chat template for bytes", tokenizer=tokenizer)
     try:
         text = loaded.get_chat_template()
     except ValueError as error:  # none, or several without a default
-        message = f"--tokenizer {tokenizer.name} has no chat template: {' '.join(str(error).split())[:120]}"
+        message = f"--tokenizer {tokenizer.name} has no chat template"
+        if loaded.chat_template:
+            message = f"--tokenizer {tokenizer.name} has no default chat template: {reason_of(error)}"
         hint = f"--chat-template {likely_template(loaded.get_vocab())} suits its tokens best; other names: "
         hint += f"{', '.join(NAMED_TEMPLATES)}; or a file like transformers' chat_template.jinja"
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template")) from None
     return ChatTemplate(text=text, origin=f"chat template of {tokenizer.name}", tokenizer=tokenizer)
 
 
-def _given(given: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    file = template_file(given)
+# A user's own template is only checked for its syntax. A shipped one may not suit the tokenizer. Without the template's
+# tokens, the model would learn to spell them. Without an eos_token, an answer would never end.
+def _open_named(name: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    file = template_file(name)
     text = _read(file)
-    template = ChatTemplate(text=text, origin=f"chat template {given}", tokenizer=tokenizer)
-    if file == given:
+    template = ChatTemplate(text=text, origin=f"chat template {name}", tokenizer=tokenizer)
+    if file == name:
         _check(file, text)
     elif not template.turn_end.strip():
-        message = f"the chat template {given} ends a turn with eos_token, which --tokenizer {tokenizer.name} lacks"
+        message = f"the chat template {name} ends a turn with eos_token, which --tokenizer {tokenizer.name} lacks"
         hint = "--chat-template chatml ends turns with its own token; --tokenizer bytes needs no --chat-template"
         raise UserError(_unusable(message, hint=hint))
-    elif tokenizer.loaded and (missing := missing_tokens(str(given), tokenizer.loaded.get_vocab())):
+    elif tokenizer.loaded and (missing := missing_tokens(str(name), tokenizer.loaded.get_vocab())):
         return replace(template, missing=tuple(missing))
     return template
 
 
+def template_file(template: Path) -> Path:
+    """Return the file of a template that is given by name or by path. Raises UserError for an unknown name.
+
+    A file in the current folder takes precedence over a shipped template with its name.
+    """
+    name, is_path = str(template), len(template.parts) > 1 or template.suffix in SUFFIXES
+    if is_path or template.expanduser().is_file():
+        return template
+    if name in NAMED_TEMPLATES:
+        return _FOLDER / f"{name}.jinja"
+    message = f"--chat-template {name} is neither a file nor the name of a template"
+    hint = nearest(name.lower(), NAMED_TEMPLATES)
+    raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
+
+
+def likely_template(vocabulary: Collection[str]) -> str:
+    """Return the name of the template that suits a tokenizer with these tokens: the one with most tokens of its own."""
+    suited = {name: len(tokens) for name, tokens in NAMED_TEMPLATES.items() if not missing_tokens(name, vocabulary)}
+    best = max(suited, key=suited.__getitem__)
+    return best if suited[best] else "zephyr"
+
+
+def missing_tokens(name: str, vocabulary: Collection[str]) -> list[str]:
+    """Return the tokens of a named template that a vocabulary does not have."""
+    return [token for token in NAMED_TEMPLATES.get(name, ()) if token not in vocabulary]
+
+
 def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Path], None]:
-    """Read a run's tokenizer and chat template; return a function that saves them to a folder. Raises UserError."""
+    """Read a run's tokenizer and chat template; return a function that saves them to a model's folder.
+
+    The function also sets the model's special tokens to the tokenizer's. Raises UserError.
+    """
     loaded = open_tokenizer(tokenizer).loaded
     text = _read(template_file(chat_template)) if chat_template is not None else None
 
     def write(folder: Path) -> None:
         if loaded is not None:
             loaded.save_pretrained(folder)
+            ids = {name: getattr(loaded, name) for name in SPECIAL_IDS}
+            _set_special_tokens(folder, {name: token for name, token in ids.items() if token is not None})
         if text is not None:
             (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
 
     return write
+
+
+def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
+    """Set the ids of special tokens in a model's config.json and generation_config.json, as transformers' Trainer does.
+
+    A base model's config has the base model's end token. If the tokenizer of the training has another, other programs
+    would generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
+    """
+    for name in ("config.json", "generation_config.json"):
+        if not (folder / name).is_file():
+            continue  # adapters have no config
+        config = read_json(folder / name)
+        before = dict(config)
+        for key, token in ids.items():
+            known = config.get(key)
+            ends = known if isinstance(known, list) else [] if known is None else [known]
+            if token in ends:
+                continue
+            # each of several end tokens ends a text, so those of the base model stay
+            several = key == "eos_token_id" and ends and (name != "config.json" or isinstance(known, list))
+            config[key] = [token, *ends] if several else token
+        if config != before:
+            write_text(folder / name, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _read(file: Path) -> str:
@@ -233,11 +299,11 @@ def _check(file: Path, text: str) -> None:
 
     compiled("")
     try:
-        (found,) = limited(fault, [text])
+        (faults,) = limited(fault, [text])
     except Exceeded as error:
-        found = [f"it {error}", None]
-    if found:
-        reason, line = found
+        faults = [f"it {error}", None]
+    if faults:
+        reason, line = faults
         where = f"{file}:{line}" if line else str(file)
         raise UserError(_unusable(f"{file} is not a chat template: {reason}", where))
 

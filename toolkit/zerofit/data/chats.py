@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers
-from zerofit.data.chat_source import ChatSource
-from zerofit.data.chat_template import ChatTemplate, open_chat_template
-from zerofit.data.chat_tokens import ChatTokens, open_chat_tokens
+from zerofit.data.cache import Preparation
+from zerofit.data.chat_template import COPY_IT, ChatTemplate, EncodedChat, open_chat_template
+from zerofit.data.text_sources import NAMED, ChatPiece, ChatSource
+from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, UserError
@@ -19,9 +23,29 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run import Run
 
+FORMAT = "chats-2"  # raise it when files, split rules or the fields read from records change
+AT_ONCE = 1024  # conversations, for the tokenizer's threads
+PARTS = ("ids", "targets", "starts")
 BLOCK = 1 << 22  # tokens whose targets are counted at a time
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatTokens:
+    """The conversations of one split, one after the other."""
+
+    ids: TokenFile  # uint16 or uint32 (tokens,)
+    targets: TokenFile  # bool (tokens,): written by the assistant
+    starts: TokenFile  # int64 (conversations + 1,): where each begins, and where the last one ends
+    unused: dict[str, int]  # fields of records without effect, and in how many conversations
+
+
+# A row of two packed conversations, of 5 and 3 tokens, with 2 places of padding:
+#
+#     inputs      a0 a1 a2 a3 | b0 b1 | pad pad
+#     positions    0  1  2  3 |  0  1 |   0   1
+#     labels       -  - a3 a4 |  - b2 |   -   -      only what the assistant writes; "-" is -100
+#
+# Positions that restart separate the conversations: transformers builds block masks from them.
 @dataclass(frozen=True, kw_only=True)
 class ChatRows(Dataset):
     """Row i: conversations one after the other, with positions from 0 in each; labels are the assistant's next tokens.
@@ -60,8 +84,8 @@ class ChatRows(Dataset):
                 positions[place, part] = np.arange(len(ids) - 1)
                 at = part.stop
             positions[place, at:] = np.arange(self.seq_len - at)
-        made = {"inputs": inputs, "position_ids": positions, "labels": labels}
-        wanted = made if self.packed else {name: made[name] for name in ("inputs", "labels")}
+        arrays = {"inputs": inputs, "position_ids": positions, "labels": labels}
+        wanted = arrays if self.packed else {name: arrays[name] for name in ("inputs", "labels")}
         return {name: torch.from_numpy(array) for name, array in wanted.items()}
 
     def row(self, index: int) -> np.ndarray:
@@ -98,70 +122,74 @@ class ChatCounts:
 def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tuple[ChatRows, ChatCounts]:
     """Return the samples of a split, and the counts of its conversations."""
     starts = tokens.starts.array()
-    whole = np.maximum(np.diff(starts) - 1, 0)  # places
-    places = np.minimum(whole, seq_len)
-    targets = _count_targets(tokens.targets.array(), starts[:-1] + 1, places)
-    kept = np.flatnonzero(targets)
-    rows = pack(places[kept], seq_len) if packed else [[n] for n in range(len(kept))]
-    documents = kept[np.array([n for row in rows for n in row], dtype=np.int64)]
+    lengths = np.maximum(np.diff(starts) - 1, 0)  # positions
+    used = np.minimum(lengths, seq_len)
+    targets = _count_targets(tokens.targets.array(), starts[:-1] + 1, used)
+    learnable = np.flatnonzero(targets)
+    rows = pack(used[learnable], seq_len) if packed else [[n] for n in range(len(learnable))]
+    documents = learnable[np.array([n for row in rows for n in row], dtype=np.int64)]
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-    row_targets = np.array([targets[kept[row]].sum() for row in rows], dtype=np.int64)
+    row_targets = np.array([targets[learnable[row]].sum() for row in rows], dtype=np.int64)
     counts = ChatCounts(
-        conversations=len(whole),
-        truncated=int((whole[kept] > seq_len).sum()),
-        dropped=len(whole) - len(kept),
+        conversations=len(lengths),
+        truncated=int((lengths[learnable] > seq_len).sum()),
+        dropped=len(lengths) - len(learnable),
         rows=len(rows),
-        tokens=int(places[kept].sum()),
+        tokens=int(used[learnable].sum()),
         targets=int(targets.sum()),
     )
-    made = {"documents": documents, "ends": ends, "row_targets": row_targets}
-    return ChatRows(tokens=tokens, seq_len=seq_len, pad_id=pad_id, packed=packed, **made), counts
+    layout = {"documents": documents, "ends": ends, "row_targets": row_targets}
+    return ChatRows(tokens=tokens, seq_len=seq_len, pad_id=pad_id, packed=packed, **layout), counts
 
 
-def pack(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
-    """Pack conversations (by number) into rows of length `room`: the longest first, each into the fullest row it fits.
+# Rows are kept by their free space, and the sizes of free space in order. So each conversation finds the fullest row
+# into which it fits by bisection: n log n for n conversations, where a search over all rows would take n^2.
+def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
+    """Return rows of conversations (by number) that have at most `size` tokens together.
 
-    (Best-fit decreasing: at most 11/9 of the smallest possible number of rows.)
+    Best-fit decreasing: the longest first, each into the fullest row with enough space. It needs at most 11/9 of the
+    smallest possible number of rows.
     """
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # remaining room -> rows
-    rooms: list[int] = []  # its keys, in order
+    rows_by_space: dict[int, list[int]] = {}  # remaining space -> rows
+    spaces: list[int] = []  # its keys, in order
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[number])
-        place = bisect_left(rooms, length)
-        free, row = (rooms[place], with_room[rooms[place]].pop()) if place < len(rooms) else (room, len(rows))
-        if place < len(rooms) and not with_room[free]:
-            rooms.pop(place)
+        place = bisect_left(spaces, length)
+        free, row = (spaces[place], rows_by_space[spaces[place]].pop()) if place < len(spaces) else (size, len(rows))
+        if place < len(spaces) and not rows_by_space[free]:
+            spaces.pop(place)
         if row == len(rows):
             rows.append([])
         rows[row].append(number)
-        rest = free - length
-        if not with_room.setdefault(rest, []) and rest:
-            insort(rooms, rest)
-        with_room[rest].append(row)
+        remaining = free - length
+        if not rows_by_space.setdefault(remaining, []) and remaining:
+            insort(spaces, remaining)
+        rows_by_space[remaining].append(row)
     return rows
 
 
+# Cumulative sums take 8 bytes a token, so they are made for one block of conversations at a time.
 def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the number of targets in each part, int64; parts have these starts and lengths and are in order."""
-    found = np.zeros(len(starts), dtype=np.int64)
+    counts = np.zeros(len(starts), dtype=np.int64)
     first = 0
     while first < len(starts):
         past = max(first + 1, int(np.searchsorted(starts, starts[first] + BLOCK)))
         offset = int(starts[first])
         sums = np.concatenate([[0], np.cumsum(targets[offset : int(starts[past - 1] + lengths[past - 1])])])
         begin = starts[first:past] - offset
-        found[first:past] = sums[np.minimum(begin + lengths[first:past], len(sums) - 1)] - sums[begin]
+        counts[first:past] = sums[np.minimum(begin + lengths[first:past], len(sums) - 1)] - sums[begin]
         first = past
-    return found
+    return counts
 
 
 def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int, progress: Reporter) -> Data:
     """Open conversations as samples of `seq_len` tokens. Raises UserError if there is nothing to learn."""
     template = open_chat_template(run.chat_template, tokenizer)
     splits = open_chat_tokens(source, template, progress)
-    made = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
-    (train, counts), (valid, held_out) = made["train"], made["valid"]
+    rows = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
+    (train, counts), (valid, held_out) = rows["train"], rows["valid"]
     if not len(train) or not len(valid):
         message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with an "
         message += f"assistant's answer within {seq_len:,} tokens; each split needs at least one"
@@ -178,16 +206,75 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
     )
 
 
+def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
+    """Open the tokens of a source's conversations by split: map the cached files, or write them first.
+
+    Raises UserError with up to 20 bad records: no conversation, or the assistant's text cannot be found. Raises as
+    `Preparation.open` does, too.
+    """
+
+    ids = "uint16" if template.tokenizer.vocab_size <= 1 << 16 else "uint32"
+    dtypes: dict[str, str] = dict(zip(PARTS, (ids, "bool", "int64"), strict=True))
+
+    def write(staging: Path, documents: int) -> None:
+        writers = {split: SplitWriter(staging, split, dtypes, ("starts",)) for split in SPLITS}
+        unused: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
+        with progress.task(f"{source.name}: tokenizing", documents, "conversations") as task:
+            for piece, chat in _encoded(source, template, documents):
+                split = "valid" if piece.held_out else "train"
+                writers[split].put("ids", chat.ids)
+                writers[split].put("targets", chat.targets)
+                writers[split].end("starts", len(chat.ids))
+                unused[split].update(chat.unused)
+                task.advance()
+        for writer in writers.values():
+            writer.close()
+        meta = {"format": FORMAT, "source": source.name, "tokenizer": template.tokenizer.name}
+        write_meta(staging, {**meta, "unused": unused, "dtypes": dict.fromkeys(SPLITS, dtypes)})
+
+    identity = (template.identity, FORMAT)
+    return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
+
+
+def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
+    """Yield all conversations with their tokens. Raises UserError with all problems, at the end or after the 20th."""
+    problems: list[Problem] = []
+    pieces_left = source.pieces(documents)
+    while len(problems) < NAMED and (block := list(islice(pieces_left, AT_ONCE))):
+        problems += [item for item in block if isinstance(item, Problem)]
+        pieces = [item for item in block if isinstance(item, ChatPiece)]
+        for piece, chat in zip(pieces, template.encode_all([item.conversation for item in pieces]), strict=True):
+            if isinstance(chat, EncodedChat):
+                yield piece, chat
+                continue
+            message = f"{piece.where}: {chat}"
+            problems.append(Problem(kind="chat-template", message=message, hint=COPY_IT, where=piece.where))
+    if problems:
+        raise UserError(*problems[:NAMED])
+
+
+def _read(folder: Path) -> dict[str, ChatTokens] | None:
+    """Return the tokens of a complete folder; None if it is missing or incomplete."""
+    meta = read_meta(folder)
+    return meta and {
+        split: ChatTokens(
+            **{part: TokenFile(folder / f"{split}.{part}", dtypes[part]) for part in PARTS},
+            unused=meta["unused"][split],
+        )
+        for split, dtypes in meta["dtypes"].items()
+    }
+
+
 def _notes(
     source: ChatSource, template: ChatTemplate, counts: ChatCounts, held_out: ChatCounts, train: ChatRows
 ) -> list[str]:
-    how = "which marks the assistant's turns" if template.marked else "the assistant's turns found by prefixes"
-    places = counts.rows * train.seq_len
-    fill = f"{counts.tokens / places:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens are learned"
+    marking = "which marks the assistant's turns" if template.marked else "the assistant's turns found by prefixes"
+    positions = counts.rows * train.seq_len
+    fill = f"{counts.tokens / positions:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens are learned"
     notes = [
         f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
         f"{held_out.conversations:,} to validate",
-        f"{template.origin}, {how}",
+        f"{template.origin}, {marking}",
         f"{'packed into' if train.packed else 'each in one of'} {counts.rows:,} samples of {train.seq_len:,} tokens, "
         + fill,
     ]

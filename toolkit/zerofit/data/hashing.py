@@ -15,6 +15,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+# Random numbers from keys instead of generators: sample i gets the same ones in every process, batch and resumed run.
 def sample_hashes(keys: object, stream: int) -> np.ndarray:
     """Return one uint64 per key. Different `stream` numbers give independent values from the same keys."""
     key = np.asarray(keys).astype(np.uint64)
@@ -32,6 +33,7 @@ def name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest())
 
 
+# Held out by hash instead of at random: a file stays in its split if others are added or removed, on every machine.
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
     """Return the hash up to which (inclusive) samples are held out: a share of them, at least one.
 

@@ -18,10 +18,19 @@ from unittest.mock import patch
 from urllib.parse import urlsplit
 
 from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
-from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash, text_digest
-from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, TextSource, held_out_hash, split_text
-from zerofit.spec.errors import Problem, UserError
+from zerofit.data.text_sources import (
+    NAMED,
+    ChatPiece,
+    ChatSource,
+    Source,
+    Survey,
+    TextPiece,
+    TextSource,
+    held_out_hash,
+    split_text,
+)
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
@@ -46,6 +55,7 @@ def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
         yield
 
 
+# Compute nodes often have no network. A failing name look-up is quick, while the hub's client retries each file.
 @lru_cache
 def _reachable(endpoint: str) -> bool:
     if any(os.environ.get(name) for name in _PROXIES):
@@ -60,30 +70,36 @@ def _reachable(endpoint: str) -> bool:
 def open_hf(run: Run, argument: str) -> Source:
     """Open NAME or NAME:CONFIG with one document per row: the column `run.text_field`, or a conversation.
 
-    NAME may be a local folder or file. The split `train` is for training. `validation` (or test) is held out if there
-    is one, else 5 % of the rows by hash of the row number (with fewer than 20 rows the last 5 % of each). Raises
-    UserError "hf" or "text-field".
+    NAME may be a local folder or file. The split `train` is for training. The split `validation` (or test) is held out.
+    If there is none, 5 % of the rows are, by the hash of their numbers; with fewer than 20 rows, the last 5 % of each
+    text. Raises UserError "hf" or "text-field".
     """
-    splits = load_splits(argument)
-    train = splits.get("train")
-    if train is None:
-        message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
-        hint = "add a split 'train', or use --data jsonl:GLOB"
-        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
-    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
-    found = {"name": f"hf:{argument}", "train": train, "valid": valid}
+    fields = named_splits(argument)
+    train = fields["train"]
     first = {**dict.fromkeys(train.column_names), **(train[0] if len(train) else {})}
-    if problem := judged_answers(first, run.text_field, found["name"]):
+    if problem := judged_answers(first, run.text_field, fields["name"]):
         raise UserError(problem)
     if form := form_of(first, run.text_field):
-        return HfChats(**found, what=form.title, form=form)
+        return HfChats(**fields, what=form.title, form=form)
     if run.text_field not in train.column_names:
         message = f"--data hf:{argument} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
         hint = field_hint(first, run.text_field)
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
-    return HfSource(**found, what=run.text_field)
+    return HfSource(**fields, what=run.text_field)
 
 
+def named_splits(argument: str) -> dict[str, Any]:
+    """Return "name", "train" and "valid" (None: no such split) of an HfSet. Raises UserError "hf"."""
+    splits = load_splits(argument)
+    if "train" not in splits:
+        message = f"--data hf:{argument} has no split 'train'; it has {', '.join(splits)}"
+        hint = "add a split 'train', or use --data jsonl:GLOB"
+        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data"))
+    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
+    return {"name": f"hf:{argument}", "train": splits["train"], "valid": valid}
+
+
+# A folder can be a set saved by `datasets` (one split or several), or files that `datasets` reads by their suffix.
 def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
     """Open the splits of NAME or NAME:CONFIG or of a file, optionally as streams. Raises UserError "hf"."""
     import datasets.config
@@ -96,7 +112,7 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
     try:
         if (path / "dataset_dict.json").is_file():
             saved: Any = datasets.DatasetDict.load_from_disk(str(path))
-            return {key: one.to_iterable_dataset() for key, one in saved.items()} if streaming else saved
+            return {key: split.to_iterable_dataset() for key, split in saved.items()} if streaming else saved
         if (path / "state.json").is_file():
             alone: Any = datasets.load_from_disk(str(path))
             return {"train": alone.to_iterable_dataset() if streaming else alone}
@@ -108,7 +124,7 @@ def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
         with hub_if_reachable(datasets.config):
             return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
-        message = f"cannot open --data hf:{name}: {' '.join(str(error).split())[:300]}"
+        message = f"cannot open --data hf:{name}: {reason_of(error)}"
         hint = "use a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
         raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data")) from error
 
@@ -131,6 +147,14 @@ class HfSet(Source):
         """Use the fingerprint as content hash, so the content is not read again."""
         return Survey(self.fingerprint(), len(self.train))
 
+    def placed_rows(self, documents: int) -> Iterator[tuple[Any, str, bool]]:
+        """Yield each row, its place for messages, and whether it is held out (without a split: 5 %, at least one)."""
+        limit = held_out_hash(map(str, range(documents)), documents, whole_documents=True) if self.valid is None else -1
+        for label, split in (("train", self.train), ("validation", self.valid)):
+            for number, row in enumerate(split if split is not None else ()):
+                held_out = split is self.valid or name_hash(str(number)) <= limit
+                yield row, f"{self.name}: {label}[{number}]", held_out
+
 
 @dataclass(frozen=True, kw_only=True)
 class HfSource(HfSet, TextSource):
@@ -141,8 +165,8 @@ class HfSource(HfSet, TextSource):
         problems: list[Problem] = []
         limit = held_out_hash(map(str, range(documents)), documents)
         for row, text in self._rows(self.train, "train", problems):
-            whole = self.valid is not None
-            yield from [TextPiece(text, False, True)] if whole else split_text(str(row), text, limit)
+            has_split = self.valid is not None
+            yield from [TextPiece(text, False, True)] if has_split else split_text(str(row), text, limit)
         for _, text in self._rows(self.valid, "validation", problems) if self.valid is not None else ():
             yield TextPiece(text, True, True)
         if problems:
@@ -171,20 +195,19 @@ class HfChats(HfSet, ChatSource):
     form: ChatForm
 
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
-        """See ChatSource.pieces; without a validation split 5 % of the rows, at least one, are held out."""
-        limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
-        for label, split in (("train", self.train), ("validation", self.valid)):
-            for number, row in enumerate(map(_without_nulls, split or ())):
-                where, found = f"{self.name}: {label}[{number}]", conversation_of(row, self.form)
-                if isinstance(found, ChatMessages):
-                    yield ChatPiece(found, where, split is self.valid or name_hash(str(number)) <= limit)
-                    continue
-                hint = f"the columns have the {self.form.title} format"
-                yield Problem(kind="bad-chat", message=f"{where}: {found}", hint=hint, where=where)
+        """See ChatSource.pieces."""
+        for row, where, held_out in self.placed_rows(documents):
+            conversation = conversation_of(_without_nulls(row), self.form)
+            if isinstance(conversation, ChatMessages):
+                yield ChatPiece(conversation, where, held_out)
+                continue
+            hint = f"the columns have the {self.form.title} format"
+            yield Problem(kind="bad-chat", message=f"{where}: {conversation}", hint=hint, where=where)
 
 
+# Arrow has one schema for all rows: a message without tool calls gets "tool_calls": None, which templates would read.
 def _without_nulls(value: Any) -> Any:
     """Return rows without null fields: Arrow gives each object in a list the fields of all others."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from zerofit.data.hashing import held_out_limit, name_hash
+from zerofit.spec.errors import Problem
+from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
     from PIL import Image
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+VALID_NAMES = ("val", "valid", "validation", "test")
+VALID_SHARE = 0.10
+FORMAT = "images-2"  # raise it when the set of readable files changes
+NAMED = 20  # limit of files in an error
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 # folders created by systems and programs, skipped like those that start with a dot
 _SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
@@ -36,13 +51,57 @@ def image_paths(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield entry.path, entry.stat()
 
 
+def split_folders(root: Path) -> list[Path]:
+    """Return [train, valid] if there are such folders, else the one folder to split."""
+    if not (root / "train").is_dir():
+        return [root]
+    return [root / "train", *[root / name for name in VALID_NAMES if (root / name).is_dir()][:1]]
+
+
+def split_by_name(files: Sequence[T], name: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """Return training and validation files: 10 % of all, at least one, by the hash of their names are held out."""
+    if not files:
+        return [], []
+    hashes = np.array([name_hash(name(file)) for file in files], dtype=np.uint64)
+    held_out = hashes <= np.uint64(held_out_limit(hashes, VALID_SHARE))
+    pairs = list(zip(files, held_out, strict=True))
+    return [file for file, held in pairs if not held], [file for file, held in pairs if held]
+
+
+def decode_all(text: str, files: Sequence[T], decode: Callable[[T], R], progress: Reporter) -> list[R]:
+    """Return the result of `decode` for each file, in order. Threads help: decoders release the interpreter's lock."""
+    results = []
+    with (
+        progress.task(text, len(files), "images") as task,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        for result in pool.map(decode, files):
+            results.append(result)
+            task.advance(1)
+    return results
+
+
+def bad_images(what: str, root: Path, bad: dict[str, str]) -> Problem:
+    """Return a problem that names the first bad files, with reasons; `what`: "cannot decode 2 images in /x"."""
+    named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
+    unnamed = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+    message = f"{what}: {'; '.join(named)}{unnamed}"
+    return Problem(kind="bad-image", message=message, hint="--skip-bad skips and counts them", where="--data")
+
+
+def short_reason(error: Exception, path: Path | None = None) -> str:
+    """Return a decoder's error in one line, without the path."""
+    text = str(error) if path is None else str(error).replace(str(path), "the file")
+    return " ".join(text.split())[:120] or type(error).__name__
+
+
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
     """Return an opened image with 8 bits per colour. 16 bits become their upper 8, as Pillow does with 16-bit colours.
 
     `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for numbers without a known white level,
     which Pillow itself would cut off at 255.
     """
-    import numpy as np
     from PIL import Image, ImageOps
 
     seen = image

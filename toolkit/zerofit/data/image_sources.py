@@ -14,7 +14,7 @@ import numpy as np
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.hashing import sample_hashes, stratified_fifth
 from zerofit.models.inputs import ImageInputs
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import Task
@@ -35,12 +35,12 @@ class Scaling:
     @classmethod
     def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
         """Return the scaling of values up to `largest` from mean and std of values between 0 and 1."""
-        units = {"mean": tuple(largest * one for one in mean), "std": tuple(largest * one for one in std)}
+        units = {"mean": tuple(largest * value for value in mean), "std": tuple(largest * value for value in std)}
         return cls(**units, largest=largest)
 
     def units(self) -> dict[str, tuple[float, ...]]:
         """Return "mean" and "std" of values between 0 and 1."""
-        return {name: tuple(one / self.largest for one in getattr(self, name)) for name in ("mean", "std")}
+        return {name: tuple(value / self.largest for value in getattr(self, name)) for name in ("mean", "std")}
 
     @classmethod
     def symmetric(cls, channels: int, largest: float) -> Scaling:
@@ -107,7 +107,7 @@ def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedSet:
-    """Facts about a set that a package ships as a CSV: the pixels of a gray image in each row, then its label."""
+    """Facts about a set that a package ships as a CSV. A row has the pixels of a gray image, then its label."""
 
     package: str  # import name
     file: str  # in the package
@@ -116,6 +116,7 @@ class PackagedSet:
     install: str
 
 
+# These two need no download: their packages contain them. `digits` is the default of image models for that reason.
 PACKAGED_SETS: dict[str, PackagedSet] = {
     "digits": PackagedSet(
         package="sklearn", file="datasets/data/digits.csv.gz", size=8, largest=16, install="scikit-learn"
@@ -132,8 +133,8 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
     A fixed fifth of each class is held out. Raises UserError "data-missing" if the package is not installed.
     """
     facts = PACKAGED_SETS[name]
-    found = find_spec(facts.package)  # only its table: importing the package takes a second per rank
-    folders = (found and found.submodule_search_locations) or []
+    spec = find_spec(facts.package)  # only its table: importing the package takes a second per rank
+    folders = (spec and spec.submodule_search_locations) or []
     file = next((path for path in (Path(folder, facts.file) for folder in folders) if path.is_file()), None)
     if file is None:
         message = f"--data {name} needs the package {facts.package}, which is not installed"
@@ -218,7 +219,7 @@ def _fetch(name: str, facts: VisionSet, root: Path, progress: Reporter) -> None:
             for train in (True, False):
                 facts.load(root, train, download=True)
     except (OSError, RuntimeError) as error:
-        message = f"cannot download {name} into {root}: {' '.join(str(error).split())[:200]}"
+        message = f"cannot download {name} into {root}: {reason_of(error)}"
         hint = "download it on a machine with a network and set --data-root to its folder"
         raise UserError(Problem(kind="download", message=message, hint=hint, where="--download")) from error
 
@@ -228,7 +229,7 @@ def _arrays(name: str, facts: VisionSet, root: Path, train: bool) -> tuple[np.nd
     try:
         dataset = facts.load(root, train)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
-        message = f"{name} is missing or incomplete in {root}: {' '.join(str(error).split())[:200]}"
+        message = f"{name} is missing or incomplete in {root}: {reason_of(error)}"
         hint = f"use --download ({facts.mib} MiB), or set --data-root to the folder that contains it"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data-root")) from error
     # torchvision keeps (n, height, width) tensors or (n, height, width, channels) arrays

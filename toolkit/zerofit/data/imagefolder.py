@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +12,20 @@ import numpy as np
 
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
-from zerofit.data.hashing import held_out_limit, name_hash, text_digest
-from zerofit.data.image_files import SUFFIXES, as_rgb, image_paths, is_own
+from zerofit.data.hashing import name_hash, text_digest
+from zerofit.data.image_files import (
+    FORMAT,
+    NAMED,
+    SUFFIXES,
+    as_rgb,
+    bad_images,
+    decode_all,
+    image_paths,
+    is_own,
+    short_reason,
+    split_by_name,
+    split_folders,
+)
 from zerofit.data.image_sources import Scaling
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError
@@ -24,11 +34,7 @@ from zerofit.spec.files import atomic_write, cache_root, write_text
 from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
 
-VALID_NAMES = ("val", "valid", "validation", "test")
-VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
-FORMAT = "images-2"  # raise it when the set of readable files changes
-NAMED = 20  # limit of files in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +65,9 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
     files = [_image_files(root, folder, classes) for folder in folders]
     bad = _unreadable(root, [file for part in files for file in part], progress)
     if bad and not run.skip_bad:
-        raise UserError(_bad_images(root, bad))
+        raise UserError(bad_images(f"cannot decode {len(bad)} images in {root}", root, bad))
     files = [[file for file in part if file.name not in bad] for part in files]
-    train, valid = files if len(files) == 2 else _held_out(files[0])
+    train, valid = files if len(files) == 2 else split_by_name(files[0], lambda file: file.name)
     _refuse_empty(root, train, valid)
     size = run.image_size or 224
     images = FolderImages(root=root, files=(), labels=np.empty(0, np.int64), size=size, style="valid")
@@ -140,10 +146,7 @@ def _split_folders(root: Path) -> list[Path]:
         message = f"--data imagefolder: {root} {what}"
         hint = "use imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))
-    if not (root / "train").is_dir():
-        return [root]
-    valid = [root / name for name in VALID_NAMES if (root / name).is_dir()]
-    return [root / "train", *valid[:1]]
+    return split_folders(root)
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -162,15 +165,15 @@ def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
         hint = "remove these folders, or add training images for them"
         raise UserError(Problem(kind="unknown-class", message=message, hint=hint, where="--data"))
-    found = [
+    files = [
         ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
         for path, stat in image_paths(folder / name)
     ]
-    present = {file.label for file in found}
+    present = {file.label for file in files}
     _refuse_other_folders(folder, [name for label, name in enumerate(classes) if label not in present])
-    return sorted(found, key=lambda file: (file.label, file.name))
+    return sorted(files, key=lambda file: (file.label, file.name))
 
 
 def _refuse_other_folders(folder: Path, without: list[str]) -> None:
@@ -180,14 +183,6 @@ def _refuse_other_folders(folder: Path, without: list[str]) -> None:
         message = f"{folder} has folders without images: {', '.join(others[:NAMED])}; each would become a class"
         hint = "use one folder per class, PATH/CLASS/*.jpg; move annotations and labels away, they are not read"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
-
-
-def _held_out(files: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]:
-    if not files:
-        return [], []
-    hashes = np.array([name_hash(file.name) for file in files], dtype=np.uint64)
-    held = hashes <= np.uint64(held_out_limit(hashes, VALID_SHARE))
-    return [f for f, h in zip(files, held, strict=True) if not h], [f for f, h in zip(files, held, strict=True) if h]
 
 
 def _refuse_empty(root: Path, train: list[ImageFile], valid: list[ImageFile]) -> None:
@@ -209,6 +204,8 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
         yield f"{len(bad)} broken images skipped"
 
 
+# Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without
+# the check, a broken image would end a run hours later.
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
     """Return files that cannot be decoded, with reasons. Decodes only files not checked before."""
     store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"
@@ -219,17 +216,11 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
         if fresh:
             with waiting_lock(store.with_suffix(".lock"), text, progress):
                 bad, fresh = _compare(store, files)  # another process may have checked them meanwhile
-                bad |= _decode_all(root, fresh, progress) if fresh else {}
+                checking, paths = f"checking the images in {root}", [root / file.name for file in fresh]
+                reasons = decode_all(checking, paths, _why_unreadable, progress) if fresh else []
+                bad |= {file.name: reason for file, reason in zip(fresh, reasons, strict=True) if reason}
                 _remember(store, files, bad)
     return bad
-
-
-def _bad_images(root: Path, bad: dict[str, str]) -> Problem:
-    named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
-    more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-    message = f"cannot decode {len(bad)} images in {root}: {'; '.join(named)}{more}"
-    hint = "--skip-bad skips and counts them"
-    return Problem(kind="bad-image", message=message, hint=hint, where="--data")
 
 
 def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
@@ -244,23 +235,6 @@ def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[
     return bad, [f for f, is_good in zip(files, known, strict=True) if not is_good and f.name not in bad]
 
 
-def _decode_all(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
-    """Decode in threads, since the decoders release the interpreter's lock."""
-    bad = {}
-    threads = len(os.sched_getaffinity(0))
-    text = f"checking the images in {root}"
-    with (
-        progress.task(text, len(files), "images") as task,
-        ThreadPoolExecutor(threads) as pool,
-        warnings.catch_warnings(action="ignore"),
-    ):
-        for file, reason in zip(files, pool.map(lambda f: _why_unreadable(root / f.name), files), strict=True):
-            if reason:
-                bad[file.name] = reason
-            task.advance(1)
-    return bad
-
-
 def _why_unreadable(path: Path) -> str:
     """Return the decoder's error; "" if the file decodes completely."""
     from PIL import Image
@@ -269,7 +243,7 @@ def _why_unreadable(path: Path) -> str:
         with Image.open(path) as image:
             as_rgb(image, upright=True)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        return " ".join(str(error).replace(str(path), "the file").split())[:120] or type(error).__name__
+        return short_reason(error, path)
     return ""
 
 

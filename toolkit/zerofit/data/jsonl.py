@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, field_hint, form_of, judged_answers
-from zerofit.data.chat_source import ChatPiece, ChatSource
 from zerofit.data.hashing import name_hash
-from zerofit.data.json_elements import elements, is_spread
 from zerofit.data.plain_files import MARK, open_plain
 from zerofit.data.text_sources import (
     NAMED,
+    ChatPiece,
+    ChatSource,
     FileSet,
     Source,
     Survey,
@@ -28,6 +30,9 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.foreign import Unreadable, parse_json
 from zerofit.spec.run import Run
+
+CHUNK_CHARACTERS = 1 << 20
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonLine(NamedTuple):
@@ -97,9 +102,14 @@ class JsonlSet(FileSet):
                     if raw.strip():
                         yield JsonLine(name, path, number, raw, number)
 
-    def held_out_up_to(self, documents: int, whole: bool = False) -> int:
+    def read_lines(self, documents: int) -> Iterator[tuple[JsonLine, dict | Problem, bool]]:
+        """Yield each line, its object or a problem, and whether it is held out (5 % of the lines, at least one)."""
+        limit = self.held_out_up_to(documents, whole_documents=True)
+        return ((line, line.read(), name_hash(line.key) <= limit) for line in self.lines())
+
+    def held_out_up_to(self, documents: int, whole_documents: bool = False) -> int:
         """Return the name hash up to which lines are validation data (see `held_out_hash`)."""
-        return held_out_hash((line.key for line in self.lines()), documents, whole)
+        return held_out_hash((line.key for line in self.lines()), documents, whole_documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,25 +159,24 @@ class JsonlChats(JsonlSet, ChatSource):
 
     def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
         """See ChatSource.pieces."""
-        limit = self.held_out_up_to(documents, whole=True)
-        for line in self.lines():
-            row = line.read()
+        for line, row, held_out in self.read_lines(documents):
             if isinstance(row, Problem):
                 yield row
                 continue
-            found = conversation_of(row, self.form)
-            if isinstance(found, ChatMessages):
-                yield ChatPiece(found, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
+            conversation = conversation_of(row, self.form)
+            if isinstance(conversation, ChatMessages):
+                yield ChatPiece(conversation, f"{line.path}:{line.line}", held_out)
             else:
-                yield line.problem("bad-chat", found, f"the first line is in the {self.form.title} form")
+                yield line.problem("bad-chat", conversation, f"the first line is in the {self.form.title} form")
 
 
 def open_jsonl(run: Run, argument: str) -> Source:
     """Open records as documents: the field `run.text_field` of a JSON object, or conversations.
 
     A record is a line that is not blank, or an element of an array. The first record decides whether there are
-    conversations, unless it has the field. From 20 documents on, 5 % of them (by hash of file and number) are held out;
-    with fewer, the last 5 % of each text, or one conversation. Raises UserError "empty-data" if nothing matches.
+    conversations, unless it has the field. From 20 documents on, 5 % of them are held out, by the hash of file and
+    number. With fewer, the last 5 % of each text is held out, or one conversation. Raises UserError "empty-data" if
+    nothing matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)
@@ -177,3 +186,127 @@ def open_jsonl(run: Run, argument: str) -> Source:
         raise UserError(problem)
     form = form_of(first, run.text_field)
     return JsonlChats(**named, what=form.title, form=form) if form else source
+
+
+class JsonElement(NamedTuple):
+    """The text of one value and its position."""
+
+    raw: bytes
+    line: int  # from 1
+    column: int  # from 1, in characters
+
+
+def is_spread(line: bytes) -> bool:
+    """Return whether a file with this first line has an array, or values spread over several lines."""
+    text = line.decode("utf-8-sig", "replace").strip()
+    if text.startswith("["):
+        return True
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return line.endswith(b"\n") and text.startswith("{") and error.pos >= len(text)  # it continues on the next line
+    except (RecursionError, ValueError):
+        pass
+    return False
+
+
+def elements(file: IO[bytes]) -> Iterator[JsonElement]:
+    """Yield the elements of an array, or consecutive values; if something is unreadable, it comes last.
+
+    Only a part of the file is in memory at a time, at least one element. Bytes that are not UTF-8 are kept.
+    """
+    text = _Window(file)
+    array = text.next() == "["
+    if array:
+        text.at += 1
+    separated = True  # an element may start here
+    while character := text.next():
+        if array and character == "]":
+            text.at += 1
+            if text.next():
+                yield text.rest()
+            return
+        if array and character == "," and not separated:
+            text.at, separated = text.at + 1, True
+            continue
+        if (array and not separated) or (element := text.element()) is None:
+            yield text.rest()
+            return
+        yield element
+        separated = False
+    if array:
+        yield text.rest()
+
+
+# An array may be larger than memory, and a parser needs all of an element. The window holds the text from the current
+# element on. If the parser fails there, more is read until it succeeds or the file ends. Each time at least as much is
+# read as is unparsed, so an element of n bytes is parsed log n times.
+class _Window:
+    """The part of a file that is in memory."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self._decoder = file, json.JSONDecoder()
+        self._text, self.at, self._line, self._line_start = "", 0, 1, 0
+        self._tail, self._ended = file.read(len(MARK)).removeprefix(MARK), False
+        self._more()
+
+    def next(self) -> str:
+        """Return the next character that is not white space; "" at the end."""
+        while True:
+            space = _SPACE.match(self._text, self.at)
+            assert space
+            self._count(space.end())
+            if self.at < len(self._text) or self._ended:
+                return self._text[self.at : self.at + 1]
+            self._more()
+
+    def element(self) -> JsonElement | None:
+        """Return the value that starts here; None if it is incomplete or invalid."""
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self._text, self.at)
+                break
+            except json.JSONDecodeError:
+                if self._ended:
+                    return None
+                self._more()
+            except (RecursionError, ValueError):  # the reader of records reports the reason
+                return None
+        return self._taken(end)
+
+    def rest(self) -> JsonElement:
+        """Return the remaining text, or its beginning."""
+        return self._taken(min(len(self._text), self.at + CHUNK_CHARACTERS))
+
+    def _taken(self, end: int) -> JsonElement:
+        place = self._line, self.at - self._line_start + 1
+        raw = self._text[self.at : end].encode("utf-8", "surrogateescape")
+        self._count(end)
+        return JsonElement(raw, *place)
+
+    def _count(self, end: int) -> None:
+        """Advance to `end` and count lines."""
+        if lines := self._text.count("\n", self.at, end):
+            self._line, self._line_start = self._line + lines, self._text.rindex("\n", self.at, end) + 1
+        self.at = end
+
+    def _more(self) -> None:
+        """Read more text: at least as much as is still unparsed."""
+        unparsed = self._text[self.at :]
+        read = self._tail + self._file.read(max(CHUNK_CHARACTERS, len(unparsed)))
+        self._ended = len(read) == len(self._tail)
+        cut = len(read) if self._ended else _character_end(read)
+        self._tail = read[cut:]
+        self._line_start -= self.at
+        self._text, self.at = unparsed + read[:cut].decode("utf-8", "surrogateescape"), 0
+
+
+def _character_end(read: bytes) -> int:
+    """Return the start of a last, possibly incomplete character; the length if all are complete."""
+    for back in range(1, min(4, len(read)) + 1):
+        byte = read[-back]
+        if byte >= 0xC0:
+            return len(read) - back
+        if byte < 0x80:
+            break
+    return len(read)

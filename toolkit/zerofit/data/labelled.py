@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.cache import Preparation
 from zerofit.data.labelled_encoding import ClassNames, EncodedLabelled, LabelledEncoder, read_row
 from zerofit.data.labelled_rows import LabelledFields, LabelledRow, RowSource, fields_of, open_rows
-from zerofit.data.prepared import Preparation
 from zerofit.data.text_sources import NAMED
-from zerofit.data.token_cache import SPLITS, TokenFile
+from zerofit.data.token_cache import SPLITS, SplitWriter, TokenFile, read_meta, write_meta
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import Inputs, LabelledTextInputs, NamedInput, NamedInputs
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import write_text
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
 from zerofit.spec.run import Run
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "labelled-1"  # raise it when files or split rules change
 AT_ONCE = 256  # rows per batch, for the tokenizer's threads
@@ -36,7 +36,7 @@ MULTIPLE = 8  # batch widths are multiples of this, for fast kernels
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledText(Dataset):
-    """Row i: a text padded at the end, and its labels; those ignored by the loss are -100."""
+    """Row i: a text padded at the end, and its labels. The loss ignores labels of -100."""
 
     draws = False
 
@@ -56,20 +56,20 @@ class LabelledText(Dataset):
         import torch
 
         shape = (len(indices), self.seq_len)
-        made = {"inputs": np.full(shape, self.pad_id), "attention_mask": np.zeros(shape, dtype=np.int64)}
+        arrays = {"inputs": np.full(shape, self.pad_id), "attention_mask": np.zeros(shape, dtype=np.int64)}
         if self.pairs:
-            made["token_type_ids"] = np.zeros(shape, dtype=np.int64)
+            arrays["token_type_ids"] = np.zeros(shape, dtype=np.int64)
         width = {"classify": 1, "tag": self.seq_len}.get(self.task, self.target_len)
         labels = np.full((len(indices), width), IGNORE_INDEX)
         for place, row in enumerate(np.asarray(indices)):
-            ids, own = self._part("ids", row), self._labels(row)
-            made["inputs"][place, : len(ids)] = ids
-            made["attention_mask"][place, : len(ids)] = 1
+            ids, row_labels = self._part("ids", row), self._labels(row)
+            arrays["inputs"][place, : len(ids)] = ids
+            arrays["attention_mask"][place, : len(ids)] = 1
             if self.pairs:
-                made["token_type_ids"][place, : len(ids)] = self._part("types", row)
-            labels[place, : len(own)] = own
-        made["labels"] = labels[:, 0] if self.task == "classify" else labels
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+                arrays["token_type_ids"][place, : len(ids)] = self._part("types", row)
+            labels[place, : len(row_labels)] = row_labels
+        arrays["labels"] = labels[:, 0] if self.task == "classify" else labels
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
     def targets(self, indices: Integers) -> int:
         """Count the labels that count in the loss."""
@@ -79,24 +79,25 @@ class LabelledText(Dataset):
 
     def trimmed(self, batch: dict) -> dict:
         """Cut off columns that are padding in all samples, to a multiple of 8 tokens."""
-        kept = {"labels": _width(batch["labels"] != IGNORE_INDEX)} if self.task == "seq2seq-lm" else {}
+        widths = {"labels": _width(batch["labels"] != IGNORE_INDEX)} if self.task == "seq2seq-lm" else {}
         text = ("inputs", "attention_mask", "token_type_ids", *(("labels",) if self.task == "tag" else ()))
-        kept |= dict.fromkeys(text, _width(batch["attention_mask"] != 0))
-        return {key: v[:, : kept[key]].contiguous() if key in kept else v for key, v in batch.items()}
+        widths |= dict.fromkeys(text, _width(batch["attention_mask"] != 0))
+        return {key: v[:, : widths[key]].contiguous() if key in widths else v for key, v in batch.items()}
 
     def _part(self, name: str, row: int) -> np.ndarray:
         start, stop = self.files["label_starts" if name == "labels" else "starts"].array()[row : row + 2]
         return self.files[name].array()[start:stop].astype(np.int64)
 
     def _labels(self, row: int) -> np.ndarray:
-        found = self._part("labels", row)
-        return found if self.order is None else np.where(found < 0, found, self.order[np.maximum(found, 0)])
+        numbers = self._part("labels", row)
+        return numbers if self.order is None else np.where(numbers < 0, numbers, self.order[np.maximum(numbers, 0)])
 
 
-def _width(real: Any) -> int:
+# Texts of a batch are padded to the longest of them, not to seq_len: attention over padding costs time.
+def _width(real: torch.Tensor) -> int:
     """Return the number of columns up to the last one used by any row."""
-    places = real.any(dim=0).nonzero()
-    last = int(places[-1]) + 1 if len(places) else 1
+    columns = real.any(dim=0).nonzero()
+    last = int(columns[-1]) + 1 if len(columns) else 1
     return min(-(-last // MULTIPLE) * MULTIPLE, real.shape[1])
 
 
@@ -117,18 +118,18 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
     order, classes = None, ()
     if task != "seq2seq-lm":
         classes = _class_order(name, meta["classes"], known)
-        order = np.array([classes.index(one) for one in meta["classes"]], dtype=np.int64)
-    own: dict[str, Any] = {
+        order = np.array([classes.index(name_of_class) for name_of_class in meta["classes"]], dtype=np.int64)
+    shape: dict[str, Any] = {
         "task": task,
         "seq_len": seq_len,
         "target_len": encoder.target_length,
         "pad_id": encoder.pad_id,
     }
-    made = [LabelledText(**own, files=files[split], order=order, pairs=meta["types"]) for split in SPLITS]
+    datasets = [LabelledText(**shape, files=files[split], order=order, pairs=meta["types"]) for split in SPLITS]
     return Data(
         name=name,
-        train=made[0],
-        valid=made[1],
+        train=datasets[0],
+        valid=datasets[1],
         inputs=_inputs(task, encoder, classes, meta["types"]),
         decode=text_decoder(tokenizer),
         end_id=tokenizer.eod_id,
@@ -145,23 +146,24 @@ def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs:
             NamedInput(name="labels", shape=(encoder.target_length,), ids=size),
         )
         return NamedInputs(tensors=tensors, vocab_size=size, seq_len=length, padded=True)
-    how: dict[str, Any] = {"classes": tuple(classes), "pad_id": encoder.pad_id, "tags": task == "tag", "pairs": pairs}
-    return LabelledTextInputs(vocab_size=size, seq_len=length, **how)
+    facts: dict[str, Any] = {"classes": tuple(classes), "pad_id": encoder.pad_id, "tags": task == "tag", "pairs": pairs}
+    return LabelledTextInputs(vocab_size=size, seq_len=length, **facts)
 
 
-def text_decoder(tokenizer: Tokenizer) -> Any:
+def text_decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
     """Return the function that turns ids into text without special tokens."""
     if tokenizer.loaded is None:
         return tokenizer.decode
     return lambda ids: tokenizer.loaded.decode(ids, skip_special_tokens=True)
 
 
-def _class_order(name: str, found: list[str], known: Sequence[str]) -> list[str]:
+# The order decides what an output of the head means. A fine-tuned classifier keeps the order of its own classes.
+def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]:
     """Return the classes in the order of their ids. Raises UserError for too few or too many."""
-    if known and set(found) <= set(known):
+    if known and set(names) <= set(known):
         return list(known)
-    numeric = all(one.isdigit() for one in found)
-    classes = sorted(found, key=lambda one: (int(one) if numeric else 0, one))
+    numeric = all(class_name.isdigit() for class_name in names)
+    classes = sorted(names, key=lambda class_name: (int(class_name) if numeric else 0, class_name))
     if not 2 <= len(classes) <= MOST_CLASSES:
         message = f"--data {name} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
         hint = "set --label-field to another field; numbers like scores or prices are not classes"
@@ -173,7 +175,7 @@ def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> N
     """Raise UserError if data have classes that a trained model lacks."""
     if not isinstance(inputs, LabelledTextInputs) or list(inputs.classes) == list(known):
         return
-    foreign = [one for one in inputs.classes if one not in known]
+    foreign = [class_name for class_name in inputs.classes if class_name not in known]
     message = f"--data {name} has classes that the model lacks: {', '.join(foreign[:SHOWN])}"
     hint = f"the model has {', '.join(known[:SHOWN])} ({nearest(foreign[0], known)})"
     raise UserError(Problem(kind="classes", message=message, hint=hint, where="--data"))
@@ -193,23 +195,25 @@ def _open_files(
     """Open the files of a source's samples, or make them now."""
 
     def write(staging: Path, documents: int) -> None:
-        writers = {split: _LabelledWriter(staging, split) for split in SPLITS}
-        classes = ClassNames()
+        writers = {split: SplitWriter(staging, split, PARTS, ("starts", "label_starts")) for split in SPLITS}
+        rows, cut, pairs, classes = dict.fromkeys(SPLITS, 0), 0, False, ClassNames()
         with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
             for row, sample in _encoded(source, fields, encoder, classes, documents):
-                writers["valid" if row.held_out else "train"].add(sample)
+                split = "valid" if row.held_out else "train"
+                for part, values in (("ids", sample.ids), ("types", sample.types), ("labels", sample.labels)):
+                    writers[split].put(part, values)
+                writers[split].end("starts", len(sample.ids))
+                writers[split].end("label_starts", len(sample.labels))
+                rows[split] += 1
+                cut, pairs = cut + sample.cut, pairs or bool(sample.types.any())
                 task.advance()
         for writer in writers.values():
             writer.close()
-        sizes = {path.name: path.stat().st_size for path in staging.iterdir()}
-        facts = {"rows": {split: writer.rows for split, writer in writers.items()}, "classes": list(classes.numbers)}
-        facts |= {"cut": sum(w.cut for w in writers.values()), "types": any(w.types for w in writers.values())}
-        write_text(
-            staging / "meta.json", json.dumps({"format": FORMAT, "source": source.name, "sizes": sizes, **facts})
-        )
+        facts = {"rows": rows, "classes": list(classes.numbers), "cut": cut, "types": pairs}
+        write_meta(staging, {"format": FORMAT, "source": source.name, **facts})
 
-    how = (encoder.task, str(encoder.length), str(encoder.target_length), *map(str, vars(fields).values()))
-    identity = (encoder.tokenizer.identity, FORMAT, *how)
+    settings = (encoder.task, str(encoder.length), str(encoder.target_length), *map(str, vars(fields).values()))
+    identity = (encoder.tokenizer.identity, FORMAT, *settings)
     return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
 
 
@@ -218,62 +222,28 @@ def _encoded(
 ) -> Iterator[tuple[LabelledRow, EncodedLabelled]]:
     """Yield all rows with their samples. Raises UserError with all problems at the end, or after 20."""
     problems: list[Problem] = []
-    names, found = source.class_names(fields.label), source.rows(documents)
-    while len(problems) < NAMED and (block := list(islice(found, AT_ONCE))):
+    names, rows_left = source.class_names(fields.label), source.rows(documents)
+    while len(problems) < NAMED and (block := list(islice(rows_left, AT_ONCE))):
         rows, read = [], []
-        for one in block:
-            if isinstance(one, Problem):
-                problems.append(one)
+        for row in block:
+            if isinstance(row, Problem):
+                problems.append(row)
                 continue
-            labelled = read_row(one.values, fields, encoder.task, names)
+            labelled = read_row(row.values, fields, encoder.task, names)
             if isinstance(labelled, str):
-                message, hint = f"{one.where}: {labelled}", "set --text-field and --label-field to other fields"
-                problems.append(Problem(kind="bad-rows", message=message, hint=hint, where=one.where))
+                message, hint = f"{row.where}: {labelled}", "set --text-field and --label-field to other fields"
+                problems.append(Problem(kind="bad-rows", message=message, hint=hint, where=row.where))
             else:
-                rows.append(one)
+                rows.append(row)
                 read.append(labelled)
         yield from zip(rows, encoder.encode_all(read, classes), strict=True)
     if problems:
         raise UserError(*problems[:NAMED])
 
 
-class _LabelledWriter:
-    """The files of one split."""
-
-    def __init__(self, folder: Path, split: str):
-        self._files = {part: (folder / f"{split}.{part}").open("wb") for part in PARTS}
-        self.rows, self.cut, self.types, self._ends = 0, 0, False, {"starts": 0, "label_starts": 0}
-        for part in self._ends:
-            self._put(part, np.zeros(1))
-
-    def _put(self, part: str, values: np.ndarray) -> None:
-        self._files[part].write(values.astype(PARTS[part]).data)
-
-    def add(self, sample: EncodedLabelled) -> None:
-        """Append a sample."""
-        self.rows, self.cut = self.rows + 1, self.cut + sample.cut
-        self.types = self.types or bool(sample.types.any())
-        for part, values, starts in (("ids", sample.ids, "starts"), ("labels", sample.labels, "label_starts")):
-            self._put(part, values)
-            self._ends[starts] += len(values)
-            self._put(starts, np.array([self._ends[starts]]))
-        self._put("types", sample.types)
-
-    def close(self) -> None:
-        """Flush all files to disk."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-
-
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]] | None:
-    """Return the content of a complete folder; None if it is missing or has files of wrong size."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):
-            return None
-    except (OSError, ValueError, KeyError):
+    """Return the content of a complete folder; None if it is missing or incomplete."""
+    if (meta := read_meta(folder)) is None:
         return None
     return meta, {
         split: {part: TokenFile(folder / f"{split}.{part}", dtype) for part, dtype in PARTS.items()} for split in SPLITS

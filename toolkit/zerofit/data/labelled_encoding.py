@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from zerofit.data.chat_records import Record
 from zerofit.data.labelled_rows import LabelledFields, value_of
 from zerofit.data.tokenizer import Tokenizer
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.model_facts import IGNORE_INDEX, Task
 
 BYTES_PAD = 258  # padding id of the tokenizer `bytes`
@@ -44,7 +45,7 @@ class ClassNames:
         return self.numbers.setdefault(name, len(self.numbers))
 
 
-def read_row(values: Mapping[str, Any], fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
+def read_row(values: Record, fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
     """Return a row's content, or an error text; `names`: class names for numbers."""
     text, label = value_of(values, fields.text), value_of(values, fields.label)
     pair = value_of(values, fields.pair) if fields.pair else None
@@ -66,11 +67,11 @@ def _read_words(words: Any, tags: Any, fields: LabelledFields, names: Sequence[s
         return _wrong(fields.text, words, "a list of words")
     if not isinstance(tags, list) or len(tags) != len(words):
         return _wrong(fields.label, tags, f"a list of {len(words)} tags, one per word")
-    found = [_class_name(tag, names) for tag in tags]
-    wrong = next((tag for tag, name in zip(tags, found, strict=True) if name is None), None)
-    if None in found:
+    tag_names = [_class_name(tag, names) for tag in tags]
+    wrong = next((tag for tag, name in zip(tags, tag_names, strict=True) if name is None), None)
+    if None in tag_names:
         return _wrong(fields.label, wrong, "tags: words or whole numbers")
-    return Labelled(words, None, [name for name in found if name is not None])
+    return Labelled(words, None, [name for name in tag_names if name is not None])
 
 
 def _class_name(value: Any, names: Sequence[str]) -> str | None:
@@ -99,8 +100,8 @@ class LabelledEncoder:
         """The padding id."""
         if self.tokenizer.loaded is None:
             return BYTES_PAD
-        own = self.tokenizer.loaded.pad_token_id
-        return self.tokenizer.eod_id if own is None else own
+        pad_id = self.tokenizer.loaded.pad_token_id
+        return self.tokenizer.eod_id if pad_id is None else pad_id
 
     def encode_all(self, rows: Sequence[Labelled], classes: ClassNames) -> list[EncodedLabelled]:
         """Return the samples of these rows."""
@@ -109,15 +110,16 @@ class LabelledEncoder:
         texts = self._bytes(rows) if self.tokenizer.loaded is None else self._loaded(rows)
         if self.task == "classify":
             numbers = [np.array([classes.number(str(row.label))]) for row in rows]
-            return [EncodedLabelled(one.ids, one.types, n, one.cut) for one, n in zip(texts, numbers, strict=True)]
+            return [EncodedLabelled(text.ids, text.types, n, text.cut) for text, n in zip(texts, numbers, strict=True)]
         if self.task == "tag":
-            return [self._tagged(one, row, classes) for one, row in zip(texts, rows, strict=True)]
+            return [self._tagged(text, row, classes) for text, row in zip(texts, rows, strict=True)]
         targets = self._targets([str(row.label) for row in rows])
         return [
-            EncodedLabelled(one.ids, one.types, target, one.cut or cut)
-            for one, (target, cut) in zip(texts, targets, strict=True)
+            EncodedLabelled(text.ids, text.types, target, text.cut or cut)
+            for text, (target, cut) in zip(texts, targets, strict=True)
         ]
 
+    # As in BERT (Devlin et al., 2019, section 5.3): further tokens of a word have no label.
     def _tagged(self, text: _Text, row: Labelled, classes: ClassNames) -> EncodedLabelled:
         """Assign each word's tag to its first token."""
         labels, before = np.full(len(text.ids), IGNORE_INDEX), None
@@ -129,9 +131,9 @@ class LabelledEncoder:
 
     def _bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Put an end-of-document id before, between and after the parts; words start with a space."""
-        end, made, spaced = self.tokenizer.eod_id, [], self.task == "tag"
+        end, encoded_texts, spaced = self.tokenizer.eod_id, [], self.task == "tag"
         lead = [] if self.task == "seq2seq-lm" else [end]
-        room = self.length - 1  # the last place is for the end id
+        longest = self.length - 1  # the last place is for the end id
         for row in rows:
             parts = row.text if isinstance(row.text, list) else [row.text, *([] if row.pair is None else [row.pair])]
             ids: list[int] = list(lead)
@@ -140,39 +142,39 @@ class LabelledEncoder:
                 between = [end] if number and not spaced else []
                 ids += [*between, *part.tolist()]
                 words += [*([None] * len(between)), *([number] * len(part))]
-            kept, of = [*ids[:room], end], [*words[:room], None]
-            made.append(_Text(np.array(kept), np.zeros(len(kept), dtype=np.int64), of, len(ids) > room))
-        return made
+            text_ids, words_of_ids = [*ids[:longest], end], [*words[:longest], None]
+            types = np.zeros(len(text_ids), dtype=np.int64)
+            encoded_texts.append(_Text(np.array(text_ids), types, words_of_ids, len(ids) > longest))
+        return encoded_texts
 
     def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Let transformers' tokenizer add its special tokens and truncate."""
         texts = [row.text for row in rows]
         pairs = [row.pair for row in rows] if rows[0].pair is not None else None
-        how = {"is_split_into_words": True} if self.task == "tag" else {}
-        found = self._called(texts, pairs, **how)
-        made = []
-        for place, ids in enumerate(found["input_ids"]):
-            encoding = found.encodings[place] if found.encodings else None
-            types = found["token_type_ids"][place] if "token_type_ids" in found else [0] * len(ids)
+        options = {"is_split_into_words": True} if self.task == "tag" else {}
+        encoded = self._called(texts, pairs, **options)
+        encoded_texts = []
+        for place, ids in enumerate(encoded["input_ids"]):
+            encoding = encoded.encodings[place] if encoded.encodings else None
+            types = encoded["token_type_ids"][place] if "token_type_ids" in encoded else [0] * len(ids)
             cut = bool(encoding.overflowing) if encoding else len(ids) == self.length
             words = encoding.word_ids if self.task == "tag" and encoding else []
             if not len(ids):  # an empty text, with a tokenizer that adds nothing
                 ids, types, words = [self.tokenizer.eod_id], [0], [None]
-            made.append(_Text(np.array(ids), np.array(types), words, cut))
-        return made
+            encoded_texts.append(_Text(np.array(ids), np.array(types), words, cut))
+        return encoded_texts
 
-    def _called(self, texts: Any, pairs: Any, **how: Any) -> Any:
+    def _called(self, texts: Any, pairs: Any, **options: Any) -> Any:
         loaded = self.tokenizer.loaded
-        if how and not loaded.is_fast:
+        if options and not loaded.is_fast:
             message = f"--tokenizer {self.tokenizer.name} cannot map tokens to words"
             hint = "use a tokenizer with a tokenizer.json for --task tag"
             raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
         try:
-            return loaded(
-                texts, pairs, truncation=True, max_length=self.length, return_attention_mask=False, verbose=False, **how
-            )
+            options |= {"truncation": True, "max_length": self.length, "return_attention_mask": False}
+            return loaded(texts, pairs, verbose=False, **options)
         except (AssertionError, ValueError, TypeError) as error:
-            message = f"--tokenizer {self.tokenizer.name} rejects this text: {' '.join(str(error).split())[:200]}"
+            message = f"--tokenizer {self.tokenizer.name} rejects this text: {reason_of(error)}"
             hint = "byte-level tokenizers need add_prefix_space in tokenizer_config.json"
             raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from None
 
@@ -183,13 +185,13 @@ class LabelledEncoder:
             rows = self.tokenizer.encode_all(texts)
         else:
             rows = loaded(text_target=texts, return_attention_mask=False, verbose=False)["input_ids"]
-        made = []
+        targets = []
         for row in rows:
             ids = list(row)
             ids = ids[:-1] if ids and ids[-1] == end else ids
-            kept = [*ids[: self.target_length - 1], end]
-            made.append((np.array(kept), len(ids) >= self.target_length))
-        return made
+            target = [*ids[: self.target_length - 1], end]
+            targets.append((np.array(target), len(ids) >= self.target_length))
+        return targets
 
 
 class _Text(NamedTuple):

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zerofit.data.chat_records import Record
 from zerofit.data.hashing import name_hash
-from zerofit.data.hf import VALID_SPLITS, HfSet, load_splits
+from zerofit.data.hf import HfSet, named_splits
 from zerofit.data.jsonl import JsonlSet
 from zerofit.data.plain_files import open_cells
 from zerofit.data.text_sources import FileSet, Source, Survey, held_out_hash, matching_files, not_utf8_hint
@@ -31,7 +32,7 @@ _UNNAMED = Run.model_fields["text_field"].default
 class LabelledRow(NamedTuple):
     """One row of the data."""
 
-    values: Mapping[str, Any]
+    values: Record
     where: str  # place, for messages
     held_out: bool  # belongs to validation data
 
@@ -54,13 +55,8 @@ class JsonlRows(JsonlSet, RowSource):
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
         """See RowSource.rows; 5 % of the lines, at least one, are held out."""
-        limit = self.held_out_up_to(documents, whole=True)
-        for line in self.lines():
-            row = line.read()
-            if isinstance(row, Problem):
-                yield row
-            else:
-                yield LabelledRow(row, f"{line.path}:{line.line}", name_hash(line.key) <= limit)
+        for line, row, held_out in self.read_lines(documents):
+            yield row if isinstance(row, Problem) else LabelledRow(row, f"{line.path}:{line.line}", held_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +69,7 @@ class CsvRows(FileSet, RowSource):
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
         """See RowSource.rows; 5 % of the lines, at least one, are held out."""
-        limit = held_out_hash((key for key, _, _ in self._lines()), documents, whole=True)
+        limit = held_out_hash((key for key, _, _ in self._lines()), documents, whole_documents=True)
         for key, where, row in self._lines():
             if None in row or None in row.values():
                 message = f"{where}: the line has {'more' if None in row else 'fewer'} cells than there are columns"
@@ -100,12 +96,8 @@ class HfRows(HfSet, RowSource):
     """Rows of a `datasets.Dataset`."""
 
     def rows(self, documents: int) -> Iterator[LabelledRow | Problem]:
-        """See RowSource.rows; without a validation split 5 % of the rows, at least one, are held out."""
-        limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
-        for label, split in (("train", self.train), ("validation", self.valid)):
-            for number, row in enumerate(split if split is not None else ()):
-                held_out = split is self.valid or name_hash(str(number)) <= limit
-                yield LabelledRow(row, f"{self.name}: {label}[{number}]", held_out)
+        """See RowSource.rows."""
+        return (LabelledRow(*placed) for placed in self.placed_rows(documents))
 
     def class_names(self, field: str) -> tuple[str, ...]:
         """See RowSource.class_names; the names of a ClassLabel, or of a list of them."""
@@ -118,12 +110,7 @@ def open_rows(name: str) -> RowSource:
     """Open jsonl:GLOB, csv:GLOB or hf:NAME as rows. Raises UserError."""
     word, _, argument = name.partition(":")
     if word == "hf":
-        splits = load_splits(argument)
-        valid = next((splits[split] for split in VALID_SPLITS if split in splits), None)
-        if "train" not in splits:
-            message = f"--data {name} has no split 'train'; it has {', '.join(splits)}"
-            raise UserError(Problem(kind="hf", message=message, hint="add a split 'train'", where="--data"))
-        return HfRows(name=name, train=splits["train"], valid=valid, what="rows")
+        return HfRows(**named_splits(argument), what="rows")
     files = matching_files(word, argument)
     return CsvRows(name=name, files=files) if word == "csv" else JsonlRows(name=name, files=files, what="rows")
 
@@ -146,11 +133,11 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
     first = next((row for row in source.rows(1) if isinstance(row, LabelledRow)), None)
     values = first.values if first else {}
     named = run.text_field if run.text_field != _UNNAMED or value_of(values, text) is None else text
-    asked = {"text_field": named, "label_field": run.label_field or label}
+    wanted_fields = {"text_field": named, "label_field": run.label_field or label}
     if run.pair_field:
-        asked["pair_field"] = run.pair_field
+        wanted_fields["pair_field"] = run.pair_field
     problems = []
-    for field, wanted in asked.items() if first else ():
+    for field, wanted in wanted_fields.items() if first else ():
         if value_of(values, wanted) is None:
             flag = "--" + field.replace("_", "-")
             wanted = text if field == "text_field" and wanted == _UNNAMED else wanted
@@ -159,11 +146,11 @@ def fields_of(run: Run, task: Task, source: RowSource) -> LabelledFields:
             problems.append(Problem(kind="text-field", message=message, hint=hint, where=flag))
     if problems:
         raise UserError(*problems)
-    found = run.pair_field or (pair if pair and value_of(values, pair) is not None else None)
-    return LabelledFields(text=named, pair=found, label=asked["label_field"])
+    pair_field = run.pair_field or (pair if pair and value_of(values, pair) is not None else None)
+    return LabelledFields(text=named, pair=pair_field, label=wanted_fields["label_field"])
 
 
-def value_of(row: Mapping[str, Any], field: str) -> Any:
+def value_of(row: Record, field: str) -> Any:
     """Return the value of a row's field, or of a field inside it; None if there is none."""
     if field in row:
         return row[field]

@@ -27,6 +27,13 @@ _PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once
 _KEY_STREAM = 0x5EED  # makes masked samples the same in every evaluation
 
 
+# The order of samples, for 4 samples and a global batch of 3:
+#
+#     position    0 1 2 3 | 4 5 6 7 | 8 ...
+#     sample      2 0 3 1 | 3 1 0 2 | 1 ...     a permutation in each epoch
+#     step        0 0 0 1   1 1 2 2   2 ...
+#
+# A step is a range of positions, whatever the number of ranks. So a run resumes at any position, in any layout.
 @dataclass(frozen=True)
 class Order:
     """Endless stream of sample indices; every `n` positions are one epoch with each sample once.
@@ -97,16 +104,16 @@ def micro_batches(
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
     Ranges are not empty and all of one length, except the last. They are consumed lazily (2 * workers ahead, or a block
-    of about 64 KiB) and may be endless. With workers > 0, loader processes live until the iterator is closed; the
-    result is the same as with workers=0, in the same order. `indices` is read-only. A MicroSlice instead of a range has
-    the image settings of its step; `mixing` mixes those that have a `before`. `pinned`: loader processes return pinned
-    memory, so copies to a GPU overlap with computation; positions are then a list.
+    of about 64 KiB) and may be endless. With workers > 0, loader processes live until the iterator is closed. They do
+    not change the result or its order. `indices` is read-only. A MicroSlice instead of a range has the image settings
+    of its step; `mixing` mixes each MicroSlice that has a `before`. `pinned`: loader processes return pinned memory, so
+    copies to a GPU overlap with computation; positions are then a list.
     """
-    maker, rest = _MicroBatches(dataset, order, mixing), iter(slices)
-    first = next(rest, None)
+    maker, remaining = _MicroBatches(dataset, order, mixing), iter(slices)
+    first = next(remaining, None)
     if first is None:
         return iter(())
-    every = chain([first], rest)
+    every = chain([first], remaining)
     if workers or dataset.decodes or isinstance(first, MicroSlice):
         return _batches(maker, every, workers, pinned)
     return maker.in_blocks(cast(Iterator[range], every))
@@ -121,17 +128,20 @@ class _MicroBatches:
     def __getitem__(self, item: range | MicroSlice) -> dict:
         return self._of_step(item) if isinstance(item, MicroSlice) else self._block([item])[0]
 
-    def _of_step(self, one: MicroSlice) -> dict:
+    def _of_step(self, micro_slice: MicroSlice) -> dict:
         """Return a micro batch with images in their step's size, or mixed."""
-        dataset, positions = self.dataset if one.size is None else self.dataset.sized(one.size), one.positions
+        dataset = self.dataset if micro_slice.size is None else self.dataset.sized(micro_slice.size)
+        positions = micro_slice.positions
         indices, keys = (of(positions.start, positions.stop) for of in (self.order.indices, self.order.keys))
-        if one.before is None or self.mixing is None:
+        if micro_slice.before is None or self.mixing is None:
             return {**dataset.batch(indices, keys), "positions": positions, "indices": indices}
-        extra = [of(one.before, one.before + 1) for of in (self.order.indices, self.order.keys)]
+        extra = [of(micro_slice.before, micro_slice.before + 1) for of in (self.order.indices, self.order.keys)]
         batch = dataset.batch(np.concatenate([extra[0], indices]), np.concatenate([extra[1], keys]))
-        images, labels = self.mixing(batch["inputs"], batch["labels"], one.key)
+        images, labels = self.mixing(batch["inputs"], batch["labels"], micro_slice.key)
         return {"inputs": images[1:], "labels": labels[1:], "positions": positions, "indices": indices}
 
+    # Indexing takes about as long for one sample as for a hundred, so small micro batches are made together and cut.
+    # Cuts must be aligned, since kernels may round differently at other addresses.
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
         """Yield the batches of these positions; make several small ones at a time once their size is known."""
         count = 1
@@ -146,13 +156,13 @@ class _MicroBatches:
     def _block(self, ranges: list[range]) -> list[dict]:
         indices = np.concatenate([self.order.indices(p.start, p.stop) for p in ranges])
         keys = np.concatenate([self.order.keys(p.start, p.stop) for p in ranges]) if self.dataset.draws else indices
-        sizes, whole = [len(p) for p in ranges], self.dataset.batch(indices, keys)
+        sizes, block = [len(p) for p in ranges], self.dataset.batch(indices, keys)
         # autograd treats each part as a separate tensor that a model may write to
-        parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in whole.values()), strict=True)
-        own_indices = np.split(indices, np.cumsum(sizes)[:-1])
+        parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in block.values()), strict=True)
+        indices_of_parts = np.split(indices, np.cumsum(sizes)[:-1])
         return [
-            {**self.dataset.trimmed(dict(zip(whole, tensors, strict=True))), "positions": positions, "indices": own}
-            for positions, tensors, own in zip(ranges, parts, own_indices, strict=True)
+            {**self.dataset.trimmed(dict(zip(block, tensors, strict=True))), "positions": positions, "indices": part}
+            for positions, tensors, part in zip(ranges, parts, indices_of_parts, strict=True)
         ]
 
 
@@ -181,8 +191,8 @@ def eval_batches(
     """Yield this rank's {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}, in a fixed order.
 
     Every sample is in one batch of one rank, and every rank gets the same number of batches of `micro` samples. The
-    last ones are filled with earlier samples whose labels are all -100 and whose `real` is False. `workers` and
-    `pinned`: see `micro_batches`.
+    last batches are filled with earlier samples; their labels are -100, and `real` is False. `workers` and `pinned`:
+    see `micro_batches`.
     """
     maker = _EvalShare(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
     return _batches(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers, pinned)
@@ -199,9 +209,9 @@ class _EvalShare:
     def __getitem__(self, step: int) -> dict:
         import torch
 
-        places = (step * self.dp + self.dp_rank) * self.micro + np.arange(self.micro)
-        real = places < len(self.chosen)
-        indices = self.chosen[places % len(self.chosen)]
+        positions = (step * self.dp + self.dp_rank) * self.micro + np.arange(self.micro)
+        real = positions < len(self.chosen)
+        indices = self.chosen[positions % len(self.chosen)]
         keys = (sample_hashes(indices, _KEY_STREAM) >> np.uint64(1)).astype(np.int64)
         batch = self.dataset.batch(indices, keys)
         batch["labels"][torch.from_numpy(~real)] = IGNORE_INDEX

@@ -1,7 +1,7 @@
 """Settings shared by the images of a step: their current size, and how they are mixed (MixUp, CutMix).
 
-An image is mixed with the previous one in the global batch, the first with the last, as in torchvision. A rank with a
-part of the batch makes one extra sample, so the images do not depend on the number of ranks.
+An image is mixed with the previous one in the global batch, the first with the last, as in torchvision. A rank makes
+one extra sample for its part of the batch. So the images do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _MIXED, _ERASED = 21, 22  # streams of random numbers per step, and per sample
 
 
+# An image is mixed with the one before it, also across micro batches and ranks:
+#
+#     global batch    a b c d | e f g h        two micro batches
+#     mixed with      h a b c | d e f g        the first one also makes h, the second one d
 @dataclass(frozen=True, kw_only=True)
 class MicroSlice:
     """The samples of one micro batch, and the settings of their step."""

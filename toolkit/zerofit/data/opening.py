@@ -8,7 +8,6 @@ from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.chat_records import CHAT_FIELDS
-from zerofit.data.chat_source import ChatSource
 from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_packaged_set, open_vision_set
@@ -30,7 +29,7 @@ from zerofit.data.synthetic import (
 )
 from zerofit.data.table import open_table
 from zerofit.data.text import CausalText, MaskedText
-from zerofit.data.text_sources import Source, TextSource, open_pysource, open_text
+from zerofit.data.text_sources import ChatSource, Source, TextSource, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.catalog import find, label_names
@@ -56,6 +55,7 @@ _MASKS = frozenset({"masks"})
 
 _MEDIA = {"table": "table", "segmentation": "masks"}  # tasks without text; all others use images
 
+# A new kind of data is a row here, and a function in one of the tables below.
 KINDS: dict[str, SourceKind] = {
     "digits": SourceKind(media=_IMAGE),
     "mnist-5k": SourceKind(media=_IMAGE),
@@ -168,13 +168,15 @@ def check_data(data: str, task: Task | None) -> None:
         raise UserError(Problem(kind="data-task", message=message, hint=f"use --data with {fitting}", where="--data"))
 
 
+# By task: tables, labelled text, models with their own loss, images, then text. Text needs a tokenizer; all of a run's
+# mistakes in data and tokenizer are reported together.
 def open_data(
     run: Run, task: Task, seq_len: int | None, progress: Reporter, known: Sequence[str] | None = None
 ) -> Data:
     """Open the data of a run; prepare and cache them as needed.
 
     `seq_len` (tokens per sample) is the model's, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every process
-    gets the same data: the first makes the cache, others find it, or wait for it and report that through `progress`.
+    gets the same data. The first one makes the cache. The others use it, or wait for it and report that to `progress`.
     `known`: the classes of a trained model, in order; by default those of the run's model. Raises UserError with all
     problems.
     """

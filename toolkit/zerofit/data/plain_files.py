@@ -16,6 +16,7 @@ from zerofit.spec.errors import Problem, UserError
 SKIPPED_BYTES = 1 << 20  # bytes skipped at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
+# People name files .txt or .jsonl whatever they are, so the content decides.
 # first bytes of a file, its type, and how to read or convert it
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a Parquet file", "--data hf:{path} reads it"),
@@ -63,6 +64,7 @@ _DECOMPRESSED: dict[bytes, Callable[[Path], Any]] = {  # by a file's first bytes
 }
 
 
+# A damaged archive fails anywhere within reading, with errors that name neither the file nor the cause.
 class _Decompressed(io.RawIOBase):
     """The content of a compressed file; errors name the file."""
 
@@ -132,12 +134,12 @@ def refuse_others(files: Iterable[Path], most: int) -> None:
 def _other(path: Path) -> Problem | None:
     with open_plain(path) as file:
         head = file.read(_TAR + 5)
-    found = next(((title, hint) for start, title, hint in _OTHERS if head.startswith(start)), None)
+    file_type = next(((title, hint) for start, title, hint in _OTHERS if head.startswith(start)), None)
     if head[_TAR:] == b"ustar":
-        found = "a tar archive", "tar -xf {path}"
-    if found is None:
+        file_type = "a tar archive", "tar -xf {path}"
+    if file_type is None:
         return None
-    title, hint = found
+    title, hint = file_type
     message = f"{path} is {title}, not text in UTF-8"
     return Problem(kind="not-text", message=message, hint=hint.format(path=path), where=str(path))
 

@@ -30,9 +30,11 @@ class PublishedImages:
     std: tuple[float, ...] | None = None
 
 
+# Weights only work with the scaling of their training, which differs from ImageNet's for many models (ViT: 0.5, 0.5).
 def published_images(run: Run) -> PublishedImages:
     """Read the image settings in the folder of the run's weights. Raises UserError for a file that does not parse."""
-    folder = next((Path(one).expanduser() for one in (run.pretrained, run.model) if one and Path(one).is_dir()), None)
+    paths = [Path(path).expanduser() for path in (run.pretrained, run.model) if path and Path(path).is_dir()]
+    folder = next(iter(paths), None)
     if folder is None:
         return PublishedImages()
     folder = folder if (folder / CARD).is_file() or not (folder / "model" / CARD).is_file() else folder / "model"
@@ -41,9 +43,9 @@ def published_images(run: Run) -> PublishedImages:
         file = folder / name
         if file.is_file():
             try:
-                found = read(read_json(file))
-                size = found.size if name == CONFIG and found.size else published.size or found.size
-                known = published if published.mean else found
+                settings = read(read_json(file))
+                size = settings.size if name == CONFIG and settings.size else published.size or settings.size
+                known = published if published.mean else settings
                 published = replace(known, size=size)
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 message = f"cannot read the scaling of images in {file}: {type(error).__name__}: {error}"
@@ -73,13 +75,15 @@ def _scaled(images: Dataset, mean: tuple[float, ...], std: tuple[float, ...]) ->
     return replace(known, scaling=Scaling.of_units(mean, std, known.scaling.largest))
 
 
-def _of_transformers(found: Mapping[str, Any]) -> PublishedImages:
-    size = found.get("crop_size") if found.get("do_center_crop", "crop_size" in found) else None
-    size = _pixels(size if size is not None else found.get("size"))
-    if not found.get("do_normalize", True) or "image_mean" not in found:
+def _of_transformers(settings: Mapping[str, Any]) -> PublishedImages:
+    size = settings.get("crop_size") if settings.get("do_center_crop", "crop_size" in settings) else None
+    size = _pixels(size if size is not None else settings.get("size"))
+    if not settings.get("do_normalize", True) or "image_mean" not in settings:
         return PublishedImages(size=size)
-    factor = (found.get("rescale_factor") or RESCALED) / RESCALED if found.get("do_rescale", True) else 1 / RESCALED
-    mean, std = (tuple(float(one) / factor for one in found[name]) for name in ("image_mean", "image_std"))
+    # image_mean is of pixels times rescale_factor; here it is of pixels between 0 and 1
+    rescaled = (settings.get("rescale_factor") or RESCALED) if settings.get("do_rescale", True) else 1.0
+    factor = rescaled / RESCALED
+    mean, std = (tuple(float(value) / factor for value in settings[name]) for name in ("image_mean", "image_std"))
     return PublishedImages(size=size, mean=mean, std=std)
 
 
@@ -90,12 +94,12 @@ def _pixels(size: Any) -> int | None:
     return int(size) if size else None
 
 
-def _of_config(found: Mapping[str, Any]) -> PublishedImages:
-    size = found.get("image_size")
+def _of_config(settings: Mapping[str, Any]) -> PublishedImages:
+    size = settings.get("image_size")
     return PublishedImages(size=size if isinstance(size, int) else None)
 
 
-def _of_ours(found: Mapping[str, Any]) -> PublishedImages:
-    inputs = found["inputs"]
+def _of_ours(settings: Mapping[str, Any]) -> PublishedImages:
+    inputs = settings["inputs"]
     figures = {name: tuple(map(float, inputs[name])) for name in ("mean", "std") if inputs.get(name)}
     return PublishedImages(size=inputs.get("size"), **figures)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +11,21 @@ import numpy as np
 
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
-from zerofit.data.hashing import held_out_limit, name_hash, text_digest
-from zerofit.data.image_files import SUFFIXES, as_rgb, is_own
+from zerofit.data.hashing import text_digest
+from zerofit.data.image_files import (
+    FORMAT,
+    NAMED,
+    SUFFIXES,
+    as_rgb,
+    bad_images,
+    decode_all,
+    is_own,
+    short_reason,
+    split_by_name,
+    split_folders,
+)
 from zerofit.data.image_sources import Scaling
-from zerofit.data.imagefolder import FORMAT, IMAGENET, NAMED, VALID_NAMES, VALID_SHARE
+from zerofit.data.imagefolder import IMAGENET
 from zerofit.models.inputs import SegmentationInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -61,10 +70,10 @@ class SegmentedImages(LabelledDataset):
 
         transform = _transform(self.train, self.size)
         with torch.random.fork_rng(devices=[]):
-            made = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
+            samples = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
         mean, std = self.scaling.tensors()
-        labels = torch.stack([mask for _, mask in made]).long()
-        images = torch.stack([image for image, _ in made]).float().sub_(mean).div_(std)
+        labels = torch.stack([mask for _, mask in samples]).long()
+        images = torch.stack([image for image, _ in samples]).float().sub_(mean).div_(std)
         return {"inputs": images, "labels": labels.masked_fill_(labels == UNLABELLED, IGNORE_INDEX)}
 
     def _pair(self, pair: MaskedImage, key: int, transform) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,15 +105,12 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
     Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
     """
     root = Path(name.removeprefix("segmentation:")).expanduser().absolute()
-    parts = [_pairs(root, folder) for folder in _folders(root)]
+    parts = [_pairs(root, folder) for folder in split_folders(root)]
     classes, bad = _checked(root, [pair for part in parts for pair in part], progress)
     if bad and not run.skip_bad:
-        named = [f"{root / file}: {reason}" for file, reason in sorted(bad.items())[:NAMED]]
-        message = f"{len(bad)} bad images or masks: {'; '.join(named)}"
-        hint = "--skip-bad skips and counts them"
-        raise UserError(Problem(kind="bad-image", message=message, hint=hint, where="--data"))
+        raise UserError(bad_images(f"{len(bad)} bad images or masks", root, bad))
     good = [[pair for pair in part if pair.image not in bad] for part in parts]
-    train, valid = good if len(good) == 2 else _held_out(good[0])
+    train, valid = good if len(good) == 2 else split_by_name(good[0], lambda pair: pair.image)
     for what, found in (("training", train), ("validation", valid)):
         if not found:
             message = f"{root} has no readable {what} images with masks"
@@ -125,19 +131,12 @@ def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Da
     )
 
 
-def _folders(root: Path) -> list[Path]:
-    """Return [train, valid], or one folder to split."""
-    if not (root / "train").is_dir():
-        return [root]
-    return [root / "train", *[root / one for one in VALID_NAMES if (root / one).is_dir()][:1]]
-
-
 def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
     """Return the images of a folder with their masks, sorted. Raises UserError for images without a mask."""
     images, masks = folder / "images", folder / "masks"
-    for one in (images, masks):
-        if not one.is_dir():
-            message = f"--data segmentation: {one} is not a folder"
+    for folder_of_files in (images, masks):
+        if not folder_of_files.is_dir():
+            message = f"--data segmentation: {folder_of_files} is not a folder"
             raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
     files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and is_own(f.name))
     missing = [file.name for file in files if not (masks / f"{file.stem}.png").is_file()]
@@ -148,15 +147,7 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
     return [MaskedImage(image=str(prefix / "images" / f.name), mask=str(prefix / f"masks/{f.stem}.png")) for f in files]
 
 
-def _held_out(pairs: list[MaskedImage]) -> tuple[list[MaskedImage], list[MaskedImage]]:
-    if not pairs:
-        return [], []
-    hashes = np.array([name_hash(pair.image) for pair in pairs], dtype=np.uint64)
-    limit = np.uint64(held_out_limit(hashes, VALID_SHARE))
-    held = list(zip(pairs, hashes <= limit, strict=True))
-    return [pair for pair, out in held if not out], [pair for pair, out in held if out]
-
-
+# The number of classes is known only from all masks, so all are read once before training.
 def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
     """Return the number of classes, and bad images with reasons; cached by names, sizes and times."""
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
@@ -170,24 +161,15 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
                 known = json.loads(store.read_text())
                 return known["classes"], known["bad"]
             except (OSError, ValueError, KeyError):
-                classes, bad = _decoded(root, pairs, progress)
+                checking = f"checking the masks in {root}"
+                checks = decode_all(checking, pairs, lambda pair: _check_pair(root, pair), progress)
+                bad = {pair.image: reason for pair, (_, reason) in zip(pairs, checks, strict=True) if reason}
+                classes = max((value for value, _ in checks), default=-1) + 1
                 write_text(store, json.dumps({"classes": classes, "bad": bad}))
                 return classes, bad
 
 
-def _decoded(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
-    largest, bad = -1, {}
-    text, threads = f"checking the masks in {root}", len(os.sched_getaffinity(0))
-    with progress.task(text, len(pairs), "images") as task, ThreadPoolExecutor(threads) as pool:
-        for pair, (value, reason) in zip(pairs, pool.map(lambda one: _looked_at(root, one), pairs), strict=True):
-            largest = max(largest, value)
-            if reason:
-                bad[pair.image] = reason
-            task.advance(1)
-    return largest + 1, bad
-
-
-def _looked_at(root: Path, pair: MaskedImage) -> tuple[int, str]:
+def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
     """Return a mask's largest class (-1: none), and why the pair is bad ("": it is good)."""
     from PIL import Image
 
@@ -200,5 +182,5 @@ def _looked_at(root: Path, pair: MaskedImage) -> tuple[int, str]:
                 return -1, f"its mask has {mask.size[0]}x{mask.size[1]} pixels, not {image.size[0]}x{image.size[1]}"
             values = np.array(mask, dtype=np.uint8)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-        return -1, " ".join(str(error).split())[:120] or type(error).__name__
+        return -1, short_reason(error)
     return int(values[values != UNLABELLED].max(initial=0)), ""

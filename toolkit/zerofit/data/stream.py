@@ -77,8 +77,8 @@ class _Reader:
             self._state = self._set.state_dict()
         self._begun, self._at = True, 0
         end = np.uint32(self._tokenizer.eod_id)
-        found = self._tokenizer.encode_all(list(islice(self._texts, AT_ONCE)))
-        self._chunk = np.concatenate([np.append(ids.astype(np.uint32), end) for ids in found])
+        encoded = self._tokenizer.encode_all(list(islice(self._texts, AT_ONCE)))
+        self._chunk = np.concatenate([np.append(ids.astype(np.uint32), end) for ids in encoded])
 
     def _opened(self) -> Any:
         return load_splits(self._stream.name, streaming=True)[self._split].select_columns([self._stream.column])
@@ -101,6 +101,13 @@ class _Reader:
             self._set = self._opened()
 
 
+# The cache of a stream; the newest three blocks are on the disk:
+#
+#     valid.bin        validation tokens
+#     before-7.json    where the stream is before block 7, and the token with which the block starts
+#     block-7.bin      1 + block_tokens tokens; the first is the last one of block 6, since labels are shifted by one
+#
+# Any block can be made from the nearest earlier before-N.json, so a resumed run needs no block of the old one.
 @dataclass(frozen=True, kw_only=True)
 class TokenStream:
     """Blocks of tokens of a streamed set; each starts with the last token of the previous one."""
@@ -188,14 +195,14 @@ class StreamedText(Dataset):
         """See Dataset.batch; `keys` are unused."""
         import torch
 
-        blocks, places = np.divmod(np.asarray(indices, dtype=np.int64), self.ordered_in)
-        tokens, made = self.stream.block_tokens + 1, dict[str, Any]()
+        blocks, windows = np.divmod(np.asarray(indices, dtype=np.int64), self.ordered_in)
+        tokens, columns = self.stream.block_tokens + 1, dict[str, Any]()
         for block in np.unique(blocks).tolist():  # most batches need one block
-            mine = np.flatnonzero(blocks == block)
+            of_block = np.flatnonzero(blocks == block)
             text = CausalText(file=self.stream.block(block), tokens=tokens, seq_len=self.seq_len, pad_id=self.pad_id)
-            for name, rows in text.batch(places[mine], keys).items():
-                made.setdefault(name, torch.empty(len(blocks), self.seq_len, dtype=rows.dtype))[mine] = rows
-        return made
+            for name, rows in text.batch(windows[of_block], keys).items():
+                columns.setdefault(name, torch.empty(len(blocks), self.seq_len, dtype=rows.dtype))[of_block] = rows
+        return columns
 
     def targets(self, indices: Integers) -> int:
         """Count the windows' tokens."""

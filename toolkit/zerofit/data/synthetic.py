@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import (
     Fed,
     ImageInputs,
+    Inputs,
     LabelledTextInputs,
     NamedInput,
     NamedInputs,
@@ -33,6 +35,7 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
+# Each kind has something to learn, so that a falling loss shows that training works. Noise alone would not.
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # distances to the next token, all equally likely
 ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a synthetic table; SPREAD: noise around a class's centre
 LARGE = 128  # pixels per side from which loader processes are useful (0.5 ms per image of 224)
@@ -46,7 +49,7 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
     classes, size = _size(name, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
     inputs = ImageInputs(channels=3, size=size, classes=classes)
-    return Data(name=name, train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), inputs=inputs)
+    return _split(name, make, inputs, 50_000, 2_000)
 
 
 def _synthetic_masks(name: str, run: Run) -> Data:
@@ -54,7 +57,7 @@ def _synthetic_masks(name: str, run: Run) -> Data:
     classes, size = _size(name, default=4, what="classes"), run.image_size or 64
     make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
     inputs = SegmentationInputs(channels=3, size=size, classes=classes)
-    return Data(name=name, train=make(n=4_000, first=0), valid=make(n=200, first=4_000), inputs=inputs)
+    return _split(name, make, inputs, 4_000, 200)
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
@@ -64,9 +67,9 @@ def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
     centres = generator.standard_normal((classes, FEATURES))
     labels = generator.integers(classes, size=ROWS)
     rows = centres[labels] + SPREAD * generator.standard_normal((ROWS, FEATURES))
-    whole, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
+    table, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
     train, valid = (
-        replace(whole, features=whole.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
+        replace(table, features=table.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
     )
     return Data(name=name, train=train, valid=valid, inputs=TableInputs(features=FEATURES, classes=classes))
 
@@ -77,13 +80,8 @@ def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
     mask_id = vocab - 1 if task == "masked-lm" else None
     used = vocab if mask_id is None else vocab - 1
     make = partial(SyntheticText, vocab=used, seq_len=seq_len, seed=run.seed, mask_id=mask_id)
-    return Data(
-        name=name,
-        train=make(n=16_384, first=0),
-        valid=make(n=512, first=16_384),
-        inputs=TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id),
-        unigram_entropy_nats=float(np.log(used)),
-    )
+    inputs = TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id)
+    return replace(_split(name, make, inputs, 16_384, 512), unigram_entropy_nats=float(np.log(used)))
 
 
 def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
@@ -94,17 +92,22 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
     fed = Fed(image=(3, run.image_size)) if run.image_size else Fed()
     inputs = named_inputs(find(run.model), dict(run.model_args), seq_len, fed)
     make = partial(SyntheticNamed, inputs=inputs, seed=run.seed)
-    return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
+    return _split(name, make, inputs, 16_384, 512)
 
 
 def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
     """Open tokens of 2 classes (`synthetic:N`: N): a text has its first token's class, a tag its own token's."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
-    how: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
-    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **how)
+    facts: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
+    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **facts)
     make = partial(SyntheticLabelled, inputs=inputs, seed=run.seed)
-    return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
+    return _split(name, make, inputs, 16_384, 512)
+
+
+def _split(name: str, make: Callable[..., SyntheticSamples], inputs: Inputs, train: int, valid: int) -> Data:
+    """Return the first samples as training data, and the next ones for validation."""
+    return Data(name=name, train=make(n=train, first=0), valid=make(n=valid, first=train), inputs=inputs)
 
 
 def _size(name: str, default: int, what: str) -> int:
@@ -119,27 +122,33 @@ def _size(name: str, default: int, what: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadePictures(LabelledDataset):
-    """Pictures that are drawn on demand."""
+class SyntheticSamples(Dataset):
+    """A part of an endless row of samples; sample i is a pure function of (seed, first + i)."""
 
     n: int
-    first: int  # start of this split in the endless row of samples
-    classes: int
-    size: int
+    first: int
     seed: int
-
-    @property
-    def decodes(self) -> bool:
-        """Whether pictures are so large that drawing a batch is slower than training on it."""
-        return self.size >= LARGE
 
     def __len__(self) -> int:
         return self.n
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticImages(MadePictures):
-    """A coarse picture per class, with noise; sample i is a pure function of (seed, first + i)."""
+class SyntheticPictures(SyntheticSamples, LabelledDataset):
+    """Pictures that are drawn on demand."""
+
+    classes: int
+    size: int
+
+    @property
+    def decodes(self) -> bool:
+        """Whether pictures are so large that drawing a batch is slower than training on it."""
+        return self.size >= LARGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImages(SyntheticPictures):
+    """A coarse picture per class, with noise."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
@@ -161,8 +170,8 @@ class SyntheticImages(MadePictures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticMasks(MadePictures):
-    """Three rectangles in their classes' colours on background 0, with noise; a pure function of (seed, first + i)."""
+class SyntheticMasks(SyntheticPictures):
+    """Three rectangles in their classes' colours on background 0, with noise."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, so `keys` are unused."""
@@ -172,14 +181,14 @@ class SyntheticMasks(MadePictures):
         numbers, size = np.asarray(indices) + self.first, self.size
         labels = np.zeros((len(numbers), size, size), dtype=np.int64)
         images = np.empty((len(numbers), 3, size, size), dtype=np.float32)
-        for one, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
+        for image, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
             draw = np.random.Generator(np.random.Philox(key=int(key)))
             for _ in range(3):
                 top, left = draw.integers(0, size - size // 4, 2)
                 high, wide = draw.integers(size // 4, size // 2 + 1, 2)
-                labels[one, top : top + high, left : left + wide] = draw.integers(1, self.classes)
+                labels[image, top : top + high, left : left + wide] = draw.integers(1, self.classes)
             noise = 0.5 * draw.standard_normal((3, size, size))
-            images[one] = colours[labels[one]].transpose(2, 0, 1) + noise
+            images[image] = colours[labels[image]].transpose(2, 0, 1) + noise
         return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 
@@ -198,22 +207,16 @@ def _drawn(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticText(Dataset):
+class SyntheticText(SyntheticSamples):
     """Token walks: each token is one of STEPS (modulo the vocabulary) after the previous one.
 
-    All tokens are equally frequent, so the unigram entropy is ln(vocabulary), while a model that sees the previous
-    token reaches the 1.75 bits (1.21 nats) of a step. With `mask_id`, samples are for masked language models.
+    All tokens are equally frequent, so the unigram entropy is ln(vocabulary). A model that sees the previous token
+    reaches the entropy of a step, 1.75 bits (1.21 nats). With `mask_id`, samples are for masked language models.
     """
 
-    n: int
-    first: int
     vocab: int  # number of tokens used
     seq_len: int
-    seed: int
     mask_id: int | None = None
-
-    def __len__(self) -> int:
-        return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch."""
@@ -237,16 +240,10 @@ class SyntheticText(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticLabelled(Dataset):
+class SyntheticLabelled(SyntheticSamples):
     """Samples of noise whose classes follow from their tokens."""
 
-    n: int
-    first: int
     inputs: LabelledTextInputs
-    seed: int
-
-    def __len__(self) -> int:
-        return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """Return "inputs", "attention_mask" and "labels"; `keys` are unused."""
@@ -255,9 +252,9 @@ class SyntheticLabelled(Dataset):
         draws = cell_hashes(np.asarray(indices) + self.first, self.inputs.seq_len, self.seed)
         tokens = 1 + (draws % np.uint64(self.inputs.vocab_size - 1)).astype(np.int64)  # 0 is padding
         labels = tokens % len(self.inputs.classes)
-        made = {"inputs": tokens, "attention_mask": np.ones_like(tokens)}
-        made["labels"] = labels if self.inputs.tags else labels[:, 0].copy()
-        return {name: torch.from_numpy(array) for name, array in made.items()}
+        arrays = {"inputs": tokens, "attention_mask": np.ones_like(tokens)}
+        arrays["labels"] = labels if self.inputs.tags else labels[:, 0].copy()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def targets(self, indices: Integers) -> int:
         """Count one label per sample, or per token."""
@@ -265,35 +262,29 @@ class SyntheticLabelled(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticNamed(Dataset):
-    """Noise in the shapes of a model's inputs; sample i is a pure function of (seed, first + i)."""
+class SyntheticNamed(SyntheticSamples):
+    """Noise in the shapes of a model's inputs."""
 
-    n: int
-    first: int
     inputs: NamedInputs
-    seed: int
-
-    def __len__(self) -> int:
-        return self.n
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """Return the model's tensors: the first as "inputs", the last as "labels", others by name."""
         from zerofit.models.build import batch_keys
 
         numbers = np.asarray(indices) + self.first
-        made = enumerate(zip(batch_keys(self.inputs), self.inputs.tensors, strict=True))
-        return {key: self._noise(one, numbers, place) for place, (key, one) in made}
+        arrays = enumerate(zip(batch_keys(self.inputs), self.inputs.tensors, strict=True))
+        return {key: self._noise(image, numbers, place) for place, (key, image) in arrays}
 
-    def _noise(self, one: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
+    def _noise(self, tensor: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
         """Return ids, or float32 between -1 and 1, of shape (samples, *shape)."""
         import torch
 
-        hashes = cell_hashes(numbers, math.prod(one.shape), 4 * self.seed + place).reshape(-1, *one.shape)
-        if one.ids is None:
+        hashes = cell_hashes(numbers, math.prod(tensor.shape), 4 * self.seed + place).reshape(-1, *tensor.shape)
+        if tensor.ids is None:
             return torch.from_numpy((hashes >> np.uint64(40)).astype(np.float32) / 2**23 - 1)
-        ids = (hashes % np.uint64(one.ids)).astype(np.int64)
-        if one.first is not None:
-            fixed, count = one.first
+        ids = (hashes % np.uint64(tensor.ids)).astype(np.int64)
+        if tensor.first is not None:
+            fixed, count = tensor.first
             ids[ids == fixed] = fixed - 1
             ids[:, :count] = fixed
         return torch.from_numpy(ids)

@@ -71,13 +71,13 @@ def open_table(name: str, run: Run, progress: Reporter) -> Data:
     held_out = stratified_fifth(labels)
     if held_out.all() or not held_out.any():
         raise _unusable("data-too-short", f"{path} has {len(labels)} rows, too few to hold out a fifth", "add rows")
-    whole = TableRows(features=_standardised(table.features, ~held_out), labels=labels)
+    table_rows = TableRows(features=_standardised(table.features, ~held_out), labels=labels)
     train, valid = (
-        replace(whole, features=whole.features[part], labels=labels[part]) for part in (~held_out, held_out)
+        replace(table_rows, features=table_rows.features[part], labels=labels[part]) for part in (~held_out, held_out)
     )
     notes = [f"{path}: {len(train)} training rows and {len(valid)} validation rows, classes in {table.label!r}"]
     notes += [f"{len(table.broken)} broken rows skipped"] if table.broken else []
-    inputs = TableInputs(features=whole.features.shape[1], classes=len(classes))
+    inputs = TableInputs(features=table_rows.features.shape[1], classes=len(classes))
     return Data(name=name, train=train, valid=valid, inputs=inputs, bad_samples=table.broken, notes=tuple(notes))
 
 
@@ -107,20 +107,20 @@ def _read_csv(path: Path, column: str) -> _Table:
     names = first if named else [str(n) for n in range(1, len(first) + 1)]
     label = _label_place(path, names, column)
     _refuse_words(path, names, label, [row for _, row in lines[named:] if len(row) == len(names)])
-    rows, places, broken = [], [], []
+    rows, line_numbers, broken = [], [], []
     for line, row in lines[named:]:
         why = _fault(row, names, label)
         if why:
             broken.append(f"line {line}: {why}")
         else:
             rows.append(row)
-            places.append(line)
+            line_numbers.append(line)
     features = [[float(cell) for n, cell in enumerate(row) if n != label] for row in rows]
     return _Table(
         features=np.array(features, dtype=np.float64).reshape(len(rows), len(names) - 1),
         classes=[row[label] for row in rows],
         label=names[label],
-        lines=places,
+        lines=line_numbers,
         broken=tuple(broken),
     )
 
@@ -136,14 +136,14 @@ def _read_npy(path: Path, column: str) -> _Table:
     names = [str(n) for n in range(1, array.shape[1] + 1)]
     label = _label_place(path, names, column)
     array = array.astype(np.float64)
-    whole = np.isfinite(array).all(axis=1)
-    places = np.flatnonzero(whole)
+    finite = np.isfinite(array).all(axis=1)
+    line_numbers = np.flatnonzero(finite)
     return _Table(
-        features=np.delete(array[whole], label, axis=1),
-        classes=[f"{value:.17g}" for value in array[whole, label]],
+        features=np.delete(array[finite], label, axis=1),
+        classes=[f"{value:.17g}" for value in array[finite, label]],
         label=names[label],
-        lines=[int(place) + 1 for place in places],
-        broken=tuple(f"line {n + 1}: a value is not finite" for n in np.flatnonzero(~whole)),
+        lines=[int(place) + 1 for place in line_numbers],
+        broken=tuple(f"line {n + 1}: a value is not finite" for n in np.flatnonzero(~finite)),
     )
 
 
@@ -186,6 +186,7 @@ def _number(cell: str) -> float | None:
     return value if np.isfinite(value) else None
 
 
+# Spreadsheets write a class as 1, 1.0 or "1". A column of prices is refused, since each price would be a class.
 def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
     """Return labels int64 (n,) and the classes, sorted as numbers or else as words."""
     for word, line in zip(table.classes, table.lines, strict=True):
@@ -204,10 +205,11 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
     if not 2 <= len(classes) <= MOST_CLASSES:
         message = f"{path}: {table.label!r} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
         raise _unusable("data-classes", message, "set the column of the classes: FILE:COLUMN")
-    places = {word: n for n, word in enumerate(classes)}
-    return np.array([places[keys[word]] for word in table.classes], dtype=np.int64), classes
+    numbers = {word: n for n, word in enumerate(classes)}
+    return np.array([numbers[keys[word]] for word in table.classes], dtype=np.int64), classes
 
 
+# Only from training rows: the validation must not have any influence on the model's inputs.
 def _standardised(features: np.ndarray, train: np.ndarray) -> np.ndarray:
     """Return float32 (n, features) with mean 0 and deviation 1 over the training rows; constant columns become 0."""
     mean, std = features[train].mean(axis=0), features[train].std(axis=0)

@@ -32,15 +32,19 @@ class _TextWindows(Dataset):
         full = (len(row) - width) // stride + 1 if len(row) >= width else 0
         # A view of all complete windows, so each window is copied as one block.
         step = row.itemsize
-        whole = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
+        complete = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
         windows = np.full((len(starts), width), self.pad_id, dtype=np.int64)
         is_whole = real == width
-        windows[is_whole] = whole[starts[is_whole] // stride]
+        windows[is_whole] = complete[starts[is_whole] // stride]
         for place in np.flatnonzero(~is_whole):
             windows[place, : real[place]] = row[starts[place] :]
         return windows, real
 
 
+#     tokens      t0 t1 t2 t3 t4 t5 t6 t7          seq_len 3
+#     window 0    t0 t1 t2         labels t1 t2 t3
+#     window 1    t3 t4 t5         labels t4 t5 t6
+#     window 2    t6 pad pad       labels t7 -100 -100
 @dataclass(frozen=True, kw_only=True)
 class CausalText(_TextWindows):
     """Window i: inputs tokens[i*L : (i+1)*L], labels the same shifted by one.
@@ -64,8 +68,8 @@ class CausalText(_TextWindows):
 
     def targets(self, indices: Integers) -> int:
         """Count the windows' tokens; the last window may have fewer."""
-        left = self.tokens - 1 - np.asarray(indices, dtype=np.int64) * self.seq_len
-        return int(np.minimum(left, self.seq_len).sum())
+        remaining = self.tokens - 1 - np.asarray(indices, dtype=np.int64) * self.seq_len
+        return int(np.minimum(remaining, self.seq_len).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +92,8 @@ class MaskedText(_TextWindows):
 
     def targets(self, indices: Integers) -> int:
         """Count 15 % of each window's tokens, rounded."""
-        left = self.tokens - np.asarray(indices, dtype=np.int64) * self.seq_len
-        return int(masked_count(np.minimum(left, self.seq_len)).sum())
+        remaining = self.tokens - np.asarray(indices, dtype=np.int64) * self.seq_len
+        return int(masked_count(np.minimum(remaining, self.seq_len)).sum())
 
 
 def masked_count(real: np.ndarray) -> np.ndarray:
@@ -97,13 +101,15 @@ def masked_count(real: np.ndarray) -> np.ndarray:
     return np.rint(MASKED_SHARE * np.asarray(real)).astype(np.int64)
 
 
+# BERT draws 15 % of tokens independently, so their number varies. Here each sample has exactly 15 %, those with the
+# smallest hashes. So the number by which a global batch's loss is divided is known before its samples are made.
 def mask_tokens(
     tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupt tokens, int64 (batch, seq_len), of which the first `real` (batch,) in each row count.
 
-    In each row the key selects exactly masked_count(real) places as targets: 80 % of them become `mask_id`, 10 % one of
-    the `ordinary` ids, 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.
+    In each row the key selects exactly masked_count(real) tokens as targets. Of these, 80 % become `mask_id`, 10 % one
+    of the `ordinary` ids, and 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.
     """
     width = tokens.shape[1]
     draws = cell_hashes(keys, width, _WHERE)
@@ -111,7 +117,7 @@ def mask_tokens(
     ranks = draws.argsort(axis=1).argsort(axis=1)
     chosen = ranks < masked_count(real)[:, None]
     labels = np.where(chosen, tokens, IGNORE_INDEX)
-    how = cell_hashes(keys, width, _HOW) % np.uint64(10)
+    draw = cell_hashes(keys, width, _HOW) % np.uint64(10)
     what = ordinary[(cell_hashes(keys, width, _WHAT) % np.uint64(len(ordinary))).astype(np.int64)]
-    inputs = np.where(chosen & (how < 8), mask_id, tokens)
-    return np.where(chosen & (how == 8), what, inputs), labels
+    inputs = np.where(chosen & (draw < 8), mask_id, tokens)
+    return np.where(chosen & (draw == 8), what, inputs), labels

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zerofit.data.chat_records import ChatForm, ChatMessages
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.plain_files import is_compressed, open_plain, plain_size, refuse_others, skip
 from zerofit.spec.errors import Problem, UserError
@@ -72,12 +73,30 @@ class TextSource(Source):
         """Yield all text, at most a few MB (or one jsonl line) at a time. Raises UserError with all bad places."""
 
 
-def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> int:
+class ChatPiece(NamedTuple):
+    """One conversation of a source."""
+
+    conversation: ChatMessages
+    where: str  # for messages about it
+    held_out: bool  # it is validation data
+
+
+class ChatSource(Source):
+    """Conversations, in a fixed order."""
+
+    form: ChatForm
+
+    @abstractmethod
+    def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
+        """Yield all conversations, and for each invalid record the reason."""
+
+
+def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
     """Return the name hash up to which documents are validation data: 5 % of them, at least one.
 
-    Returns -1 for fewer than 20 documents: then the end of each document is held out, unless `whole` is set.
+    Returns -1 for fewer than 20 documents: then the end of each document is held out, unless `whole_documents` is set.
     """
-    if documents < WHOLE_DOCUMENTS_FROM and not whole:
+    if documents < WHOLE_DOCUMENTS_FROM and not whole_documents:
         return -1
     if documents > MANY:
         return int(HELD_OUT * 2**64)
@@ -85,6 +104,8 @@ def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> 
     return held_out_limit(hashes, HELD_OUT) if len(hashes) else -1
 
 
+# With few documents, whole ones would be too large a part to hold out. Then the end of each is, since neighbouring
+# sentences at random places would leak the training text into the validation.
 def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
     """Yield a document in one piece or, if documents are few, in two: its first 95 % and the rest."""
     if limit >= 0:
@@ -222,8 +243,9 @@ def _library_files(root: Path) -> Iterator[str]:
 def open_text(run: Run, argument: str) -> Source:
     """Open files as documents, UTF-8, ordered by path.
 
-    From 20 files on, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer, the last
-    5 % of the bytes of each, cut at the end of a line. Raises UserError "empty-data" if nothing matches.
+    From 20 files on, 5 % of them are held out, by the hash of the path below the glob's fixed folder. With fewer, the
+    last 5 % of the bytes of each are held out, cut at the end of a line. Raises UserError "empty-data" if nothing
+    matches.
     """
     return FileSource(name=f"text:{argument}", files=matching_files("text", argument))
 
@@ -231,14 +253,14 @@ def open_text(run: Run, argument: str) -> Source:
 def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
     """Return (path relative to the fixed part of the pattern, path), so a moved folder keeps split and cache."""
     full = str(Path(pattern).expanduser())
-    found = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
-    if not found:
+    paths = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
+    if not paths:
         message = f"--data {kind}:{pattern} matches no file"
         folder = Path(full).is_dir()
         hint = f"use a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
         raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
-    refuse_others(found, NAMED)
+    refuse_others(paths, NAMED)
     root = Path(glob.escape(full) if Path(full).is_file() else full).absolute()
     while glob.has_magic(str(root)) or root.is_file():
         root = root.parent
-    return tuple((path.relative_to(root).as_posix(), path) for path in found)
+    return tuple((path.relative_to(root).as_posix(), path) for path in paths)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zerofit.data.prepared import Preparation
+from zerofit.data.cache import Preparation
 from zerofit.data.text_sources import TextPiece, TextSource
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.events import Reporter
@@ -38,6 +39,50 @@ class TokenFile:
             empty = not self.path.stat().st_size  # an empty file cannot be mapped
             self._array = np.empty(0, self.dtype) if empty else np.memmap(self.path, dtype=self.dtype, mode="r")
         return self._array
+
+
+class SplitWriter:
+    """Files of one split, SPLIT.PART with numbers of one type each, that grow sample by sample."""
+
+    def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str]):
+        """`dtypes`: by part. `starts`: parts with the place at which each sample begins, and the end of the last."""
+        self._dtypes = dtypes
+        self._files = {part: (folder / f"{split}.{part}").open("wb") for part in dtypes}
+        self._ends = dict.fromkeys(starts, 0)
+        for part in starts:
+            self.put(part, np.zeros(1))
+
+    def put(self, part: str, values: np.ndarray) -> None:
+        """Append numbers to a part."""
+        self._files[part].write(values.astype(self._dtypes[part]).data)
+
+    def end(self, starts: str, count: int) -> None:
+        """End a sample of `count` numbers."""
+        self._ends[starts] += count
+        self.put(starts, np.array([self._ends[starts]]))
+
+    def close(self) -> None:
+        """Flush all files to disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+def write_meta(folder: Path, facts: dict[str, Any]) -> None:
+    """Write meta.json, with the sizes of the other files in the folder."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    write_text(folder / "meta.json", json.dumps({**facts, "sizes": sizes}))
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """Return the facts of a complete folder; None if it is missing or has a file of another size."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        complete = all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return meta if complete else None
 
 
 @dataclass(frozen=True, kw_only=True)

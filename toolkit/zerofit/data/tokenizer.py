@@ -14,7 +14,7 @@ import numpy as np
 from zerofit.data.hashing import text_digest
 from zerofit.data.hf import hub_if_reachable
 from zerofit.data.published_images import CARD
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.foreign import Unreadable, read_json
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
@@ -39,7 +39,7 @@ class Tokenizer:
 
     @cached_property
     def added_ids(self) -> np.ndarray:
-        """Return the ids of added tokens (those that end a turn, for example), int64."""
+        """Return the ids of added tokens, such as the end of a turn, int64."""
         added = self.loaded.added_tokens_decoder if self.loaded is not None else ()
         return np.array(sorted(added), dtype=np.int64)
 
@@ -71,6 +71,7 @@ def was_trained_on_bytes(folder: Path) -> bool:
         return False
 
 
+# Divisible by 4, since tensor parallelism splits the vocabulary.
 def _bytes_tokenizer() -> Tokenizer:
     """Return a tokenizer of 256 bytes, end of document, mask, padding (258) and a spare id (divisible by 4)."""
     return Tokenizer(
@@ -137,7 +138,7 @@ def load_transformers(name: str) -> Any:  # Any: transformers' types of special 
         with hub_if_reachable():
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub client raise many unrelated types
-        message = f"cannot open --tokenizer {name}: {' '.join(str(error).split())[:200]}"
+        message = f"cannot open --tokenizer {name}: {reason_of(error)}"
         hint = "did you mean bytes?" if get_close_matches(name, ["bytes"]) else _KNOWN
         if path.is_dir() and not (path / "tokenizer.json").is_file():
             make = f"AutoTokenizer.from_pretrained({name!r}).save_pretrained({name!r})"

@@ -59,21 +59,21 @@ TOP = 5
 
 
 @contextmanager
-def scratch_folder(asked: Path | None) -> Iterator[Path]:
+def scratch_folder(parent: Path | None) -> Iterator[Path]:
     """Create a folder for temporary files, in `asked` or the system's temporary folder; remove it afterwards.
 
     Raises UserError if it cannot be created.
     """
     try:
-        if asked is not None:
-            asked.mkdir(parents=True, exist_ok=True)
-        folder = TemporaryDirectory(prefix="zerofit-", dir=asked)
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix="zerofit-", dir=parent)
     except OSError as error:
-        message = f"cannot write to {asked or 'the folder for temporary files'}: {error.strerror or error}"
+        message = f"cannot write to {parent or 'the folder for temporary files'}: {error.strerror or error}"
         problem = Problem(kind="unwritable", message=message, hint="name another folder", where="--offload-folder")
         raise UserError(problem) from None
-    with folder as made:
-        yield Path(made)
+    with folder as path:
+        yield Path(path)
 
 
 def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporter) -> Data:
@@ -114,24 +114,25 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 
 def check_data(saved: SavedModel, data: Data) -> None:
     """Raise UserError if the data does not match the model: other classes or channels, or more token ids."""
-    mine, theirs, problems = saved.inputs, data.inputs, Problems()
-    if type(mine) is type(theirs) and isinstance(mine, ImageInputs | TableInputs):
-        for what in ("classes", "channels" if isinstance(mine, ImageInputs) else "features"):
-            if getattr(mine, what) != getattr(theirs, what):
-                message = f"the model has {getattr(mine, what)} {what}, --data {data.name} has {getattr(theirs, what)}"
+    of_model, of_data, problems = saved.inputs, data.inputs, Problems()
+    if type(of_model) is type(of_data) and isinstance(of_model, ImageInputs | TableInputs):
+        for what in ("classes", "channels" if isinstance(of_model, ImageInputs) else "features"):
+            needed, given = getattr(of_model, what), getattr(of_data, what)
+            if needed != given:
+                message = f"the model has {needed} {what}, --data {data.name} has {given}"
                 problems.add(what, message, "use data like the model's training data", "--data")
     elif (
-        not isinstance(mine, ImageInputs | TableInputs)
-        and not isinstance(theirs, ImageInputs | TableInputs)
-        and theirs.vocab_size > mine.vocab_size
+        not isinstance(of_model, ImageInputs | TableInputs)
+        and not isinstance(of_data, ImageInputs | TableInputs)
+        and of_data.vocab_size > of_model.vocab_size
     ):
-        problems.extend([too_many_ids(mine, theirs.vocab_size)])
+        problems.extend([too_many_ids(of_model, of_data.vocab_size)])
     problems.raise_if_any()
 
 
-def too_many_ids(mine: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
+def too_many_ids(inputs: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
     """Return the problem of a tokenizer with more ids than the model has embeddings."""
-    message = f"the model has a vocabulary of {mine.vocab_size} ids, the tokenizer has {ids}"
+    message = f"the model has a vocabulary of {inputs.vocab_size} ids, the tokenizer has {ids}"
     hint = "set --tokenizer to the one that the model was trained with"
     return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")
 
@@ -144,6 +145,15 @@ def default_tokenizer(saved: SavedModel) -> str:
         return saved.info.tokenizer
     message, hint = f"{saved.folder} contains no tokenizer", "name it: --tokenizer FOLDER, or bytes"
     raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSamples:
+    """The validation samples to evaluate."""
+
+    at_once: int  # in one forward
+    limit: int | None = None  # None: all
+    generated: int = 0  # of these, for how many an encoder-decoder generates its text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +207,10 @@ class EvalFigures:
         if self.loss == "mse":
             return _squared_errors(logits, labels)
         if are_dense(logits, labels):
-            found = _pixel_counts(logits, labels)
+            counts = _pixel_counts(logits, labels)
         else:
-            found = cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
-        return torch.cat([found, class_table(logits, labels, self.classes)]) if self.classes else found
+            counts = cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
+        return torch.cat([counts, class_table(logits, labels, self.classes)]) if self.classes else counts
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own mean loss, weighted by the samples."""
@@ -214,12 +224,13 @@ class EvalFigures:
 
 def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: Inputs | None = None) -> EvalFigures:
     """Return the EvalFigures for a model with weights of this type and for these inputs."""
-    own = saved.source.family == "custom"
-    own_loss = own and "labels" in inspect.signature(model.forward).parameters
+    is_custom = saved.source.family == "custom"
+    own_loss = is_custom and "labels" in inspect.signature(model.forward).parameters
     loss = saved.info.loss if saved.info else None
-    return EvalFigures(task=saved.task, dtype=dtype, own=own, own_loss=own_loss, loss=loss, inputs=inputs)
+    return EvalFigures(task=saved.task, dtype=dtype, own=is_custom, own_loss=own_loss, loss=loss, inputs=inputs)
 
 
+# Logits of a vocabulary of 128,000 in float32 take 512 kB a token. In chunks, the loss needs 32 MiB at a time.
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     """Return float64 (4,) as EvalFigures does, for logits (..., classes) and labels (...), in chunks of float32."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
@@ -239,7 +250,7 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
 def _pixel_counts(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the `cross_entropy_counts` of pixels, computed one image at a time."""
     images = zip(logits, labels, strict=True)
-    return torch.stack([cross_entropy_counts(one.movedim(0, -1), wanted, 1) for one, wanted in images]).sum(0)
+    return torch.stack([cross_entropy_counts(image.movedim(0, -1), wanted, 1) for image, wanted in images]).sum(0)
 
 
 def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -256,19 +267,13 @@ def evaluate(
     model: nn.Module,
     figures: EvalFigures,
     data: Data,
-    micro: int,
-    limit: int | None,
+    samples: EvalSamples,
     device: torch.device,
     report: Reporter,
-    written: int = 0,
 ) -> EvalScores:
-    """Evaluate the model over all validation samples, or `limit` of them, `micro` at a time.
-
-    An encoder-decoder generates its text for `written` of them. Raises RunFailed if memory runs out or the loss is not
-    finite.
-    """
-    count = len(eval_indices(len(data.valid), limit))
-    batches = eval_batches(data.valid, 0, 1, micro, limit, default_workers(data, 1))
+    """Evaluate the model on validation samples. Raises RunFailed if memory runs out or the loss is not finite."""
+    count, at_once = len(eval_indices(len(data.valid), samples.limit)), samples.at_once
+    batches = eval_batches(data.valid, 0, 1, at_once, samples.limit, default_workers(data, 1))
     start = time.perf_counter()
     with (
         report.task(f"evaluating {data.name}", count, "samples") as task,
@@ -285,7 +290,8 @@ def evaluate(
             task.advance(real)
         seconds = time.perf_counter() - start
         named = isinstance(data.inputs, NamedInputs) and data.inputs.padded
-        rouge = _rouge(model, data, micro, min(written, count), device) if named and written else {}
+        generated = min(samples.generated, count) if named else 0
+        rouge = _rouge(model, data, at_once, generated, device) if generated else {}
     return _scores(total.tolist(), figures, data.inputs, count, seconds, rouge)
 
 
@@ -298,6 +304,7 @@ def _rouge(model: nn.Module, data: Data, micro: int, count: int, device: torch.d
     return rouge_scores(pairs)
 
 
+# Measured by the same code that evaluates, on fake tensors: a formula for each architecture could not keep up with it.
 def working_bytes(
     model: nn.Module, figures: EvalFigures, inputs: Inputs, micro: int, device: Device, whose: str
 ) -> int:
@@ -342,14 +349,14 @@ def _scores(
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
     answers = not figures.own_loss and figures.loss != "mse"  # there are right and wrong ones
     samples_per_s = samples / max(seconds, 1e-9)
-    more = dict(rouge)
+    scores = dict(rouge)
     if isinstance(inputs, LabelledTextInputs):
-        more |= class_scores(table, inputs.classes, inputs.tags)
+        scores |= class_scores(table, inputs.classes, inputs.tags)
     if answers:
-        more.setdefault("accuracy", right / max(targets, 1.0))
+        scores.setdefault("accuracy", right / max(targets, 1.0))
     writes = are_tokenized(inputs) and not isinstance(inputs, LabelledTextInputs)
     return EvalScores(
-        **{"accuracy": None, **more},
+        **{"accuracy": None, **scores},
         loss=loss,
         top5_accuracy=near / max(targets, 1.0) if answers and figures.task == "image" else None,
         mean_iou=mean_iou(table) if isinstance(inputs, SegmentationInputs) else None,

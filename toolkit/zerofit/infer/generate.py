@@ -1,12 +1,13 @@
-"""Text generation with a causal language model or an encoder-decoder; text is streamed."""
+"""Text generation with a causal language model or an encoder-decoder, and conversations; text is streamed."""
 
 from __future__ import annotations
 
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from zerofit.data.chat_template import CHAT_TEMPLATE, ChatTemplate, open_chat_template
 from zerofit.data.labelled import text_decoder
 from zerofit.data.tokenizer import Tokenizer, load_transformers, open_tokenizer
 from zerofit.infer.evaluate import default_tokenizer, too_many_ids
@@ -26,7 +28,11 @@ from zerofit.models.inputs import NamedInputs, TextInputs
 from zerofit.models.scores import takes_cache
 from zerofit.spec.errors import Problem, Problems, UserError
 
+CHAT_TOKENS = 4096  # of a conversation, for which memory is reserved
 UNFINISHED = "\ufffd"  # what a tokenizer decodes from the first bytes of a character
+
+
+Message = dict[str, str]  # "role" and "content", as chat templates have it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +98,8 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not translates:
         message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
         message += f" that is more than the model's {saved.longest}"
-        room = saved.longest - len(ids)
-        hint = f"--max-new-tokens {room} or less" if room > 0 else "a shorter --prompt"
+        free_tokens = saved.longest - len(ids)
+        hint = f"--max-new-tokens {free_tokens} or less" if free_tokens > 0 else "a shorter --prompt"
         problems.add("too-long", message, hint, "--max-new-tokens")
     problems.raise_if_any()
     ends = end_ids(saved, tokenizer)
@@ -124,8 +130,8 @@ def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
     except (OSError, ValueError):  # it has none
         named = None
-    own = named if isinstance(named, list) else [] if named is None else [named]
-    return frozenset([tokenizer.eod_id, *own])
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    return frozenset([tokenizer.eod_id, *ends])
 
 
 @torch.no_grad()
@@ -173,12 +179,12 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
     length, new = len(request.prompt.ids), request.max_new_tokens
     if request.prompt.begins_with is not None:
         first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, 1))
-        whole = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, new))
+        all_tokens = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, new))
     else:
         first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on))
-        whole = activation_memory(model, on, lambda fake, on: _cached(fake, length + new, on))
+        all_tokens = activation_memory(model, on, lambda fake, on: _cached(fake, length + new, on))
     layers = max(1, getattr(cast(PreTrainedModel, model).config.get_text_config(), "num_hidden_layers", 1))
-    return first.peak - first.kept + whole.kept + whole.kept // layers
+    return first.peak - first.returned + all_tokens.returned + all_tokens.returned // layers
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
@@ -203,7 +209,7 @@ class _TextStreamer(BaseStreamer):
         self._end_text, self._ended = prompt.end_text, False
         self._prompt_seen = False
         self._from = 0  # tokens before this index have been sent
-        self._told = ""  # the text already sent of tokens from this index on
+        self._sent = ""  # the text already sent of tokens from this index on
         self.tokens: list[int] = []
         self.text = ""
 
@@ -217,27 +223,29 @@ class _TextStreamer(BaseStreamer):
             self._prompt_seen = True
             return
         self.tokens += value.reshape(-1).tolist()
-        self._tell(final=False)
+        self._send_text(final=False)
 
     def end(self) -> None:
         """Send the rest of the text."""
-        self._tell(final=True)
+        self._send_text(final=True)
 
-    def _tell(self, final: bool) -> None:
+    # One character can take several tokens, and a token's text can depend on the token before it (sentencepiece's
+    # spaces). So all tokens since the last line break are decoded again, and only what is new is sent.
+    def _send_text(self, final: bool) -> None:
         written = [token for token in self.tokens[self._from :] if token not in self._end_ids]
         text = self._decode(written)
         if text.endswith(UNFINISHED) and not final:
             return
         if self._end_text:
             text = self._before_end(text, final)
-        new = text[len(self._told) :]
-        self._told = text
+        new = text[len(self._sent) :]
+        self._sent = text
         self.text += new
         if new:
             self._on_text(new)
         if text.endswith("\n") and not self._end_text:
             # keep the last token, since decoding the next one needs it to place spaces
-            self._from, self._told = len(self.tokens) - 1, self._decode(self.tokens[-1:])
+            self._from, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
         """Cut a text at the end text, or at its possible beginning."""
@@ -247,3 +255,85 @@ class _TextStreamer(BaseStreamer):
             return text
         held = (n for n in range(len(self._end_text) - 1, 0, -1) if text.endswith(self._end_text[:n]))
         return text[: len(text) - next(held, 0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A model's chat template, and how it answers."""
+
+    template: ChatTemplate
+    longest: int | None  # tokens of a conversation; None without a limit
+    empty: GenerationRequest  # the settings of all answers; its prompt has no tokens
+
+    def request(self, messages: list[Message]) -> GenerationRequest:
+        """Return the request for the next answer, limited to the tokens that the model still has room for.
+
+        Raises UserError if it has room for none.
+        """
+        ids = self.template.tokenizer.encode(self.template.prompt(messages))
+        if self.longest is not None and len(ids) >= self.longest:
+            message = f"the conversation has {len(ids)} tokens, the model supports {self.longest}"
+            raise UserError(Problem(kind="too-long", message=message, hint="start a new conversation", where="--chat"))
+        return self._sized(ids, self.empty.seed + len(messages))
+
+    def largest_request(self) -> GenerationRequest:
+        """Return the largest request, for which memory is reserved."""
+        tokens = CHAT_TOKENS if self.longest is None else min(CHAT_TOKENS, self.longest)
+        return self._sized([0] * max(1, tokens - self.empty.max_new_tokens), self.empty.seed)
+
+    def _sized(self, ids: list[int], seed: int) -> GenerationRequest:
+        new = self.empty.max_new_tokens
+        free_tokens = new if self.longest is None else min(new, self.longest - len(ids))
+        prompt = replace(self.empty.prompt, ids=tuple(ids))
+        return replace(self.empty, prompt=prompt, max_new_tokens=free_tokens, seed=seed)
+
+
+def open_chat(
+    saved: SavedModel, tokenizer_name: str | None, given: Path | None, **drawing: Unpack[DrawingOptions]
+) -> Chat:
+    """Open the chat template of a model, or the `given` one. Raises UserError if there is none."""
+    tokenizer = writers_tokenizer(saved, tokenizer_name)
+    if saved.task != "causal-lm":
+        message = f"a model for the task {saved.task} cannot chat"
+        raise UserError(Problem(kind="cannot-generate", message=message, hint="--prompt TEXT", where="--chat"))
+    own_template = saved.folder / CHAT_TEMPLATE
+    template = open_chat_template(given or (own_template if own_template.is_file() else None), tokenizer)
+    after = tokenizer.encode(template.turn_end)
+    token = next((id for id in after if id in tokenizer.added_ids and tokenizer.decode([id]).strip()), None)
+    ends = end_ids(saved, tokenizer)
+    prompt = Prompt(
+        ids=(),
+        end_ids=ends if token is None else ends | {token},
+        decode=tokenizer.decode,
+        end_text=template.turn_end.strip() if token is None else "",
+    )
+    return Chat(template=template, longest=saved.longest, empty=GenerationRequest(prompt=prompt, **drawing))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcript:
+    """A conversation that has ended."""
+
+    turns: tuple[Message, ...]
+    tokens: int  # that the model wrote
+    tokens_per_s: float
+
+
+def converse(
+    model: nn.Module,
+    chat: Chat,
+    turns: Iterable[str],
+    system: str | None,
+    device: torch.device,
+    on_text: Callable[[str], None],
+) -> Transcript:
+    """Answer each of the user's turns; the next one is read when the answer is complete. Raises as `generate` does."""
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    tokens, seconds = 0, 0.0
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        answer = generate(model, chat.request(messages), device, on_text)
+        messages.append({"role": "assistant", "content": answer.text.strip()})
+        tokens += answer.tokens
+        seconds += answer.tokens / answer.tokens_per_s if answer.tokens else 0.0
+    return Transcript(turns=tuple(messages), tokens=tokens, tokens_per_s=tokens / max(seconds, 1e-9))

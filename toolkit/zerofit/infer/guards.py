@@ -36,11 +36,13 @@ def guarded(model: nn.Module) -> AbstractContextManager[Any]:
     return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
 
 
+# Example: torch's attention reads the weight of its output projection without calling that module, so accelerate's hook
+# does not load it.
 class _Guard(TorchDispatchMode):
     """Stop if a module uses weights of another module, which are loaded only while that one runs.
 
-    Until then the weight is on the meta device. torch 2.14's matrix products and convolutions on the CPU accept it
-    without an error and return uninitialised memory.
+    Until then the weight is on the meta device. On the CPU, torch 2.14's matrix products and convolutions accept it and
+    return uninitialised memory.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,6 +12,7 @@ from zerofit.spec.reservations import free_for, reserved_on_gpus, reserved_on_ho
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
+# The rest of the free memory is for what is not counted: fragmentation, other processes that grow.
 SHARE = 0.95  # of the free memory, by default; the rest is for other processes and for what grows
 FLAG = "--max-memory"
 NO_LIMIT = 1 << 62
@@ -34,6 +35,7 @@ def room(device: Device) -> int:
     return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
 
 
+# Names are accelerate's, so a device map can be copied from other code: GPUs by number, "cpu" and "disk".
 def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits:
     """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}; None: most of what is free.
 
@@ -51,21 +53,21 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
         taken: dict[Device, int] = {n: reserved[gpu.uuid] for n, gpu in enumerate(seen)}
         memory = {**free, "cpu": int(SHARE * free_for())}
         return MemoryLimits(memory=memory, named=False, reserved={**taken, "cpu": reserved_on_host()})
-    found: dict[Device, int] = {}
+    named: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())
     for part in text.split(","):
         pair = problems.attempt(lambda part=part: _pair(part, gpus))
-        if pair and pair[0] in found:
+        if pair and pair[0] in named:
             problems.add("bad-value", f"{FLAG} names {pair[0]} twice", "give each device one size", FLAG)
         elif pair:
-            found[pair[0]] = pair[1]
+            named[pair[0]] = pair[1]
     problems.raise_if_any()
-    disk = found.pop("disk", None)
-    if not any(found.values()):
+    disk = named.pop("disk", None)
+    if not any(named.values()):
         hint = "give a device memory, such as cpu=8GiB; layers on disk are loaded into it one at a time"
         raise UserError(Problem(kind="bad-value", message=f"{FLAG} {text} allows no memory", hint=hint, where=FLAG))
-    return MemoryLimits(memory=found, disk=disk)
+    return MemoryLimits(memory=named, disk=disk)
 
 
 def _pair(part: str, gpus: int) -> tuple[Device, int]:

@@ -28,7 +28,7 @@ class ActivationMemory:
     """Bytes that a call needs in addition to the model's weights."""
 
     peak: int  # largest sum of live tensors
-    kept: int  # of the tensors that it returned
+    returned: int  # of the tensors that it returned
 
 
 def activation_memory(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
@@ -44,7 +44,7 @@ def activation_memory(model: nn.Module, device: torch.device, call: Call) -> Act
             raise
         # the grouped products of mixtures of experts have no fp32 on fake tensors
         half = _run(copy.deepcopy(model).bfloat16(), device, call)
-        return ActivationMemory(2 * half.peak, 2 * half.kept)
+        return ActivationMemory(2 * half.peak, 2 * half.returned)
 
 
 def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
@@ -63,6 +63,7 @@ def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory
     return ActivationMemory(meter.peak, sum(storages.values()))
 
 
+# Storages, not tensors, are counted: views share memory. A storage that has expired was freed before the present op.
 class _ActivationMeter(TorchDispatchMode):
     """Counts the bytes of storages that ops created and that are still alive; `peak` is the largest count."""
 
@@ -84,6 +85,7 @@ class _ActivationMeter(TorchDispatchMode):
         return out
 
 
+# The CPU's limit in --max-memory is compared with resident memory. Gaps that glibc keeps would count against it.
 def return_freed_memory_at_once() -> None:
     """Return large blocks to the system as soon as they are freed (glibc; elsewhere nothing happens).
 

@@ -122,10 +122,10 @@ def block_classes(model: nn.Module) -> list[str]:
 
 
 def loads_whole(model: nn.Module) -> list[str]:
-    """Return the names of the classes whose modules get all their weights at once from memory or disk, before they run.
+    """Return the names of module classes whose weights are loaded all at once, before they run.
 
-    transformers' modules use only their own weights. Other modules may use those of their children without calling them
-    (torch's attention does), so all weights of a block are loaded at once.
+    transformers' modules use only their own weights. Other modules may use a child's weights without calling the child,
+    as torch's attention does. So all weights of a block are loaded at once.
     """
     return [] if hasattr(model, "_no_split_modules") else block_classes(model)
 
@@ -144,6 +144,12 @@ def main_device(limits: MemoryLimits) -> Device:
     return min((d for d, size in limits.memory.items() if isinstance(d, int) and size), default="cpu")
 
 
+# accelerate's map counts weights only. It counts neither the largest layer, which is copied to the device that runs
+# it, nor activations. So `_placed` adds these up. If they do not fit, the next try gets a smaller share of the limits.
+#
+# 1. GPUs as far as they reach, then host memory, then the disk, for shares from 100 % down
+# 2. the same without GPUs
+# 3. if nothing fits: the last placement, whose rows tell how much is missing
 def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
     """Place a model without weights on GPUs, then in memory, then on disk; leave `working` bytes for its forward.
 
@@ -176,20 +182,20 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
-    asked: dict[int | str, int | str] = {device: max(0, size) for device, size in memory.items()}
+    limits: dict[int | str, int | str] = {device: max(0, size) for device, size in memory.items()}
     try:
         with quiet():  # it warns of devices that a plan names, and of buffers, which are counted here
-            found = infer_auto_device_map(
-                model, max_memory=asked, no_split_module_classes=block_classes(model), fallback_allocation=True
+            inferred = infer_auto_device_map(
+                model, max_memory=limits, no_split_module_classes=block_classes(model), fallback_allocation=True
             )
     except IndexError:
         return None
-    device_map = cast(dict[str, Device], found)  # of the devices in `memory`, and the disk
+    device_map = cast(dict[str, Device], inferred)  # of the devices in `memory`, and the disk
     main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
-    left = [name for name in model.state_dict() if device_of(name, device_map) is None]
+    unmapped = [name for name in model.state_dict() if device_of(name, device_map) is None]
     modules = {name for name, _ in model.named_modules()}
     single = [name for name in device_map if name not in modules]
-    return {**device_map, **dict.fromkeys([*left, *single], main)}
+    return {**device_map, **dict.fromkeys([*unmapped, *single], main)}
 
 
 def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimits, working: int) -> Placement:
@@ -221,13 +227,14 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
     return Placement(device_map=device_map, main=main, rows=tuple(rows), largest=largest)
 
 
+# accelerate's hooks copy a module's weights to the main device before it runs and free them after it: one at a time.
 def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device) -> tuple[int, str]:
     """Return bytes and name of the largest module that is copied to the main device for its forward."""
     stays = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
-    whole = loads_whole(model)
+    classes = loads_whole(model)
     best = (0, "")
     for path, module in model.named_modules():
-        tensors = module.named_parameters(recurse=type(module).__name__ in whole)
+        tensors = module.named_parameters(recurse=type(module).__name__ in classes)
         names = {f"{path}.{name}" if path else name: tensor for name, tensor in tensors}
         taken = sum(t.nbytes for name, t in names.items() if device_of(name, device_map) not in stays)
         best = max(best, (taken, path))
@@ -257,11 +264,11 @@ def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> Non
             parts += [f"the largest layer ({placement.largest}) {shown_bytes(row.layer)}"] if row.layer else []
             parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}); allowed: {allowed}"
-            asked = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
-            hint = f"{asked} or more, {knobs} or --dtype bf16"
+            flag = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
+            hint = f"{flag} or more, {knobs} or --dtype bf16"
             if not limits.named:
                 message += f", {SHARE:.0%} of what is free{reserved_note(limits.reserved.get(row.device, 0))}"
-                hint = f"{knobs} or --dtype bf16; {asked} starts it anyway"
+                hint = f"{knobs} or --dtype bf16; {flag} starts it anyway"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 
 
@@ -285,11 +292,11 @@ def compact_names(names: tuple[str, ...]) -> list[str]:
     """Return names in order, with consecutive numbers merged: "model.layers.0-21"."""
     out: list[tuple[str, int | None, int | None]] = []
     for name in names:
-        found = re.fullmatch(r"(.*\.)(\d+)", name)
-        if not found:
+        numbered = re.fullmatch(r"(.*\.)(\d+)", name)
+        if not numbered:
             out.append((name, None, None))
-        elif out and out[-1][0] == found[1] and out[-1][2] == int(found[2]) - 1:
-            out[-1] = (found[1], out[-1][1], int(found[2]))
+        elif out and out[-1][0] == numbered[1] and out[-1][2] == int(numbered[2]) - 1:
+            out[-1] = (numbered[1], out[-1][1], int(numbered[2]))
         else:
-            out.append((found[1], int(found[2]), int(found[2])))
+            out.append((numbered[1], int(numbered[2]), int(numbered[2])))
     return [p if a is None else f"{p}{a}" if a == b else f"{p}{a}-{b}" for p, a, b in out]

@@ -50,6 +50,7 @@ class SavedModel:
     weights: StoredWeights
 
 
+# Users name what they have: a run, its model, a checkpoint, adapters or a folder from the hub.
 def find_folder(path: Path, report: Reporter) -> Path:
     """Return the folder to open: a run's `model/`, a model's folder, a checkpoint, or else a run's newest checkpoint.
 
@@ -125,8 +126,8 @@ def _inputs(source: ModelSource, config: Any, longest: int | None) -> Inputs:
         return named_inputs(source, {}, length, Fed())
     if has_head(source.task):
         vocab, pad_id = config.get_text_config().vocab_size, config.get_text_config().pad_token_id or 0
-        how: dict[str, Any] = {"classes": label_names(source), "pad_id": pad_id, "tags": source.task == "tag"}
-        return LabelledTextInputs(vocab_size=vocab, seq_len=length, **how)
+        facts: dict[str, Any] = {"classes": label_names(source), "pad_id": pad_id, "tags": source.task == "tag"}
+        return LabelledTextInputs(vocab_size=vocab, seq_len=length, **facts)
     return TextInputs(vocab_size=config.get_text_config().vocab_size, seq_len=longest or 0)
 
 
@@ -161,6 +162,7 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in NAMES)
 
 
+# Headers are enough to plan where weights go. Reading them also finds incomplete downloads before memory is allocated.
 def read_weights(folder: Path) -> StoredWeights:
     """Return the weights in a model's folder; only the files' headers are read.
 
@@ -182,11 +184,11 @@ def read_weights(folder: Path) -> StoredWeights:
     pickled = names[0].endswith(".bin")
     tensors: dict[str, StoredTensor] = {}
     for file in (folder / name for name in names):
-        found = problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
-        if twice := found.keys() & tensors.keys():
+        of_file = problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
+        if twice := of_file.keys() & tensors.keys():
             first = min(twice)
             problems.extend(_damaged(file, f"{first} is in {tensors[first].file.name}, too").problems)
-        tensors |= found
+        tensors |= of_file
     problems.raise_if_any()
     return StoredWeights(tensors=tensors, pickled=pickled)
 
@@ -199,18 +201,18 @@ def _header(file: Path) -> dict[str, StoredTensor]:
             json.loads(header, object_pairs_hook=_named_once)  # the library takes the last of two
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             return {
-                name: StoredTensor(file=file, shape=tuple(one.get_shape()), dtype=DTYPES.get(one.get_dtype()))
-                for name, one in slices.items()
+                name: StoredTensor(file=file, shape=tuple(tensor.get_shape()), dtype=DTYPES.get(tensor.get_dtype()))
+                for name, tensor in slices.items()
             }
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(file, str(error)) from None
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    tensors = dict(pairs)
+    if len(tensors) < len(pairs):
         raise ValueError("its header gives a name twice")
-    return found
+    return tensors
 
 
 def _pickle(file: Path) -> dict[str, StoredTensor]:

@@ -1,21 +1,36 @@
-"""Open a saved model and load it to its devices: the steps that `eval` and `generate` share."""
+"""Open a saved model and load it to its devices: the steps that `eval` and `generate` share.
+
+    open_model          folder -> SavedModel: a checkpoint is exported, adapters are merged
+    session.empty       the model on the meta device
+    session.load        place (which weights go where) -> load_model (read them)
+
+Weights that stay on disk are read from the model's files at each forward. `WeightRewrite` first rewrites files that
+a forward cannot read as they are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import shutil
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from accelerate import dispatch_model
+from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from zerofit.checkpoint.adapters import is_adapters
 from zerofit.checkpoint.export import export
+from zerofit.checkpoint.model_folder import TensorEntry, refuse_small_disk, write_file
+from zerofit.checkpoint.published import PublishedModel, PublishedTensor
+from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import manifest_of
-from zerofit.infer.guards import failures
+from zerofit.infer.guards import failures, quiet
 from zerofit.infer.limits import Device, MemoryLimits
-from zerofit.infer.load import WeightRewrite, load_model
 from zerofit.infer.memory import (
     peak_device_bytes,
     return_freed_memory_at_once,
@@ -24,19 +39,37 @@ from zerofit.infer.memory import (
 from zerofit.infer.placement import (
     DeviceRow,
     Placement,
+    device_of,
     empty_model,
+    loads_whole,
     main_device,
     place,
     refuse_misfit,
     table_rows,
 )
-from zerofit.infer.saved_model import MODEL, SavedModel, is_checkpoint, open_saved
+from zerofit.infer.saved_model import (
+    MODEL,
+    SavedModel,
+    StoredTensor,
+    StoredWeights,
+    is_checkpoint,
+    open_saved,
+    read_weights,
+)
+from zerofit.models.catalog import QUANTIZED, source_config
 from zerofit.models.dtypes import DTYPES, NAMES
-from zerofit.spec.errors import DoesNotFit, Problem
+from zerofit.models.hf import AUTO_CLASSES
+from zerofit.spec.errors import DoesNotFit, Problem, Problems, UserError, reason_of
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.process import resident_memory
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FILE = "model.safetensors"
+COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halves stacked, the whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +166,195 @@ def open_model(
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):
         merge = is_adapters(folder) or manifest_of(folder).job.run.lora is not None
-        how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
-        folder = export(folder, scratch / MODEL, dtype, **how).out
+        options = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
+        folder = export(folder, scratch / MODEL, dtype, **options).out
     saved = open_saved(folder, trust_model_code)
-    kept = saved.weights.dtype
-    return saved, DTYPES[dtype] if dtype else kept if kept in NAMES else torch.float32
+    stored = saved.weights.dtype
+    return saved, DTYPES[dtype] if dtype else stored if stored in NAMES else torch.float32
+
+
+def load_model(
+    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, report: Reporter
+) -> nn.Module:
+    """Return the model with its weights loaded, ready to run on `placement.execution_device`.
+
+    Weights that the device map leaves on disk are read from the model's files, which safetensors maps into memory layer
+    by layer. Only tensors stored in another form (pickles, single experts) are written to `scratch`. `empty` may be
+    used up. Raises UserError if the files lack weights that the model needs.
+    """
+    with quiet():
+        if saved.source.family == "transformers":
+            with report.task("loading weights", None, ""):
+                return _transformers(saved, empty, placement, dtype, scratch)
+        return _dispatched(saved, empty, placement, report)
+
+
+def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: torch.dtype, scratch: Path) -> nn.Module:
+    import transformers
+
+    quantized = source_config(saved.source).get(QUANTIZED)
+    if quantized:  # a model that is built for training has no such config
+        empty.config.quantization_config = quantized
+    try:
+        model, loaded = getattr(transformers, AUTO_CLASSES[saved.task]).from_pretrained(
+            saved.folder,
+            config=empty.config,
+            dtype=dtype,
+            device_map=dict(placement.device_map),
+            offload_folder=str(scratch),
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # weights that do not match the config raise many kinds of errors
+        hint = "are config.json and the weights of one model?"
+        problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
+        raise UserError(problem) from error
+    _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have drawn them at random
+    return model
+
+
+def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, report: Reporter) -> nn.Module:
+    """Load any other model: each tensor to its device, and hooks that load the weights left on disk."""
+    stored = _by_name(saved, model)
+    ties = find_tied_parameters(model)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    on_disk: dict[str, dict[str, Any]] = {}
+    with report.task("loading weights", len(stored), "tensors") as task:
+        for name, (key, where) in stored.items():
+            device = device_of(name, placement.device_map)
+            if device == "disk" and name in parameters:
+                on_disk[name] = {"safetensors_file": str(where.file), "weight_name": key}
+            else:
+                with safe_open(where.file, framework="pt") as file:
+                    value = file.get_tensor(key)
+                assert device is not None, name  # the map covers all tensors
+                target = placement.execution_device if device == "disk" else device
+                set_module_tensor_to_device(model, name, target, value=value)
+            task.advance()
+    retie_parameters(model, ties)
+    return dispatch_model(
+        model,
+        dict(placement.device_map),
+        main_device=cast(Any, placement.main),
+        offload_index=cast(Any, on_disk or None),
+        preload_module_classes=loads_whole(model),
+    )
+
+
+def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, StoredTensor]]:
+    """Return where the files store each name of the model's state_dict; tied weights may be stored only once."""
+    held = saved.weights.tensors
+    twins = {name: group for group in find_tied_parameters(model) for name in group}
+    places: dict[str, tuple[str, StoredTensor]] = {}
+    missing, problems = [], Problems()
+    for name, tensor in model.state_dict().items():
+        key = next((n for n in (name, *twins.get(name, ())) if n in held), None)
+        if key is None:
+            missing.append(name)
+            continue
+        places[name] = (key, held[key])
+        if held[key].shape != tuple(tensor.shape):
+            message = f"{name} is {held[key].shape} in {held[key].file.name}, {tuple(tensor.shape)} in the model"
+            problems.add("model-weights", message, "has the model's code changed since it was trained?", "CKPT")
+    problems.raise_if_any()
+    _refuse(missing, saved)
+    return places
+
+
+def _refuse(missing: list[str], saved: SavedModel) -> None:
+    """Raise UserError if the files lack tensors of the model."""
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        message = f"{saved.folder} lacks weights of the model: {shown}"
+        hint = "are config.json (or zerofit.json) and the weights of one model?"
+        raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT"))
+
+
+# A forward that reads weights from the disk maps the model's files. That works only for safetensors in the model's type
+# with one tensor for each of the model's. Other files are rewritten once, tensor by tensor.
+class WeightRewrite:
+    """The changes to a saved model's files, if any, that let each forward read from them."""
+
+    def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
+        self._saved, self._empty, self._dtype = saved, empty, dtype
+        self._stored = saved.weights.tensors
+        self._merged = _merged(saved, empty)
+        self._wanted = {name: self._type(name) for name in self._stored}
+        alike = all(where.dtype == self._wanted[name] for name, where in self._stored.items())
+        known = None not in self._wanted.values()
+        self.needed = known and (bool(self._merged) or saved.weights.pickled or not alike)
+
+    @property
+    def host_bytes(self) -> int:
+        """The largest memory that merging experts needs."""
+        shapes = {name: tensor.shape for name, tensor in self._empty.state_dict().items()}
+        largest = max((math.prod(shapes[part.source]) for part in self._merged), default=0)
+        return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
+
+    def write(self, scratch: Path, report: Reporter) -> SavedModel:
+        """Write the model with its weights to one safetensors file in `scratch`; memory holds one tensor at a time.
+
+        Raises UserError if the disk is too small, or if a value overflows the type ("overflow").
+        """
+        folder = scratch / "rewritten"
+        folder.mkdir()
+        parts = {part.source: part for part in self._merged}
+        gone = {name for part in self._merged for name in part.outputs}
+        shapes = {name: tuple(self._empty.state_dict()[name].shape) for name in parts}
+        shapes |= {name: where.shape for name, where in self._stored.items() if name not in gone}
+        types = {name: wanted for name, wanted in self._wanted.items() if wanted} | dict.fromkeys(parts, self._dtype)
+        entries = [TensorEntry(name=name, shape=shape, dtype=types[name]) for name, shape in shapes.items()]
+        total = sum(entry.bytes for entry in entries)
+        refuse_small_disk(folder, total, "--offload-folder")
+
+        def read(name: str) -> Tensor:
+            return self._merge(parts[name]) if name in parts else _tensor(self._saved.weights, name)
+
+        with quiet(), report.task(f"writing the weights to {folder}", total, "bytes") as task:
+            write_file(folder / FILE, entries, read, task.advance)
+        for config in self._saved.folder.glob("*config.json"):
+            shutil.copy(config, folder)
+        return replace(self._saved, folder=folder, weights=read_weights(folder))
+
+    def _type(self, name: str) -> torch.dtype | None:
+        stored = self._stored[name].dtype
+        if stored is None or not stored.is_floating_point:
+            return stored
+        parameter = self._empty.state_dict(keep_vars=True).get(name)
+        return self._dtype if parameter is None else parameter.dtype
+
+    def _merge(self, part: PublishedTensor) -> Tensor:
+        """Merge several stored tensors into one of the model, as transformers does."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        pieces = {name: _tensor(self._saved.weights, name) for name in part.outputs}
+        model = cast("PreTrainedModel", self._empty)
+        mapping = cast(Any, get_model_conversion_mapping(model))
+        config = LoadStateDictConfig(device_map={"": "cpu"}, dtype=self._dtype, weight_mapping=mapping)
+        convert_and_load_state_dict_in_model(model, pieces, config)
+        owner, _, name = part.source.rpartition(".")
+        merged = getattr(self._empty.get_submodule(owner), name).detach()
+        setattr(self._empty.get_submodule(owner), name, nn.Parameter(merged.to("meta"), requires_grad=False))
+        return merged
+
+
+def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
+    """Return the tensors of the model that the files store in parts (a mixture's experts, one by one)."""
+    if saved.source.family != "transformers":
+        return []
+    several = [part for part in PublishedModel(empty, transformers=True).parts if len(part.outputs) > 1]
+    return [part for part in several if set(part.outputs) <= set(saved.weights.tensors)]
+
+
+def _tensor(weights: StoredWeights, name: str) -> Tensor:
+    """Open a tensor's file and read it: pages read through a memory map stay resident until the map is closed."""
+    where = weights.tensors[name]
+    if weights.pickled:
+        return load(where.file)[name]
+    with safe_open(where.file, framework="pt") as file:
+        return file.get_tensor(name)

@@ -16,14 +16,13 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor, nn
 
 from zerofit.check.dotted import get
-from zerofit.models.batch_norm import BatchNorm, batch_norms
+from zerofit.models.batch_norm import BatchNorm, batch_norms, synchronize_batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, source_of
 from zerofit.models.deferred import Stored
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.pretrained_notes import drawn_head
-from zerofit.models.sync_batch_norm import synchronize_batch_norms
 from zerofit.spec.run_folder import Job
 from zerofit.train.process_group import rank_device
 

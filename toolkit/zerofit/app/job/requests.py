@@ -99,10 +99,10 @@ def assumed_inputs(
         with models_say("--input"):
             return named_inputs(source, model_args, seq_len or DEFAULT_SEQ_LEN, parse_input(image) if image else Fed())
     from zerofit.models.hf_config import make_config
-    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS, VOC
+    from zerofit.models.vision import published_inputs
 
     if is_image(task) or task == "table":
-        published = PUBLISHED_INPUTS.get(source.name, VOC if task == "segmentation" else IMAGENET)
+        published = published_inputs(source)
         if image is None:
             return published
         if isinstance(published, TableInputs):
