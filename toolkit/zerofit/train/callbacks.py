@@ -137,17 +137,17 @@ class EventLog(Callback):
 
     def phase(self, text: str) -> None:
         """Record the current phase of the run."""
-        self._progress.phase = text
+        self._progress.begin(text)
         self._write("phase", text=text)
 
     def training(self, **steps: int) -> None:
         """Record that training begins or continues: `steps` in total and, at the start, `done` before it."""
-        self._progress.phase = TRAINING
+        self._progress.begin(TRAINING)
         self._write("training", **steps)
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the figures; training continues."""
-        self._progress.phase = TRAINING
+        self._progress.begin(TRAINING)
         self._write("eval", step=step, **figures)
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:

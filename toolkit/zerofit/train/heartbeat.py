@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +38,15 @@ class RankProgress:
     step: int = 0  # optimizer steps done
     first: int = 0  # steps done before this start
     phase: str = "starting"
+    changed: threading.Event = field(default_factory=threading.Event)  # a phase began since the last heartbeat
+
+    def begin(self, phase: str) -> None:
+        """Record a phase and send a heartbeat now.
+
+        Otherwise the last heartbeat of a killed rank could name a step before that of a checkpoint it has written.
+        """
+        self.phase = phase
+        self.changed.set()
 
 
 class Heartbeat:
@@ -64,7 +73,8 @@ class Heartbeat:
                 self.send(beat)
             except OSError:
                 return  # the guard has died, and the kernel kills this process
-            time.sleep(EVERY_S)
+            self._progress.changed.wait(EVERY_S)
+            self._progress.changed.clear()
 
     def send(self, what: dict[str, Any]) -> None:
         """Write one line to the guard. Raises OSError."""

@@ -153,6 +153,7 @@ class Loop:
         recorder.asked_to_save = False
         problem = self.save(done, dict(recorder.last or {}), self.job.run.save_async and not (stop or last))
         recorder.skip_time()
+        self.progress.step = done
         self.events.training(steps=self.job.steps)
         if problem and (stop or last):
             raise RunFailed(problem)
