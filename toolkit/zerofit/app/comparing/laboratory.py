@@ -9,24 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerofit.app.comparing.comparisons import (
-    COMMON,
-    STEPPED,
-    check_counts,
-    compare_scaling,
-    compare_sizes,
-    compare_strategies,
-    hosts_of,
-    rank_counts,
-    resolve_comparison,
-    whole_epochs,
-)
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.comparisons import compare_scaling, compare_sizes, compare_strategies
+from zerofit.app.comparing.jobs import COMMON, STEPPED, ComparisonSetup, rank_counts
+from zerofit.app.comparing.processes import one_server
 from zerofit.app.comparing.rows import Comparison, RowStore
 from zerofit.compare.job import CompareJob
 from zerofit.report.laboratory import Section, write_laboratory
-from zerofit.spec.errors import Problems
-from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.events import OnEvent
 from zerofit.spec.run import Run, RunRequest
 
 COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
@@ -133,18 +122,18 @@ def compare_all(
 
     Raises UserError with all problems.
     """
-    report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
-    hosts, shared = hosts_of(hostfile), {"hostfile": str(hostfile)} if hostfile else {}
-    job, _, samples = resolve_comparison(asked, {*STEPPED, "epochs"}, problems, report, has_accuracy=True, hosts=hosts)
-    check_counts(job, problems)
-    epochs = whole_epochs(asked, LABORATORY_EPOCHS, problems)
-    problems.raise_if_any()
+    setup = ComparisonSetup(run, hostfile, on_event)
+    shared = {"hostfile": str(hostfile)} if hostfile else {}
+    epochs = setup.epochs(LABORATORY_EPOCHS)
+    job = setup.resolve({*STEPPED, "epochs"}, has_accuracy=True)
+    setup.check_counts(job)
+    request = setup.request
     study = {"target": target, "seeds": seeds, "epochs": epochs}
-    store = RowStore(asked.run.output, "all", {"job": vars(job), **study})
-    common = {name: getattr(asked.run, name) for name in asked.places if name in COMMON - {"lr"}}
+    store = RowStore(request.run.output, "all", {"job": vars(job), **study})
+    common = {name: getattr(request.run, name) for name in request.places if name in COMMON - {"lr"}}
     done = []
-    for one in experiments(job, samples, **study):
-        report.status(f"{one.name}: {one.question}")
+    for one in experiments(job, setup.samples, **study):
+        setup.report.status(f"{one.name}: {one.question}")
         done.append(conduct(one, store.folder_of(one.name), common, shared, anyway=anyway, on_event=on_event))
     sections = [
         Section(one.question, command, store.folder_of(one.name), *compared.page_table(), missing=compared.missing())

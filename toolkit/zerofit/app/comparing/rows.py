@@ -44,6 +44,11 @@ class Row:
             data[name] = data.pop(name)
         return data
 
+    @property
+    def headline(self) -> str:
+        """The row's main figure, or why there is none."""
+        return f"{self.status}: {self.reason}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyRow(Row):
@@ -72,6 +77,11 @@ class StrategyRow(Row):
     dropped: int | None = None  # gradients too late for a server with backup workers
     curve: list[dict[str, Any]] | None = None  # steps, seconds, loss, accuracy; parameter servers with a target only
     seconds_to_target: float | None = None
+
+    @property
+    def headline(self) -> str:
+        """Samples per second, or why there are none."""
+        return f"{self.samples_per_s:,.0f} samples/s" if self.samples_per_s else super().headline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +112,11 @@ class SizeRow(Row):
     test_accuracy: float | None = None  # after the best epoch, on samples not used to choose it
     curve: list[dict[str, Any]] | None = None  # epoch, steps, samples, seconds, loss, accuracy, test_accuracy
     noise_scale: float | None = None  # in samples; one rank only
+
+    @property
+    def headline(self) -> str:
+        """The final accuracy, or why there is none."""
+        return f"{self.final_accuracy:.1%}" if self.final_accuracy is not None else super().headline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,27 +328,18 @@ def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]
     return "ok", None
 
 
-def against_single(rows: Sequence[AnyStrategyRow]) -> list[AnyStrategyRow]:
-    """Return the rows with speed-up and efficiency relative to the single device."""
-    return _against(rows, lambda row, base: base.strategy == "single")
-
-
-def against_one_rank(rows: Sequence[ScalingRow]) -> list[ScalingRow]:
-    """Return the rows with speed-up and efficiency relative to one rank, separately for weak and strong scaling."""
-    return _against(rows, lambda row, base: base.mode == row.mode and base.ranks == 1)
-
-
-def _against(
+def with_speedups(
     rows: Sequence[AnyStrategyRow], is_base: Callable[[AnyStrategyRow, AnyStrategyRow], bool]
 ) -> list[AnyStrategyRow]:
-    found = []
+    """Return the rows with speed-up and efficiency relative to the first row for which `is_base(row, base)`."""
+    compared = []
     for row in rows:
-        base = next((one for one in rows if one.samples_per_s and is_base(row, one)), None)
+        base = next((base for base in rows if base.samples_per_s and is_base(row, base)), None)
         if base and base.samples_per_s and row.samples_per_s:
             speedup = row.samples_per_s / base.samples_per_s
             row = replace(row, speedup=speedup, efficiency=speedup / row.ranks)
-        found.append(row)
-    return found
+        compared.append(row)
+    return compared
 
 
 def _occupied(message: str) -> UserError:

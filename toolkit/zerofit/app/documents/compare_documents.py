@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.processes import one_server
 from zerofit.app.documents import batch_sizes, parallel_training, several_devices, shared_models
 from zerofit.app.documents.bench import Bench
 from zerofit.report.documents import TeachingDocument, write_documents
