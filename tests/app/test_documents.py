@@ -14,7 +14,7 @@ from zerofit.app.documents.parallel_training import enlarged_digits
 from zerofit.cli.compare import compare
 from zerofit.cli.main import main
 from zerofit.cli.plan import plan
-from zerofit.report.documents import Evidence, Figure, TeachingDocument, write_documents
+from zerofit.report.experiment_pages import Evidence, Figure, TeachingDocument, write_documents
 from zerofit.spec.errors import UserError
 
 

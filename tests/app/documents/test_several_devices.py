@@ -8,7 +8,7 @@ from PIL import Image
 from zerofit.app.comparing.laboratory import Done, Experiment
 from zerofit.app.comparing.rows import Comparison, SizeRow
 from zerofit.app.documents.several_devices import lenet_values, resnet_values, run_collectives, sums
-from zerofit.report.documents import draw_epochs
+from zerofit.report.experiment_pages import draw_epochs
 
 
 def test_two_ranks_add_up_and_share_a_matrix():

@@ -14,7 +14,7 @@ from zerofit.app.comparing.jobs import COMMON, STEPPED, ComparisonSetup, rank_co
 from zerofit.app.comparing.processes import one_server
 from zerofit.app.comparing.rows import Comparison, RowStore
 from zerofit.compare.job import CompareJob
-from zerofit.report.laboratory import Section, write_laboratory
+from zerofit.report.experiment_pages import Evidence, write_laboratory
 from zerofit.spec.events import OnEvent
 from zerofit.spec.run import Run, RunRequest
 
@@ -135,13 +135,21 @@ def compare_all(
     for one in experiments(job, setup.samples, **study):
         setup.report.status(f"{one.name}: {one.question}")
         done.append(conduct(one, store.folder_of(one.name), common, shared, anyway=anyway, on_event=on_event))
-    sections = [
-        Section(one.question, command, store.folder_of(one.name), *compared.page_table(), missing=compared.missing())
-        for one, command, compared in done
-    ]
+    sections = [_section(experiment, store.folder_of(experiment.experiment.name)) for experiment in done]
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
     title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"
     return Laboratory(experiments=done, written=[str(write_laboratory(store.folder, title, sections))])
+
+
+def _section(done: Done, folder: Path) -> Evidence:
+    """Return the table of an experiment with the links to its page and figures, which are in `folder`."""
+    columns, rows = done.compared.page_table()
+    missing = ", ".join(f"`{name}`" for name, _ in done.compared.missing())
+    notes = [f"No figures (the reasons are among the figures below): {missing}"] if missing else []
+    home = f"rows/{folder.name}"
+    notes.append(f"[page]({home}/comparison.html), [figures]({home}/results.json)")
+    content = {"columns": columns, "rows": rows, "picture": folder / "comparison.png", "notes": notes}
+    return Evidence(title=done.experiment.question, command=done.command, **content)
 
 
 def conduct(

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerofit.app.comparing.rows import SizeRow
 from zerofit.app.documents.document import DocumentRun
-from zerofit.report.documents import Evidence, TeachingDocument
+from zerofit.report.experiment_pages import Evidence, TeachingDocument
 
 TARGETS = ("0.99", "0.97")  # the document's target; one that most sizes reach here
 EPOCHS = 200

@@ -10,7 +10,7 @@ from typing import Any
 from zerofit.app.comparing.processes import one_server
 from zerofit.app.documents import batch_sizes, parallel_training, several_devices, shared_models
 from zerofit.app.documents.document import DocumentRun, result_store
-from zerofit.report.documents import TeachingDocument, write_documents
+from zerofit.report.experiment_pages import TeachingDocument, write_documents
 from zerofit.spec.errors import Problems, nearest
 from zerofit.spec.events import OnEvent
 

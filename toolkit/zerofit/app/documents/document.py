@@ -16,7 +16,7 @@ from zerofit.app.comparing.laboratory import Done, Experiment, conduct, flags
 from zerofit.app.comparing.rows import RowStore
 from zerofit.app.planning.planner import plan
 from zerofit.models.presets import NAMED
-from zerofit.report.documents import Evidence, Figure, TeachingDocument
+from zerofit.report.experiment_pages import Evidence, Figure, TeachingDocument
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import write_json

@@ -10,7 +10,7 @@ from typing import Any
 
 from zerofit.app.documents.document import DocumentRun
 from zerofit.models.presets import NAMED
-from zerofit.report.documents import Evidence, TeachingDocument
+from zerofit.report.experiment_pages import Evidence, TeachingDocument
 from zerofit.spec.units import shown_bytes
 
 CLASSES, SIDE, BATCH = 10, 112, 32

@@ -14,7 +14,7 @@ import numpy as np
 
 from zerofit.app.comparing.laboratory import Done
 from zerofit.app.documents.document import DocumentRun
-from zerofit.report.documents import Evidence, TeachingDocument, draw_epochs
+from zerofit.report.experiment_pages import Evidence, TeachingDocument, draw_epochs
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.foreign import read_json
 

@@ -13,7 +13,7 @@ from zerofit.app.comparing.laboratory import Done, flags
 from zerofit.app.comparing.rows import StrategyRow
 from zerofit.app.documents.document import DocumentRun
 from zerofit.app.training.train import train
-from zerofit.report.documents import Evidence, TeachingDocument
+from zerofit.report.experiment_pages import Evidence, TeachingDocument
 from zerofit.spec.errors import DoesNotFit, RunFailed
 from zerofit.spec.files import read_jsonl
 from zerofit.spec.foreign import read_json

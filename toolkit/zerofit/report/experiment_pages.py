@@ -1,4 +1,4 @@
-"""Write the page on the documents: network, experiment, the document's figures and ours, and our measurements."""
+"""Write pages of experiments in Markdown: the teaching documents', and a laboratory's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,27 @@ from typing import Any
 from zerofit.spec.files import write_text
 from zerofit.spec.local_machine import usable_cores, versions
 
-PAGE = """# The documents, to the letter
+EVIDENCE = """{% macro show(evidence, level) -%}
+{{ level }} {{ evidence.title }}
+{% if evidence.text %}
+{{ evidence.text }}
+{% endif %}{% if evidence.command %}
+```bash
+{{ evidence.command }}
+```
+{% endif %}
+{{ line(evidence.columns) }}
+|{{ "---|" * (evidence.columns | length) }}
+{% for row in evidence.rows -%}
+{{ line(row) }}
+{% endfor %}
+{%- if evidence.picture %}
+![{{ evidence.title }}]({{ evidence.picture.relative_to(home) }})
+{% endif %}{% for note in evidence.notes %}
+- {{ note.split() | join(" ") | replace("<", "&lt;") }}
+{%- endfor %}
+{% endmacro %}"""
+DOCUMENTS = """# The documents, to the letter
 
 Made with {{ versions }}, on {{ cores }} processor cores, by:
 
@@ -31,26 +51,16 @@ After a kill the same command continues; it keeps what it has measured.
 {% for figure in document.figures -%}
 {{ line([figure.name, figure.theirs, figure.ours, figure.why]) }}
 {% endfor %}
-{%- for one in document.evidence %}
-### {{ one.title }}
-{% if one.text %}
-{{ one.text }}
-{% endif %}{% if one.command %}
-```bash
-{{ one.command }}
-```
-{% endif %}
-{{ line(one.columns) }}
-|{{ "---|" * (one.columns | length) }}
-{% for row in one.rows -%}
-{{ line(row) }}
-{% endfor %}
-{%- if one.picture %}
-![{{ one.title }}]({{ one.picture.relative_to(home) }})
-{% endif %}{% for note in one.notes %}
-- {{ note.split() | join(" ") | replace("<", "&lt;") }}
-{%- endfor %}
+{% for evidence in document.evidence -%}
+{{ show(evidence, "###") }}
 {% endfor %}{% endfor %}"""
+LABORATORY = """# {{ title }}
+
+Made with {{ versions }}. The command below each question answers only that question. Each page has more columns.
+
+{% for section in sections -%}
+{{ show(section, "##") }}
+{% endfor %}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +113,21 @@ def _line(cells: Sequence[str]) -> str:
 
 def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
     """Write the page, with pictures linked relative to it."""
+    _write(page, DOCUMENTS, documents=documents, cores=usable_cores(), name=page.name)
+
+
+def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> Path:
+    """Write README.md into the folder of the sections' pictures; return its path."""
+    _write(folder / "README.md", LABORATORY, title=title, sections=sections)
+    return folder / "README.md"
+
+
+def _write(page: Path, template: str, **content: Any) -> None:
     from jinja2 import Environment
 
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    text = Environment(keep_trailing_newline=True).from_string(PAGE)
-    about = {
-        "versions": used,
-        "cores": usable_cores(),
-        "name": page.name,
-        "home": page.parent.absolute(),
-        "line": _line,
-    }
-    write_text(page, text.render(documents=documents, **about))
+    text = Environment(keep_trailing_newline=True).from_string(EVIDENCE + template)
+    write_text(page, text.render(**content, versions=used, home=page.parent.absolute(), line=_line))
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:
