@@ -36,6 +36,8 @@ def _kind(config: Config) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
 
 
+# Everything that is kept per number (weights, Adam's moments) can be cut anew for another layout. These settings keep
+# something else, or keep it where DeepSpeed does not save it.
 OBSTACLES = (
     Obstacle(
         "zero_optimization.offload_optimizer.ratio",
@@ -94,8 +96,8 @@ def same_storage(old: Job, new: Job) -> bool:
 
     def storage(job: Job) -> tuple[Any, ...]:
         kind = job.ds_config.get("optimizer", {}).get("type")
-        kept = [job.ds_config.get(key) for key in STORAGE]
-        return (job.layout, job.run.pipeline_schedule, job.run.precision, kind, kept)
+        settings = [job.ds_config.get(key) for key in STORAGE]
+        return (job.layout, job.run.pipeline_schedule, job.run.precision, kind, settings)
 
     measured = "time" in (old.run.pipeline_balance, new.run.pipeline_balance)  # stages may be split differently
     return storage(old) == storage(new) and not (measured and new.layout.pp > 1)

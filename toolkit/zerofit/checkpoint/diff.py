@@ -16,6 +16,8 @@ from zerofit.checkpoint.store import locate, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 
+# Two numbers are equal only if their bits are: floats are compared as integers of the same width, so NaNs with equal
+# bits count as equal and +0 and -0 as different.
 PIECE = 1 << 22  # elements compared at a time
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -88,13 +90,13 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
     left_names, right_names = set(left.tensors), set(right.tensors)
     for done, name in enumerate(names, start=1):
         report.status(f"comparing {name} ({done} of {len(names)})")
-        mine, other = left.ties.get(name, name), right.ties.get(name, name)  # tied tensors are stored once
-        if mine not in left_names or other not in right_names:
-            (found.only_in_b if mine not in left_names else found.only_in_a).append(name)
-        elif left.shape(mine) != right.shape(other):
-            found.shapes.append((name, left.shape(mine), right.shape(other)))
+        left_name, right_name = left.ties.get(name, name), right.ties.get(name, name)  # tied tensors are stored once
+        if left_name not in left_names or right_name not in right_names:
+            (found.only_in_b if left_name not in left_names else found.only_in_a).append(name)
+        elif left.shape(left_name) != right.shape(right_name):
+            found.shapes.append((name, left.shape(left_name), right.shape(right_name)))
         else:
-            _compare_kinds(name, (left, mine), (right, other), states, found)
+            _compare_kinds(name, (left, left_name), (right, right_name), states, found)
     return found
 
 
@@ -144,8 +146,8 @@ def _compare_kinds(
         if kind not in kinds_a or kind not in kinds_b:
             (found.only_in_b if kind not in kinds_a else found.only_in_a).append(f"{name} ({kind})")
         else:
-            (left, mine), (right, other) = a, b
-            found.rows.append(compare(name, kind, left.read(mine, kind), right.read(other, kind)))
+            (left, left_name), (right, right_name) = a, b
+            found.rows.append(compare(name, kind, left.read(left_name, kind), right.read(right_name, kind)))
 
 
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:

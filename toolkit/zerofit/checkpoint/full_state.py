@@ -23,6 +23,13 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import stays_inside
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 
+# How a full tensor is assembled from the files of many ranks, in two levels:
+#
+#     full tensor   =  cuts of tensor or expert parallel ranks, each some ranges of rows or columns (`TensorSlice`)
+#     a flat cut    =  stretches of data parallel ranks, one after another (`_Shard`: start, numel)
+#
+# Without cuts, a part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. With
+# cuts the tensor is assembled first, since a part of it may touch all of them.
 MASTER = "fp32"  # the weights, in the optimizer's precision
 HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 ONE_ENGINE = {STATE: ""}
@@ -41,23 +48,23 @@ class TensorSlice:
     ranges: tuple[tuple[Count, Count], ...]
     joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the share of a tensor with shape `whole`."""
-        rest = whole[self.dim + self.joined + 1 :]
-        return (*whole[: self.dim], sum(length for _, length in self.ranges), *rest)
+        rest = full[self.dim + self.joined + 1 :]
+        return (*full[: self.dim], sum(length for _, length in self.ranges), *rest)
 
-    def length(self, whole: tuple[int, ...]) -> int:
+    def length(self, full: tuple[int, ...]) -> int:
         """Return the total length of the ranges of all shares."""
-        return math.prod(whole[self.dim : self.dim + self.joined + 1])
+        return math.prod(full[self.dim : self.dim + self.joined + 1])
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """Return the share of a full tensor."""
-        rows = whole.flatten(self.dim, self.dim + self.joined)
+        rows = full.flatten(self.dim, self.dim + self.joined)
         return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
 
-    def put(self, whole: Tensor, share: Tensor) -> None:
+    def put(self, full: Tensor, share: Tensor) -> None:
         """Copy a share into its place in the full tensor, which must be contiguous."""
-        rows = whole.view(*whole.shape[: self.dim], -1, *whole.shape[self.dim + self.joined + 1 :])
+        rows = full.view(*full.shape[: self.dim], -1, *full.shape[self.dim + self.joined + 1 :])
         parts = share.split([length for _, length in self.ranges], self.dim)
         for (start, length), part in zip(self.ranges, parts, strict=True):
             rows.narrow(self.dim, start, length).copy_(part)
@@ -206,11 +213,11 @@ class FullState:
             (cut, torch.cat([self._stored(s, kind, 0, s.numel).float() for s in share]))
             for cut, share in _by_cut(shards).items()
         ]
-        whole = torch.empty(shape)
+        full = torch.empty(shape)
         for cut, share in shares:
             assert cut is not None  # see _check_coverage
-            cut.put(whole, share.view(cut.shape(shape)))
-        return whole
+            cut.put(full, share.view(cut.shape(shape)))
+        return full
 
     def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""

@@ -25,6 +25,9 @@ from zerofit.models.partial import lora_layers, name_without_adapters
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory
 
+# The merged model is written without ever being in memory: trained weights come from the checkpoint; frozen weights
+# are rebuilt from seed or pretrained files in groups that fit into a quarter of the free memory. A layer with adapters
+# becomes W + (alpha / r) B A (for LoRA), computed by peft on this layer alone.
 SHARE = 4  # a group of frozen weights uses at most 1/4 of the free memory
 
 

@@ -54,10 +54,10 @@ def refuse_existing(out: Path, where: str = "OUT") -> None:
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
     """Raise UserError "disk-full" if `needed_bytes` do not fit on the disk of `out`."""
-    there = next(path for path in (out, *out.parents) if path.exists())
-    free, needed = shutil.disk_usage(there).free, needed_bytes + SPARE_BYTES
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    free, needed = shutil.disk_usage(existing).free, needed_bytes + SPARE_BYTES
     if free < needed:
-        message = f"needs {shown_bytes(needed)} of disk space, but {there} has {shown_bytes(free)} free"
+        message = f"needs {shown_bytes(needed)} of disk space, but {existing} has {shown_bytes(free)} free"
         raise UserError(Problem(kind="disk-full", message=message, hint="use a folder on another disk", where=where))
 
 
@@ -114,6 +114,9 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
     return files
 
 
+# A safetensors file is [8 bytes: length of the header][header: JSON of names, types, shapes, offsets][data]. The
+# header needs only shapes, so it is written first, and tensors are then written at their offsets in whatever order
+# they arrive.
 class TensorFile:
     """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
 

@@ -28,6 +28,12 @@ from zerofit.spec.files import field_data, stays_inside, sync_folder, write_text
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.run_folder import Job
 
+# Names in a run's checkpoints/ folder; only the first is a checkpoint that a run resumes from:
+#
+#     step-00000100             complete: written, synced, hashed, then renamed
+#     .saving-step-00000100     being written, or left over after a kill
+#     .leaving-step-00000100    being deleted
+#     step-00000100.put-by-1    archived, because a run from an earlier step wrote the same step again
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # folder in a run's folder
@@ -96,8 +102,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (OSError, Unreadable) as error:
         raise ManifestError(f"manifest.json cannot be read: {error}") from None
     if content.get("format") != FORMAT:
-        got = content.get("format", "none")
-        raise ManifestError(f"manifest.json has format {got!r}; this zerofit reads format {FORMAT}")
+        version = content.get("format", "none")
+        raise ManifestError(f"manifest.json has format {version!r}; this zerofit reads format {FORMAT}")
     try:
         job = content["job"]
         parsed = {"job": Job.from_dict(job), "inputs": inputs_from_dict(job["inputs"])}
@@ -171,11 +177,11 @@ def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> l
     if manifest is None:
         return damage
     seen = {d.file for d in damage}
-    left = {name: mark for name, mark in manifest.files.items() if name not in seen}
-    done, total, begun = 0, sum(mark.bytes for mark in left.values()), time.monotonic()
+    unread = {name: mark for name, mark in manifest.files.items() if name not in seen}
+    done, total, begun = 0, sum(mark.bytes for mark in unread.values()), time.monotonic()
     with ThreadPoolExecutor(THREADS) as pool:
-        results = pool.map(lambda item: _read(checkpoint, *item), left.items())
-        for found, mark in zip(results, left.values(), strict=True):
+        results = pool.map(lambda item: _read(checkpoint, *item), unread.items())
+        for found, mark in zip(results, unread.values(), strict=True):
             damage += found
             done += mark.bytes
             if progress and time.monotonic() - begun > QUIET_S:
@@ -275,10 +281,10 @@ class Store:
 
         Damaged ones are kept, for inspection. Returns the deleted paths.
         """
-        whole = [entry for entry in self.entries() if not entry.damage]
-        kept = {entry.step for entry in whole[-keep_last:]}
-        kept |= {entry.step for entry in whole if keep_every and entry.step % keep_every == 0}
-        gone = [entry.path for entry in whole if entry.step not in kept]
+        complete = [entry for entry in self.entries() if not entry.damage]
+        steps = {entry.step for entry in complete[-keep_last:]}
+        steps |= {entry.step for entry in complete if keep_every and entry.step % keep_every == 0}
+        gone = [entry.path for entry in complete if entry.step not in steps]
         for path in gone:
             deleting = path.with_name(DELETING + path.name)
             os.rename(path, deleting)  # so that a kill during deletion does not leave a partial checkpoint

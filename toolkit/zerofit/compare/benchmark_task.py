@@ -162,10 +162,10 @@ class BenchmarkTask:
         """Return mean loss and accuracy on the validation samples at these places, or on all."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
-        asked = range(self.eval_samples) if places is None else places
-        for start in range(0, len(asked), EVAL_BATCH):
-            self.progress(f"evaluated {start} of {len(asked)} samples")
-            part = asked[start : start + EVAL_BATCH]
+        positions = range(self.eval_samples) if places is None else places
+        for start in range(0, len(positions), EVAL_BATCH):
+            self.progress(f"evaluated {start} of {len(positions)} samples")
+            part = positions[start : start + EVAL_BATCH]
             found = self._data.valid.batch(part, part)
             x, y = self._inputs(found["inputs"], part).to(self.device), found["labels"].to(self.device)
             output = model(x)
@@ -240,19 +240,26 @@ def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
     Raises NotHereError if fewer layers than parts have parameters.
     """
-    cuts, whole, full = [0], sum(sizes), sum(size > 0 for size in sizes)
-    if full < parts:
-        raise NotHereError(f"{full} layers with parameters are too few for {parts} stages")
+    # Greedy: the boundary after part k goes where the sum of sizes is nearest to k / parts of the total, among the
+    # places that leave at least one layer with parameters for this part and for each later one.
+    cuts, total, filled = [0], sum(sizes), sum(size > 0 for size in sizes)
+    if filled < parts:
+        raise NotHereError(f"{filled} layers with parameters are too few for {parts} stages")
     for part in range(1, parts):
         able = [
             n
             for n in range(cuts[-1] + 1, len(sizes))
             if sum(sizes[cuts[-1] : n]) > 0 and sum(size > 0 for size in sizes[n:]) >= parts - part
         ]
-        cuts.append(min(able, key=lambda n: abs(sum(sizes[:n]) - whole * part / parts)))
+        cuts.append(min(able, key=lambda n: abs(sum(sizes[:n]) - total * part / parts)))
     return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))
 
 
+# What is measured where, so that strategies are comparable:
+#
+#     time      from step WARM to the last; a request for the next batch means that a step is done
+#     memory    the peak since step WARM: torch's allocator on GPUs, the kernel's VmHWM on CPUs
+#     traffic   the kernel's byte counts of each TCP connection that existed at step WARM (gloo; not NCCL)
 class StrategyMeter:
     """Time, memory and network bytes of one process, from before the model is built to the last step."""
 

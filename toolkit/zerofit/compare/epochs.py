@@ -108,6 +108,8 @@ class Noise:
             return None
         small, large = self._sizes
         of_small, of_large = (sum(values) / len(values) for values in (self._half, self._whole))
+        # A gradient over B samples has the expected squared norm |G|^2 + tr(S) / B, with the true gradient G and the
+        # covariance S of one sample's gradient. Two batch sizes give both unknowns; the noise scale is tr(S) / |G|^2.
         squared = (large * of_large - small * of_small) / (large - small)  # of the true gradient
         spread = (of_small - of_large) / (1 / small - 1 / large)  # trace of the covariance of one sample's gradient
         scale = spread / squared if squared > 0 else math.inf

@@ -110,6 +110,7 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
+# A new strategy is a file in strategies/ with `train(work)`, and an entry here.
 _ALL = (
     Strategy(name="single", title="one device", file="single", one=True, replicas=True),
     Strategy(name="model-parallel", title="layers on different ranks, by hand", file="model_parallel", least_ranks=2),

@@ -25,6 +25,8 @@ from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory
 
+# All strategies train on the same samples from the same weights with SGD. So those that only reorder sums must end
+# with the weights of the single device, up to rounding; its row is measured first, and its weights are the reference.
 REFERENCE = "single.safetensors"  # in the folder of the strategies' folders
 
 
@@ -75,6 +77,6 @@ def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict
         save_file({name: state[name].contiguous() for name in names}, reference)
     found: dict[str, Any] = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
     if reference.exists():
-        whole = load_file(reference)
-        found["max_weight_difference"] = max(float((state[n].float() - whole[n].float()).abs().max()) for n in names)
+        single = load_file(reference)
+        found["max_weight_difference"] = max(float((state[n].float() - single[n].float()).abs().max()) for n in names)
     return found

@@ -163,19 +163,19 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
     if "hosts" in named:
         named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
-    known = [any(row.get(key) is not None for row in rows) for _, key, _ in COLUMNS[kind]]  # columns with a figure
+    filled = [any(row.get(key) is not None for row in rows) for _, key, _ in COLUMNS[kind]]  # columns with a figure
     template = Environment(autoescape=True).from_string(PAGE)
     return template.render(
         title=f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}",
         words=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()),
-        columns=[FIRST[kind].replace("_", " "), *compress((label for label, _, _ in COLUMNS[kind]), known)],
+        columns=[FIRST[kind].replace("_", " "), *compress((label for label, _, _ in COLUMNS[kind]), filled)],
         rows=[
             {
                 "name": row[FIRST[kind]],
                 "title": row.get("title", ""),
                 "status": row["status"],
                 "reason": row["reason"],
-                "cells": list(compress(cells(kind, row), known)),
+                "cells": list(compress(cells(kind, row), filled)),
             }
             for row in rows
         ],
@@ -270,12 +270,12 @@ def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, c
     """Draw each run as a dot, and join the medians."""
     from matplotlib.ticker import LogFormatter
 
-    known = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
-    if known:
-        axes.plot(*zip(*known, strict=True), "o", color=colour, alpha=0.5, markersize=5)
+    points = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o", color=colour, alpha=0.5, markersize=5)
         axes.set_yscale(scale)
-    there = [size for size in sizes if any(size == one for one, _ in known)]
-    axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
+    measured = [size for size in sizes if any(size == point_size for point_size, _ in points)]
+    axes.plot(measured, [statistics.median(v for s, v in points if s == size) for size in measured], "-", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may be close together
     axes.xaxis.minorticks_off()
@@ -292,9 +292,10 @@ def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")
     for mode, colour in (("weak", BLUE), ("strong", RED)):
-        mine = [row for row in rows if row["mode"] == mode and row.get("speedup")]
-        speed.plot([r["ranks"] for r in mine], [r["speedup"] for r in mine], "o-", color=colour, label=mode)
-        efficiency.plot([r["ranks"] for r in mine], [r["efficiency"] for r in mine], "o-", color=colour, label=mode)
+        measured = [row for row in rows if row["mode"] == mode and row.get("speedup")]
+        for axes, name in ((speed, "speedup"), (efficiency, "efficiency")):
+            ranks, values = [row["ranks"] for row in measured], [row[name] for row in measured]
+            axes.plot(ranks, values, "o-", color=colour, label=mode)
     speed.set(xlabel="ranks", ylabel="speed-up", xticks=counts)
     efficiency.set(xlabel="ranks", ylabel="efficiency", xticks=counts, ylim=(0, 1.1))
     for axes in (speed, efficiency):

@@ -101,8 +101,8 @@ class TeachingDocument:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         data = asdict(self)
-        for one in data["evidence"]:
-            one["picture"] = str(one["picture"]) if one["picture"] else None
+        for evidence in data["evidence"]:
+            evidence["picture"] = str(evidence["picture"]) if evidence["picture"] else None
         return data
 
 

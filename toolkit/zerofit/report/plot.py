@@ -10,6 +10,7 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.run_folder import RunFolder
 
+# Pictures are drawn with matplotlib's Figure class instead of pyplot: no global state, no window, any thread.
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -63,8 +64,8 @@ def _points(records: list[dict[str, Any]], value: str | Callable[[dict[str, Any]
     """Return steps and values (by key, or computed) of all records that have both."""
     read = value if callable(value) else lambda record: number_in(record, value)
     points = [(number_in(record, "step"), read(record)) for record in records]
-    whole = [point for point in points if None not in point]
-    return [x for x, _ in whole], [y for _, y in whole]
+    complete = [point for point in points if None not in point]
+    return [x for x, _ in complete], [y for _, y in complete]
 
 
 def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, list[dict[str, Any]]]) -> Any:

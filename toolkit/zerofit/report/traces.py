@@ -14,6 +14,12 @@ from typing import Any, NamedTuple
 from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
+# From a torch.profiler trace to seconds by layer and kind:
+#
+#     with kernels     each kernel counts with its duration; its layer and phase are those of the last mark before
+#                      its launch on the host, which the shared correlation id identifies
+#     without (CPU)    ops nest, so an op counts with its own time: its duration less that of the ops inside it;
+#                      the rest is Python, unless the thread waits for a collective of gloo's threads
 Event = dict[str, Any]
 HINT = "give a file from --trace of `zerofit plan` or `simulate`, or traces/rank-0-step-3.json of a run folder"
 MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB per step
@@ -163,10 +169,10 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
 
 def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds on the training thread."""
-    mine = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
     within: list[tuple[str, float]] = []  # kind and end of open ops, innermost last
     at = 0.0
-    for event in sorted([*mine, *steps], key=lambda e: (e["ts"], -e["dur"])):
+    for event in sorted([*ops, *steps], key=lambda e: (e["ts"], -e["dur"])):
         while within and within[-1][1] <= event["ts"]:
             kind, end = within.pop()
             yield kind, at, max(0.0, end - at)

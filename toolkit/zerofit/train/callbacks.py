@@ -89,7 +89,8 @@ class Callback:
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
     """Return the callbacks' methods of this name that are overridden, so others cost nothing."""
-    return [getattr(one, method) for one in callbacks if getattr(type(one), method) is not getattr(Callback, method)]
+    inherited = getattr(Callback, method)
+    return [getattr(callback, method) for callback in callbacks if getattr(type(callback), method) is not inherited]
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
@@ -104,14 +105,14 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
     for name in names:
         module, _, attribute = name.partition(":")
         try:
-            one: Any = getattr(importlib.import_module(module), attribute)()
+            callback: Any = getattr(importlib.import_module(module), attribute)()
         except Exception as error:  # a user's own module can raise anything
             problems.add("callback", f"{name} cannot be loaded: {type(error).__name__}: {error}", hint, "--callbacks")
             continue
-        if isinstance(one, Callback):
-            made.append(one)
+        if isinstance(callback, Callback):
+            made.append(callback)
         else:
-            problems.add("callback", f"{name} is a {type(one).__name__}, not a Callback", hint, "--callbacks")
+            problems.add("callback", f"{name} is a {type(callback).__name__}, not a Callback", hint, "--callbacks")
     problems.raise_if_any()
     return made
 

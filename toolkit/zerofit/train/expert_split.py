@@ -28,6 +28,10 @@ from zerofit.spec.run_folder import Layout
 from zerofit.train.tensor_split import fill
 
 # AutoEP's name of an expert weight: transformers' name, and which half of each expert's rows
+# The same weights in both libraries, for E experts of hidden size h and intermediate size i:
+#
+#     transformers   gate_up_proj (E, 2i, h)            down_proj (E, h, i)
+#     AutoEP         w1 (E/ep, i, h)  w3 (E/ep, i, h)   w2 (E/ep, h, i)       on each of ep ranks
 SOURCES = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None)}
 HALVES = 2  # gate_up_proj contains the rows of w1, then of w3
 SHARE = "zerofit_expert_share"  # attribute of a parameter
@@ -67,13 +71,13 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
             setattr(getattr(layer.experts, own), SHARE, share)
             slices[name] = partial(_take, rank * count, count)
     weights = make(replace(stored, slices=slices))
-    given: dict[str, nn.Parameter] = {}
+    renamed: dict[str, nn.Parameter] = {}
     for path, layer in expert_layers(shape).items():
         block: Any = weights.get_submodule(path)
-        given |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
+        renamed |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
         layer.tokens_per_expert = torch.zeros(layer.num_experts, device=stored.device)
         layer.router._buffers.update(block.gate._buffers)  # DeepSeek-V3 has a bias of router scores
-    fill(shape, weights, given)
+    fill(shape, weights, renamed)
     return shape
 
 
@@ -88,7 +92,7 @@ def make_expert_groups(layout: Layout) -> None:
 
 def expert_layers(module: nn.Module) -> dict[str, AutoEPMoELayer]:
     """Return the AutoEP layers of a model by path."""
-    return {path: one for path, one in module.named_modules() if isinstance(one, AutoEPMoELayer)}
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, AutoEPMoELayer)}
 
 
 def share_of(p: nn.Parameter) -> ExpertShare | None:
@@ -105,21 +109,21 @@ def published_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def whole_experts(experts: GroupedExperts, layout: Layout, mine: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights of a layer's experts on the CPU if `mine`, which the rank with the first experts sets.
+def whole_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full weights of a layer's experts on the CPU if `collect`, which the rank with the first experts sets.
 
     All ranks iterate over this together.
     """
-    whole: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     with GatheredParameters(list(experts.parameters()), enabled=layout.zero_stage == 3):
         for p in experts.parameters():
             share, parts = cast(ExpertShare, share_of(p)), _gathered(p)
-            for rank, part in enumerate(parts if mine else ()):
-                if share.name not in whole:
-                    whole[share.name] = torch.empty(share.shape, dtype=p.dtype)
+            for rank, part in enumerate(parts if collect else ()):
+                if share.name not in weights:
+                    weights[share.name] = torch.empty(share.shape, dtype=p.dtype)
                 cut = share.cut(rank)
-                cut.put(whole[share.name], part.cpu().view(cut.shape(share.shape)))
-    yield from whole.items()
+                cut.put(weights[share.name], part.cpu().view(cut.shape(share.shape)))
+    yield from weights.items()
 
 
 def _gathered(p: Any) -> list[Tensor]:
@@ -130,8 +134,8 @@ def _gathered(p: Any) -> list[Tensor]:
     return parts or []
 
 
-def _take(first: int, count: int, whole: Tensor) -> Tensor:
-    return whole[first : first + count].clone()
+def _take(first: int, count: int, weight: Tensor) -> Tensor:
+    return weight[first : first + count].clone()
 
 
 def _own_weights(block: Any) -> dict[str, nn.Parameter]:

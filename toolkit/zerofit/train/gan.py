@@ -39,8 +39,8 @@ class GanTrainer(EngineTrainer):
         self.job, self.coords = job, coords
         self.device = rank_device()
         torch.manual_seed(job.run.seed)
-        more = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
-        pair = build(find(job.run.model), inputs, dict(job.run.model_args), **more)
+        options = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
+        pair = build(find(job.run.model), inputs, dict(job.run.model_args), **options)
         assert isinstance(pair, DCGAN)  # the only model for this task
         if job.precision != "fp32":
             batch_norm_in_fp32(pair)

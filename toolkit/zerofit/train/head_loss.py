@@ -14,6 +14,8 @@ from zerofit.spec.model_facts import PLAIN_HEAD_TYPES
 from zerofit.train.loss import counts, linear_cross_entropy
 
 
+# Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. It
+# must still be the module that DeepSpeed hooks: ZeRO-3 gathers a weight when its module's forward is called.
 class HeadLoss:
     """Loss of targets computed directly from hidden states; without gradients their counts (see `counts`)."""
 

@@ -94,11 +94,15 @@ class Heartbeat:
         seconds = max(now - self._last, 1e-3)
         if seconds > FROZEN_S:  # the process was stopped, not only its main thread
             self._moved += seconds
+        # "Moved" means any sign of work since the last look: another line of Python, processor time, file I/O or
+        # network traffic. The guard's command judges a rank by the seconds without a sign, so each one must be safe
+        # from false alarms: a GPU rank that waits in a collective burns a core, and NFS or NCCL keep-alives send a few
+        # bytes.
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         busy |= (io - self._io) / seconds > READING
         # per connection: keep-alives of hundreds of connections add up
         counts = {name: flow.sent + flow.received for name, flow in flows.items()}
-        busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in counts.items())
+        busy |= any((n - self._flows.get(name, n)) / seconds > FLOWING for name, n in counts.items())
         if stack != self._seen or busy:
             if progress.phase == TRAINING:
                 self._longest = max(self._longest, self._last - self._moved)
@@ -127,8 +131,8 @@ def _up(frame: FrameType | None) -> Iterator[FrameType]:
 def _collective(frame: FrameType | None) -> str | None:
     """Return the collective in which a thread waits: the outermost torch.distributed function on its stack."""
     name = None
-    for one in _up(frame):
-        code = one.f_code
+    for outer in _up(frame):
+        code = outer.f_code
         if code.co_filename.endswith(COLLECTIVES) and not code.co_name.startswith(("_", "get_", "is_", "wrapper")):
             name = code.co_name
     return name
@@ -137,8 +141,8 @@ def _collective(frame: FrameType | None) -> str | None:
 def _part(frame: FrameType | None) -> str:
     """Return the part of a step in which the main thread is: the outermost engine call, or the data loader."""
     part = "between steps"
-    for one in _up(frame):
-        file, name = one.f_code.co_filename, one.f_code.co_name
+    for outer in _up(frame):
+        file, name = outer.f_code.co_filename, outer.f_code.co_name
         if file.endswith(ENGINES) and (name in PARTS or name.startswith("_exec_")):
             part = PARTS.get(name, name.removeprefix("_exec_").replace("_", " "))
         elif file.endswith(LOADER):
@@ -148,10 +152,10 @@ def _part(frame: FrameType | None) -> str:
 
 def _place(frame: FrameType | None) -> str:
     """Return file and line of zerofit's code in which the main thread is, models excluded."""
-    for one in _up(frame):
-        path = Path(one.f_code.co_filename)
+    for outer in _up(frame):
+        path = Path(outer.f_code.co_filename)
         if len(path.parts) > 2 and path.parts[-3] == "zerofit" and path.parts[-2] != "models":
-            return f"{path.parts[-2]}/{path.name}:{one.f_lineno} {one.f_code.co_name}"
+            return f"{path.parts[-2]}/{path.name}:{outer.f_lineno} {outer.f_code.co_name}"
     return ""
 
 

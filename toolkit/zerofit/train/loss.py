@@ -49,6 +49,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     return _FromHidden.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk)
 
 
+# Both classes below split (targets, classes) logits into chunks of targets, because float32 logits of a long sequence
+# and a large vocabulary are the largest tensor of a step. For each chunk, with p = softmax(logits) in float32:
+#
+#     loss     = -sum over targets of log p[label]
+#     gradient = p - onehot(label), and 0 for ignored targets
+#
+# The gradient is computed in forward, while the chunk's p exists, so backward only multiplies by the incoming scale.
 class _FromHidden(torch.autograd.Function):
     """Sum of cross entropies; forward computes the gradients of hidden states and head chunk by chunk.
 
@@ -123,12 +130,12 @@ def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor
     return loss, p.mul_(real).to(logits.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product `left @ right` to a float32 sum."""
-    if left.dtype == right.dtype == total.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product `a @ b` to a float32 sum."""
+    if a.dtype == b.dtype == total.dtype:
+        total.addmm_(a, b)
     else:
-        total += left @ right
+        total += a @ b
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:

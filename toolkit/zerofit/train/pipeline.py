@@ -42,6 +42,15 @@ from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
 
+# From a model to a stage, without a rank that ever holds the whole model:
+#
+#     1. list the model's layers on the meta device, with their numbers of parameters (or measured seconds)
+#     2. cut the list into as many parts as there are stages, or twice as many for DualPipeV (`spec.stages.cut_layers`)
+#     3. build the model again from the seed and keep only this stage's weights
+#     4. give DeepSpeed all layers with these bounds; it runs those of its own stage
+#
+# Layers of two stages that share a weight (embedding and head) become TiedLayerSpecs, whose gradients DeepSpeed adds
+# up.
 _Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # the first layer's input; labels and their weight
 
 
@@ -76,7 +85,7 @@ class PipelineTrainer(EngineTrainer):
             own = dict(zip(blocks, numbered(["block"] * len(blocks)), strict=True))
             first, last = blocks[0], blocks[-1]
             others = ("embedding" if n < first else "head" if n > last else "between" for n in range(len(names)))
-            names = [own.get(n, other) for n, other in enumerate(others)]
+            names = [own.get(n, part) for n, part in enumerate(others)]
         else:
             names = numbered(names)
         return [ModelSection(name=names[n], start=self._layers[n].module) for n in chain(*self.parts)]
@@ -133,10 +142,10 @@ class PipelineTrainer(EngineTrainer):
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the full model on rank 0; the first replica of each stage leaves its part in a file."""
         coords, weights = self.coords, {}
-        mine = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
+        collect = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
-            weights |= dict(whole_state(layer.module, self.job.layout, layer.names, mine, self.saves_adapters))
-        if mine:
+            weights |= dict(whole_state(layer.module, self.job.layout, layer.names, collect, self.saves_adapters))
+        if collect:
             scratch.mkdir(parents=True, exist_ok=True)
             part = scratch / f"stage-{coords.pp_rank}.safetensors"
             save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
@@ -179,16 +188,16 @@ class PipelineTrainer(EngineTrainer):
         if x.is_floating_point():
             x = x.to(DTYPES[self.job.precision])
         if self.job.layout.sp > 1:
-            mine = own_tokens(x.shape[1], self.job.layout, self.coords)
-            x, labels = x[:, mine], labels[:, mine]
+            tokens = own_tokens(x.shape[1], self.job.layout, self.coords)
+            x, labels = x[:, tokens], labels[:, tokens]
         return x, (labels, torch.tensor(batch.get("weight", 1.0)))
 
 
-def _filled(pairs: Iterator[_Pair], more: int) -> Iterator[_Pair]:
+def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
     """Yield the micro batches, then the last one `more` times without targets."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
-    for _ in range(more):
+    for _ in range(count):
         yield x, (torch.full_like(labels, IGNORE_INDEX), weight)
 
 
@@ -201,8 +210,8 @@ def _even_norms(engine: Any) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
         return
-    mine = len(optimizer.param_groups)
-    ends = torch.tensor([mine, -mine], device=engine.device)
+    own_groups = len(optimizer.param_groups)
+    ends = torch.tensor([own_groups, -own_groups], device=engine.device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     most, least = int(ends[0]), -int(ends[1])
     if most == least:
@@ -211,7 +220,7 @@ def _even_norms(engine: Any) -> None:
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
         norm = own_norm(norm_type)
-        for _ in range(most - mine):
+        for _ in range(most - own_groups):
             others = torch.zeros((), device=engine.device)
             optimizer._model_parallel_all_reduce(tensor=others, op=dist.ReduceOp.SUM)
             norm = (norm.square() + others).sqrt()
@@ -307,8 +316,8 @@ def _build_stage(
     parts = cut_layers(weights, [layer.trained for layer in stack], pipeline_parts(layout.pp, run.pipeline_schedule))
     stages = stage_layers(stack, parts, layout, run.pipeline_schedule)
     bounds = [0, *(last for _, last in parts)]
-    mine = chain(*_parts_of(coords.pp_rank, job, bounds))
-    keep = {name for index in mine for name in layers[index].names.values()}
+    indices = chain(*_parts_of(coords.pp_rank, job, bounds))
+    keep = {name for index in indices for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
     if layout.tp > 1:
         model: Any = build_split(shape, groups.tensor, stored, make)

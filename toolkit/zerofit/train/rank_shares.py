@@ -14,6 +14,12 @@ from zerofit.data import Data, Order
 from zerofit.spec.run_folder import Batch, Job
 from zerofit.train.engines import ZeroTrainer
 
+# Ranks of different speed finish a step together if rank r gets samples in proportion to its speed:
+#
+#     samples_r = micro batch x ranks x speed_r / sum of speeds, rounded so that the sum stays the same
+#
+# The speed is that of forward passes alone; backward takes about twice as long on any device, so the ratio is the
+# same.
 WARM, PASSES = 2, 8  # uncounted and counted forward passes
 MOST_S = 5.0  # limit of the counted passes
 

@@ -120,8 +120,8 @@ class RankRun:
 
     def _shared_out(self, job: Job) -> Job:
         """Return the job with samples distributed by the ranks' measured speeds, if the run asks for it."""
-        trainer, known = self.trainer, job.start and job.start.shares
-        if job.batch.limit <= job.batch.micro or known or not isinstance(trainer, ZeroTrainer):
+        trainer, shares = self.trainer, job.start and job.start.shares
+        if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
         self._events.phase("measuring how fast each rank is")
         found = measured_shares(job, trainer, self.data)
@@ -169,10 +169,10 @@ class RankRun:
     def _against_forecast(self) -> dict[str, ForecastFigure]:
         """Return measured memory and step time of the run with their forecasts; check the memory a last time."""
         job, recorder = self.job, self.loop.recorder
-        taken = recorder.memory_of_all_ranks()
+        memory = recorder.memory_of_all_ranks()
         if self._watch and self.rank == 0:
-            self._watch.look(taken, "at the end of the run")
-        figures = memory_figures(taken, job.forecast)
+            self._watch.look(memory, "at the end of the run")
+        figures = memory_figures(memory, job.forecast)
         if recorder.step_s is not None:
             figures["step_s"] = ForecastFigure(measured=recorder.step_s, forecast=job.step_s)
         return figures
@@ -296,8 +296,8 @@ def check_replicas(trainer: EngineTrainer) -> None:
 
 def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:
     """Return the names of parameters that differ between ranks of the group."""
-    mine = torch.stack([p.detach().double().sum() for p in parameters.values()])
-    least, most = mine.clone(), mine.clone()
+    sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
+    least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return [name for name, same in zip(parameters, (least == most).tolist(), strict=True) if not same]

@@ -34,9 +34,9 @@ def exchange_heads(config: Any, job: Job, group: Any) -> None:
     ulysses.core_attn_implementation = "sdpa"
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *more: Any, **named: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Any:
         # the mask covers only this rank's tokens; attention over the full sequence is causal without it
-        return ulysses(module, query, key, value, None, *more, **named)
+        return ulysses(module, query, key, value, None, *args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend

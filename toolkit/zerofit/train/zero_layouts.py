@@ -23,6 +23,14 @@ from zerofit.checkpoint.full_state import MASTER
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.train.expert_split import share_of
 
+# How ZeRO's flat partitions map to parameters, here three parameters over two ranks at stage 1 or 2:
+#
+#     group:      [ a a a a a | b b b b b b b | c c c ]     parameters one after another
+#     partition:  [ rank 0          | rank 1          ]     equal lengths, the last one padded
+#
+# Rank 0 updates all of `a` and the first half of `b`. So it has two shards: (a, start 0, numel 5) at offset 0 of its
+# master tensor, and (b, start 0, numel 3) at offset 5. Stage 3 instead cuts each parameter into equal parts and packs
+# a rank's parts into sub groups. Adam's moments are tensors of the master's shape, so the same offsets apply to them.
 Address = tuple[str, tuple[Any, ...]]  # path of a file in the checkpoint, and keys into its contents
 
 
@@ -158,8 +166,8 @@ def to_training_precision(engine: Any) -> None:
             if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
                 optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
     elif hasattr(optimizer, "fp16_groups"):
-        for one in LAYOUTS[type(optimizer).__name__](engine, ""):
-            one.parameter.data.copy_(one.slots({})[MASTER].live.view(one.parameter.shape))
+        for shard in LAYOUTS[type(optimizer).__name__](engine, ""):
+            shard.parameter.data.copy_(shard.slots({})[MASTER].live.view(shard.parameter.shape))
 
 
 def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -224,6 +232,8 @@ def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
     of_group = optimizer.sub_group_to_group_id
     saved_order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (of_group[i], i))
+    # DeepSpeed saves sub groups in the order of their parameter groups, and the states under their place in that
+    # order.
     for index, i in enumerate(saved_order):
         at = (file, ("optimizer_state_dict", "fp32_flat_groups", i))
         states_at = (file, ("optimizer_state_dict", "optimizer_state_dict", "state", index))
@@ -351,7 +361,7 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
         return {}
     info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
     folder = f"{tag}/offloaded_tensors/rank{dp_index_to_str(dist.get_rank())}"
-    return {id(one.compute_tensor): f"{folder}/{Path(one.swap_path).name}" for one in info.tensors}
+    return {id(tensor.compute_tensor): f"{folder}/{Path(tensor.swap_path).name}" for tensor in info.tensors}
 
 
 @contextmanager

@@ -182,7 +182,7 @@ def compare_scaling(
     """
     setup = ComparisonSetup(run, hostfile, on_event)
     named = _named([strategy], "--strategy", setup.problems)
-    chosen = next((known for known in named if known.name == strategy), None)
+    chosen = next((candidate for candidate in named if candidate.name == strategy), None)
     if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
         message, hint = f"{strategy} does not run on every number of ranks", "use ddp, fsdp2 or zero2, for example"
         setup.problems.add("strategy", message, hint, "--strategy")

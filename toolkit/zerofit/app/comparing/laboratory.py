@@ -23,6 +23,7 @@ COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
     "scaling": compare_scaling,
     "batch-size": compare_sizes,
 }
+# The learning rates of all batch-size rules are equal at the job's own batch, so that the rules differ only elsewhere.
 UNEQUAL = ["ddp", "parameter-server", "parameter-server-async", "parameter-server-ssp", "backup-workers"]
 SLOW = 4.0  # factor by which the last rank's steps are slower
 LAST_SIZE, LAST_SHARE = 16, 5  # small batches at the end of a run, for a fifth of its epochs
@@ -132,9 +133,10 @@ def compare_all(
     store = RowStore(request.run.output, "all", {"job": vars(job), **study})
     common = {name: getattr(request.run, name) for name in request.places if name in COMMON - {"lr"}}
     done = []
-    for one in experiments(job, setup.samples, **study):
-        setup.report.status(f"{one.name}: {one.question}")
-        done.append(conduct(one, store.folder_of(one.name), common, shared, anyway=anyway, on_event=on_event))
+    for experiment in experiments(job, setup.samples, **study):
+        setup.report.status(f"{experiment.name}: {experiment.question}")
+        folder = store.folder_of(experiment.name)
+        done.append(conduct(experiment, folder, common, shared, anyway=anyway, on_event=on_event))
     sections = [_section(experiment, store.folder_of(experiment.experiment.name)) for experiment in done]
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
     title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"
@@ -153,19 +155,20 @@ def _section(done: Done, folder: Path) -> Evidence:
 
 
 def conduct(
-    one: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
+    experiment: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
 ) -> Done:
     """Run one experiment in a folder; `common`: fields of the run, `shared` and `how`: options of the comparison."""
     shared = shared or {}
-    of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
-    options = {name: value for name, value in one.options.items() if name not in of_run}
-    compared = COMPARISONS[one.kind](Run(**{**common, **of_run}, output=folder), **options, **shared, **how)
-    return Done(one, command(one, {**common, **shared}), compared)
+    of_run = {name: value for name, value in experiment.options.items() if name in Run.model_fields}
+    options = {name: value for name, value in experiment.options.items() if name not in of_run}
+    compared = COMPARISONS[experiment.kind](Run(**{**common, **of_run}, output=folder), **options, **shared, **how)
+    return Done(experiment, command(experiment, {**common, **shared}), compared)
 
 
-def command(one: Experiment, common: Mapping[str, Any]) -> str:
+def command(experiment: Experiment, common: Mapping[str, Any]) -> str:
     """Return the command line that repeats an experiment; `common`: fields of the run in all experiments."""
-    return shlex.join(["zerofit", "compare", one.kind, *flags({"model": Run().model, **common, **one.options})])
+    options = {"model": Run().model, **common, **experiment.options}
+    return shlex.join(["zerofit", "compare", experiment.kind, *flags(options)])
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -181,7 +184,7 @@ def _texts(value: Any) -> list[str]:
     """Return the values of an option; several if it is repeated."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
-            return [f"{key}={one:g}" for key, one in value.items()]
+            return [f"{key}={part:g}" for key, part in value.items()]
         case dict():
             return [json.dumps(value)]
         case list():

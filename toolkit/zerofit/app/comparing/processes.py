@@ -22,6 +22,8 @@ from zerofit.spec.server_process import ServerProcess
 
 SERVER = "zerofit.app.comparing.rank_server"
 ON_HOST = "zerofit.app.comparing.on_host"
+# A row's processes are forked from one server (`rank_server`), which has imported torch once. On other hosts each
+# process is started over ssh.
 POLL_S = 0.1
 GRACE_S = 10.0  # time for the other processes after one has failed
 SILENT_S = 300.0  # limit without a step
@@ -156,8 +158,8 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
         now = time.monotonic()
         if any(process.poll() for process in running):
             deadline = min(deadline, now + GRACE_S)
-        there = (folder / "done").read_text() if (folder / "done").exists() else ""
-        done, moved = (there, now) if there != done else (done, moved)
+        current = (folder / "done").read_text() if (folder / "done").exists() else ""
+        done, moved = (current, now) if current != done else (done, moved)
         if now > deadline:
             return False
         if now - moved > SILENT_S:

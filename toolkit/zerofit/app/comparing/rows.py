@@ -203,36 +203,36 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str
     )
     if status != "ok":
         return row
-    timed = [one for one in reports if one["seconds"]]
-    samples = job.global_batch * max(one["timed_steps"] for one in timed)
-    samples_per_s = samples / max(one["seconds"] for one in timed)
+    timed = [report for report in reports if report["seconds"]]
+    samples = job.global_batch * max(report["timed_steps"] for report in timed)
+    samples_per_s = samples / max(report["seconds"] for report in timed)
     tokens = timed[0]["tokens_a_sample"]
     sent = None
-    if all(one["sent_bytes"] is not None for one in timed):
+    if all(report["sent_bytes"] is not None for report in timed):
         # a server counts no steps; its workers receive what it sends
-        sent = sum(one["sent_bytes"] + bool(strategy.servers) * one["received_bytes"] for one in timed)
-    judged = next(one for one in reports if "loss" in one)
+        sent = sum(report["sent_bytes"] + bool(strategy.servers) * report["received_bytes"] for report in timed)
+    judged = next(report for report in reports if "loss" in report)
     difference = judged.get("max_weight_difference")
     return replace(
         row,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if tokens else None,
-        peak_bytes_per_rank=max(one["peak_bytes"] for one in reports),
-        host_bytes_per_rank=max(one["host_bytes"] for one in reports),
+        peak_bytes_per_rank=max(report["peak_bytes"] for report in reports),
+        host_bytes_per_rank=max(report["host_bytes"] for report in reports),
         comm_bytes_per_step=None if sent is None else sent / timed[0]["timed_steps"],
         loss=judged["loss"],
         accuracy=judged["accuracy"],
         max_weight_difference=difference,
         batch_norm=judged["batch_norm"],
         agrees=difference <= AGREES if strategy.synchronous and difference is not None else None,
-        staleness=next((one["staleness"] for one in reports if "staleness" in one), None),
-        dropped=next((one["dropped"] for one in reports if "dropped" in one), None),
+        staleness=next((report["staleness"] for report in reports if "staleness" in report), None),
+        dropped=next((report["dropped"] for report in reports if "dropped" in report), None),
         **_on_the_way(reports, job.target),
     )
 
 
 def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict[str, Any]:
-    curve = next((one["curve"] for one in reports if "curve" in one), None)
+    curve = next((report["curve"] for report in reports if "curve" in report), None)
     if curve is None or target is None:
         return {}
     reached = (point["seconds"] for point in curve if (point["accuracy"] or 0.0) >= target)
@@ -273,39 +273,41 @@ def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
     Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
     others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
     """
-    known = [(one.batch_size, one.samples_to_target[0]) for one in summary if one.samples_to_target]
-    if len(known) < 3:
+    points = [(size.batch_size, size.samples_to_target[0]) for size in summary if size.samples_to_target]
+    if len(points) < 3:
         return None
-    lines = np.array([[1 / samples, size / samples] for size, samples in known])
-    least, slope = np.linalg.lstsq(lines, np.ones(len(known)), rcond=None)[0]
+    # E = E_min (1 + B / B_crit) is linear: E = a + b B with B_crit = a / b. Dividing each equation by its E gives
+    # every size the same relative error: 1 = a (1 / E) + b (B / E).
+    lines = np.array([[1 / samples, size / samples] for size, samples in points])
+    least, slope = np.linalg.lstsq(lines, np.ones(len(points)), rcond=None)[0]
     return float(least / slope) if least > 0 and slope > 0 else None
 
 
 def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
     """Return one summary per batch size."""
-    found = []
+    summaries = []
     for size in dict.fromkeys(row.batch_size for row in rows):
-        mine = [row for row in rows if row.batch_size == size and row.status == "ok"]
-        times = [row.seconds_to_target for row in mine if row.seconds_to_target is not None]
-        found.append(
+        finished = [row for row in rows if row.batch_size == size and row.status == "ok"]
+        times = [row.seconds_to_target for row in finished if row.seconds_to_target is not None]
+        summaries.append(
             SizeSummary(
                 batch_size=size,
-                runs=len(mine),
+                runs=len(finished),
                 reached=len(times),
-                samples_to_target=_spread([size * row.steps_to_target for row in mine if row.steps_to_target]),
+                samples_to_target=_spread([size * row.steps_to_target for row in finished if row.steps_to_target]),
                 seconds_to_target=_spread(times),
-                final_accuracy=_spread([row.final_accuracy for row in mine]),
-                test_accuracy=_spread([row.test_accuracy for row in mine]),
-                seconds=_spread([row.seconds for row in mine]),
-                noise_scale=_spread([row.noise_scale for row in mine]),
+                final_accuracy=_spread([row.final_accuracy for row in finished]),
+                test_accuracy=_spread([row.test_accuracy for row in finished]),
+                seconds=_spread([row.seconds for row in finished]),
+                noise_scale=_spread([row.noise_scale for row in finished]),
             )
         )
-    return found
+    return summaries
 
 
-def _spread(values: Sequence[float | None]) -> list[float] | None:
-    known = [value for value in values if value]
-    return [statistics.median(known), min(known), max(known)] if known else None
+def _spread(figures: Sequence[float | None]) -> list[float] | None:
+    measured = [value for value in figures if value]
+    return [statistics.median(measured), min(measured), max(measured)] if measured else None
 
 
 def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
@@ -314,6 +316,8 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 
 def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
     """Return status and reason; a process that reports a cause comes before those that failed because of it."""
+    # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
+    # reason.
     order: tuple[tuple[str, Status], ...] = (
         ("not_here", "not-here"),
         ("does_not_fit", "does-not-fit"),
@@ -363,7 +367,7 @@ class Comparison(Generic[AnyRow]):
         data = {"kind": self.kind, "about": self.about, "versions": versions()}
         data["rows"] = [row.to_dict() for row in self.rows]
         if self.summary is not None:
-            data["summary"] = [asdict(one) for one in self.summary]
+            data["summary"] = [asdict(size) for size in self.summary]
             data["critical_batch"] = self.critical_batch
         return {**data, "written": list(self.written)}
 
@@ -382,10 +386,14 @@ class Comparison(Generic[AnyRow]):
         target = f"{self.about['target']:.1%}"
         names = ["batch size", f"reached {target}", "seconds to target", "samples to target", "final accuracy"]
         rows = []
-        for one in self.summary:
-            figures = [(one.seconds_to_target, ".1f"), (one.samples_to_target, ",.0f"), (one.final_accuracy, ".1%")]
-            figures += [(one.test_accuracy, ".1%"), (one.noise_scale, ",.0f")]
-            first = [str(one.batch_size), f"{one.reached} of {one.runs}"]
+        for size in self.summary:
+            figures = [
+                (size.seconds_to_target, ".1f"),
+                (size.samples_to_target, ",.0f"),
+                (size.final_accuracy, ".1%"),
+            ]
+            figures += [(size.test_accuracy, ".1%"), (size.noise_scale, ",.0f")]
+            first = [str(size.batch_size), f"{size.reached} of {size.runs}"]
             rows.append(first + [_shown_spread(found, form) for found, form in figures])
         return [*names, "test accuracy", "noise scale"], rows
 
@@ -393,8 +401,8 @@ class Comparison(Generic[AnyRow]):
         """Return the short table for a page of several comparisons: no empty rows or columns, none of `DETAILS`."""
         names, rows = self.short_table()
         rows = [row for row in rows if len(row) == len(names)]
-        kept = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]
-        return [names[n] for n in kept], [[row[n] for n in kept] for row in rows]
+        shown = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]
+        return [names[n] for n in shown], [[row[n] for n in shown] for row in rows]
 
     def missing(self) -> list[tuple[str, str]]:
         """Return name and reason of each row without figures."""
