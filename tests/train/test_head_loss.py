@@ -50,7 +50,7 @@ def test_what_the_head_gives_is_what_the_model_gives(model_type, tmp_path):
     assert logits is made[0]
     head = head_loss(model, 5, inside=True)
     assert head is not None
-    with head.given(labels):
+    with head.with_labels(labels):
         loss = model(input_ids=x, use_cache=False).logits
         with torch.no_grad():
             counted = model(input_ids=x, use_cache=False).logits

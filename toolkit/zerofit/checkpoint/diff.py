@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.full_state import MASTER, FullState, whole_model
+from zerofit.checkpoint.full_state import MASTER, FullState, full_model
 from zerofit.checkpoint.store import locate, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -106,7 +106,7 @@ def open_side(path: Path, where: str) -> TensorSource:
     if files:
         return SafetensorsFiles(files, where)
     checkpoint = locate(path, where)
-    return whole_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
+    return full_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
 
 
 class SafetensorsFiles:

@@ -298,7 +298,7 @@ class FullState:
         return UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where=str(self._folder)))
 
 
-def whole_model(checkpoint: Path, task: str) -> FullState:
+def full_model(checkpoint: Path, task: str) -> FullState:
     """Open a checkpoint with tensors named as in the model's state_dict."""
     return FullState(checkpoint, GAN_ENGINES if task == "gan" else ONE_ENGINE)
 

@@ -52,7 +52,7 @@ class TrainedPart:
             return build(self.source, self.inputs, dict(self.model_args))
 
 
-def whole_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights and buffers of the model without adapters, by name, merged in float32.
 
     At most `most_bytes` of frozen weights (default: a quarter of the free memory), or one larger weight, are in memory

@@ -232,7 +232,7 @@ class Store:
         looks = ((step, path, quick_look(path)) for step, path in found)
         return [CheckpointEntry(step=s, path=p, manifest=manifest, damage=d) for s, p, (manifest, d) in looks]
 
-    def newest_whole(
+    def newest_complete(
         self,
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,

@@ -73,10 +73,10 @@ class BenchmarkTask:
 
     def model(self) -> nn.Module:
         """Return the model with its initial weights, the same in every process, on this process's device."""
-        self._model = self._whole_model().to(self.device)
+        self._model = self._full_model().to(self.device)
         return self._model
 
-    def _whole_model(self) -> nn.Module:
+    def _full_model(self) -> nn.Module:
         torch.manual_seed(self.job.seed)
         model = build(find(self.job.model), self._data.inputs, dict(self.job.model_args))
         config: Any = getattr(model, "config", None)
@@ -95,7 +95,7 @@ class BenchmarkTask:
         """Return the layers of one of several stages with similar numbers of parameters. Raises NotHereError."""
         if self.task == "gan":
             raise NotHereError("a pair of networks is not a list of layers")
-        layers = as_layers(self._whole_model())
+        layers = as_layers(self._full_model())
         if any(layer.tied for layer in layers):
             raise NotHereError("its first and last layers share a parameter, which must be on one rank")
         sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers]
@@ -188,7 +188,7 @@ class BenchmarkTask:
         """
         if self.job.target is None or steps % max(1, self.job.steps // MOST_KEPT) or batch_norms(model):
             return
-        self._kept.append((steps, time.perf_counter(), whole_state(model)))
+        self._kept.append((steps, time.perf_counter(), state_on_cpu(model)))
 
     def curve(self) -> list[dict[str, Any]]:
         """Evaluate all kept weights; return their seconds since the first, loss and accuracy."""
@@ -204,9 +204,9 @@ class BenchmarkTask:
             self._told = time.monotonic()
             write_text(self._progress, text)
 
-    def told(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """Return the measurements of this process."""
-        return {**self._measure.told(), **self.notes}
+        return {**self._measure.measurements(), **self.notes}
 
 
 class LayerStage(nn.Sequential):
@@ -216,7 +216,7 @@ class LayerStage(nn.Sequential):
         super().__init__(*(layer.module for layer in layers))
         self._names = [layer.names for layer in layers]
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def state_on_cpu(self) -> dict[str, Tensor]:
         """Return its weights on the CPU, by their names in the full model."""
         found = {}
         for number, names in enumerate(self._names):
@@ -225,7 +225,7 @@ class LayerStage(nn.Sequential):
         return found
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def state_on_cpu(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of all weights of a model on the CPU."""
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
@@ -282,7 +282,7 @@ class StrategyMeter:
         if last:
             self._found = {**self._memory(), **self._wire()}
 
-    def told(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """Return the figures for the strategy's row; `seconds` is None if this process has taken no timed steps."""
         timed = len(self._times) - 1 - WARM
         seconds = self._times[-1] - self._times[WARM] if timed > 0 else None

@@ -55,11 +55,11 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
     work = BenchmarkTask(job, folder, rank)
     strategy = STRATEGIES[job.strategy]
     state = strategy.load().train(work, **strategy.options)
-    word = work.told()
+    word = work.measurements()
     if dist.is_initialized():
         dist.barrier()  # no process exits while another one still gathers
     if job.phases:
-        return work.epochs.told()
+        return work.epochs.measurements()
     if curve := work.curve():
         word["curve"] = curve
     if state is not None:

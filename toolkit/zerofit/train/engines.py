@@ -427,7 +427,7 @@ class ZeroTrainer(EngineTrainer):
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits and a router's loss; a replaced head returns its result for the labels instead of logits."""
-        with self._head.given(labels) if self._head else nullcontext():
+        with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 

@@ -109,7 +109,7 @@ def published_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def whole_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> Iterator[tuple[str, Tensor]]:
+def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the full weights of a layer's experts on the CPU if `collect`, which the rank with the first experts sets.
 
     All ranks iterate over this together.

@@ -32,7 +32,7 @@ class HeadLoss:
         return torch.stack([counts(functional.linear(h, self._head.weight), t) for h, t in parts]).sum(dim=0)
 
     @contextmanager
-    def given(self, labels: Tensor) -> Iterator[None]:
+    def with_labels(self, labels: Tensor) -> Iterator[None]:
         """Give the head these labels for the forwards inside the context."""
         self._labels = labels
         try:
@@ -41,7 +41,7 @@ class HeadLoss:
             self._labels = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return `of` the hidden states if labels are given, else logits."""
+        """Return `of` the hidden states inside `with_labels`, else logits."""
         if self._labels is None:
             return functional.linear(hidden, self._head.weight)
         return self.of(hidden, self._labels)

@@ -146,13 +146,13 @@ class Loop:
         """Save if it is due after `done` steps or was requested; return whether to stop."""
         requests, recorder = self.requests, self.recorder
         last = done == self.job.steps
-        stop = recorder.asked_to_stop and not last
-        if not (stop or requests.due_at(done) or recorder.asked_to_save or (last and requests.saving)):
+        stop = recorder.stop_requested and not last
+        if not (stop or requests.due_at(done) or recorder.save_requested or (last and requests.saving)):
             return False
         recorder.flush()  # a loss that is not finite must not be saved
         self.events.phase(f"saving step {done}")
         requests.saved()
-        recorder.asked_to_save = False
+        recorder.save_requested = False
         problem = self.save(done, dict(recorder.last or {}), self.job.run.save_async and not (stop or last))
         recorder.skip_time()
         self.progress.step = done

@@ -79,9 +79,9 @@ class MemoryWatch(Callback):
         """Compare the memory used up to a step with the forecast."""
         self.look(MeasuredMemory.of(record), f"step {record['step']}")
 
-    def look(self, taken: MeasuredMemory, when: str) -> None:
+    def look(self, measured: MeasuredMemory, when: str) -> None:
         """Compare the memory used with the forecast."""
-        text = None if self._warned else outgrown(taken, self._forecast)
+        text = None if self._warned else outgrown(measured, self._forecast)
         if text:
             self._warned = True
             self._warn(f"{when}: {text}")

@@ -68,7 +68,7 @@ class MetricsRecorder:
         self._job, self._device, self._requests = job, device, requests
         self._counts = counts or {}
         self._on_step = overridden(callbacks, "on_step")
-        self.asked_to_stop = self.asked_to_save = False  # set by the last exchange, the same on all ranks
+        self.stop_requested = self.save_requested = False  # set by the last exchange, the same on all ranks
         self._block: list[_Step] = []
         self._block_steps = 1
         self._memory = RankMemory(device, job.forecast.free_bytes if job.forecast else None)
@@ -107,14 +107,14 @@ class MetricsRecorder:
         losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
         issued = sum(s.seconds for s in block)
         times = losses.new_tensor([s.seconds * self._stretch for s in block])
-        requests, n = self._requests.mine(), len(block)
+        requests, n = self._requests.of_this_rank(), len(block)
         rest = losses.new_tensor([*requests, *self._memory.slots()])
         shared = torch.cat([losses, times, rest])  # (2 x steps + 2 + 5 x ranks,)
         dist.all_reduce(shared)
         values = (shared / dist.get_world_size()).tolist()  # waits for the device
         means, seconds, (stop, save) = values[:n], values[n : 2 * n], values[2 * n : 2 * n + 2]
         memory = self._memory.most([value * dist.get_world_size() for value in values[2 * n + 2 :]])
-        self.asked_to_stop, self.asked_to_save = stop > 0, save > 0
+        self.stop_requested, self.save_requested = stop > 0, save > 0
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
         synced = time.perf_counter()
         waited = synced - self._last_end

@@ -40,7 +40,7 @@ from zerofit.train.mesh_groups import MeshGroups
 from zerofit.train.process_group import accelerator, rank_device
 from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
-from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
+from zerofit.train.trainer import Batch, EngineTrainer, StateNames, gathered_state, own_tokens
 
 # From a model to a stage, without a rank that ever holds the whole model:
 #
@@ -144,7 +144,7 @@ class PipelineTrainer(EngineTrainer):
         coords, weights = self.coords, {}
         collect = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
-            weights |= dict(whole_state(layer.module, self.job.layout, layer.names, collect, self.saves_adapters))
+            weights |= dict(gathered_state(layer.module, self.job.layout, layer.names, collect, self.saves_adapters))
         if collect:
             scratch.mkdir(parents=True, exist_ok=True)
             part = scratch / f"stage-{coords.pp_rank}.safetensors"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
-from zerofit.train.expert_split import published_names, whole_experts
+from zerofit.train.expert_split import gathered_experts, published_names
 
 if TYPE_CHECKING:
     from zerofit.train.averaging import AveragedWeights
@@ -118,7 +118,7 @@ class EngineTrainer(ABC):
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
-        for name, tensor in whole_state(self.module, layout, published_names(self.module), collect, trained_only):
+        for name, tensor in gathered_state(self.module, layout, published_names(self.module), collect, trained_only):
             yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
@@ -162,7 +162,7 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
     return slice(coords.sp_rank * share, (coords.sp_rank + 1) * share)
 
 
-def whole_state(
+def gathered_state(
     module: nn.Module, layout: Layout, names: Mapping[str, str], collect: bool, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's state on the CPU if `collect`, gathered from all ranks one submodule at a time.
@@ -172,7 +172,7 @@ def whole_state(
     """
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):
-            yield from whole_experts(part, layout, collect)
+            yield from gathered_experts(part, layout, collect)
             continue
         parameters, prefix = list(part.parameters(recurse=False)), f"{path}." if path else ""
         if trained_only and not any(p.requires_grad for p in parameters):

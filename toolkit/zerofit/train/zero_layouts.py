@@ -194,7 +194,8 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
     for i, (group, master) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         at = (file, ("optimizer", "fp32_groups_flat", i))
         states_at = (file, ("optimizer", "optimizer_state_dict", "state", i))
-        yield from _stretches(group, _packed(group), master, 0, at, states_at, replicated=True)
+        partition = _Partition(master=master, first=0, master_at=at, states_at=states_at, replicated=True)
+        yield from partition.shards(group, _packed(group))
 
 
 def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -204,15 +205,14 @@ def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
         at = (file, ("optimizer_state_dict", "single_partition_of_fp32_groups", i))
         states = ("base_optimizer_state", i) if optimizer.elastic_checkpoint else ("base_optimizer_state", "state", i)
-        yield from _stretches(
-            group,
-            optimizer.round_robin_bit16_offsets[i],
-            optimizer.single_partition_of_fp32_groups[i],
-            first,
-            at,
-            (file, ("optimizer_state_dict", *states)),
+        partition = _Partition(
+            master=optimizer.single_partition_of_fp32_groups[i],
+            first=first,
+            master_at=at,
+            states_at=(file, ("optimizer_state_dict", *states)),
             muon=optimizer.optimizer.param_groups[i].get("use_muon", False) and not optimizer.cpu_offload,
         )
+        yield from partition.shards(group, optimizer.round_robin_bit16_offsets[i])
 
 
 def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -222,7 +222,8 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * master.numel()
         at = (file, ("optimizer_state_dict", "single_partition_of_fp32_groups", i))
         states_at = (file, ("optimizer_state_dict", "base_optimizer_state", "state", i))
-        yield from _stretches(group, _packed(group), master, first, at, states_at)
+        partition = _Partition(master=master, first=first, master_at=at, states_at=states_at)
+        yield from partition.shards(group, _packed(group))
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -296,33 +297,35 @@ def _partitioned(
     )
 
 
-def _stretches(
-    group: list[nn.Parameter],
-    offsets: list[int],
-    master: Tensor,
-    first: int,
-    master_at: Address,
-    states_at: Address,
-    replicated: bool = False,
-    muon: bool = False,
-) -> Iterator[ParamShard]:
-    """Yield the stretches of a flat group that are in `master`, the partition that starts at element `first`."""
-    last = first + master.numel()
-    inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
-    *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
-    for (p, offset), whole_offset in zip(inside, before, strict=True):
-        start, end = max(offset, first), min(offset + p.numel(), last)
-        yield ParamShard(
-            parameter=p,
-            master=master,
-            offset=start - first,
-            start=start - offset,
-            numel=end - start,
-            master_at=master_at,
-            states_at=states_at,
-            replicated=replicated,
-            uncut=(whole_offset, total) if muon else None,
-        )
+@dataclass(frozen=True, kw_only=True)
+class _Partition:
+    """A stretch of a flat group of parameters that this rank's optimizer updates."""
+
+    master: Tensor
+    first: int  # its first element in the group
+    master_at: Address
+    states_at: Address
+    replicated: bool = False  # every data parallel rank holds the full group
+    muon: bool = False  # Muon's momentum covers the complete parameters that overlap the partition
+
+    def shards(self, group: list[nn.Parameter], offsets: list[int]) -> Iterator[ParamShard]:
+        """Yield the shards of the group's parameters, which begin at these offsets, in this partition."""
+        first, last = self.first, self.first + self.master.numel()
+        inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
+        *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
+        for (p, offset), momentum_offset in zip(inside, before, strict=True):
+            start, end = max(offset, first), min(offset + p.numel(), last)
+            yield ParamShard(
+                parameter=p,
+                master=self.master,
+                offset=start - first,
+                start=start - offset,
+                numel=end - start,
+                master_at=self.master_at,
+                states_at=self.states_at,
+                replicated=self.replicated,
+                uncut=(momentum_offset, total) if self.muon else None,
+            )
 
 
 def _packed(group: list[nn.Parameter]) -> list[int]:

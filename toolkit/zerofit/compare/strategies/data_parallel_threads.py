@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
 NEEDS = """needs two CUDA devices in one process, but there are fewer. On a CPU it only calls the model, and its parts
 fail (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `threads` does the same by hand"""
@@ -18,4 +18,4 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
         optimizer.step()
-    return whole_state(model.module)
+    return state_on_cpu(model.module)

@@ -25,5 +25,5 @@ def train(work: BenchmarkTask):
         work.loss(model(x), y).backward()
         optimizer.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)
-    return whole if rank == 0 else None
+    full = get_model_state_dict(model, options=options)
+    return full if rank == 0 else None

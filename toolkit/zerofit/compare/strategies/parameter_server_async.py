@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.compare.strategies.parameter_server import gradients, set_gradients
 
 
@@ -38,7 +38,7 @@ def serve(work: BenchmarkTask, workers: int):
     work.notes["staleness"] = staleness
     for statistics in running_statistics(model):  # from a worker: the server sees no samples
         dist.recv(statistics, 0)
-    return whole_state(model)
+    return state_on_cpu(model)
 
 
 def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):

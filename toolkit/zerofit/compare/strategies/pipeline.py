@@ -27,4 +27,4 @@ def train(work: BenchmarkTask):
         else:
             schedule.step()
         optimizer.step()
-    return gathered(layers.whole_state())
+    return gathered(layers.state_on_cpu())

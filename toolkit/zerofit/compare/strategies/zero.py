@@ -3,7 +3,7 @@
 import deepspeed
 import torch.distributed as dist
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.train.engines import import_muon
 
 
@@ -23,4 +23,4 @@ def train(work: BenchmarkTask, stage: int, offload: bool = False):
         engine.backward(work.loss(engine(x), y))
         engine.step()
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-        return whole_state(model) if rank == 0 else None
+        return state_on_cpu(model) if rank == 0 else None
