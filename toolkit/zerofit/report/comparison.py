@@ -6,129 +6,36 @@ import base64
 import csv
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from zerofit.report.experiment_pages import render
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign_yaml import read_yaml
 from zerofit.spec.units import shown_bytes
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 78rem; padding: 1rem; color: #222; }
-h1 { font-size: 1.25rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .87rem; }
-th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
-td.reason { text-align: left; white-space: normal; min-width: 18rem; color: #555; }
-tr.failed td:first-child, tr.does-not-fit td:first-child { color: #b00020; }
-tr.not-here td:first-child { color: #777; }
-img { max-width: 100%; height: auto; }
-dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }
-@media (max-width: 40rem) {
-  body { padding: .5rem; } th, td { padding: .25rem .35rem; } .wide img { max-width: none; width: 46rem; }
-  td.reason { min-width: 0; }
-  td.reason div { position: sticky; left: 11rem; width: calc(100vw - 13rem); overflow-wrap: anywhere; }
-}
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p>{{ words }}</p>
-<div class="wide"><table>
-<thead><tr>{% for name in columns %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for row in rows -%}
-<tr class="{{ row.status }}"><td title="{{ row.title }}">{{ row.name }}</td>
-{%- if row.reason %}<td class="reason" colspan="{{ columns | length - 1 }}"><div>{{ row.reason }}</div></td>
-{%- else %}{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}{% endif %}</tr>
-{% endfor -%}
-</tbody></table></div>
-<div class="wide"><img alt="{{ title }}, drawn" src="data:image/png;base64,{{ picture }}"></div>
-<dl>{% for name, meaning in meanings %}<dt>{{ name }}</dt><dd>{{ meaning }}</dd>{% endfor %}</dl>
-</body>
-</html>
-"""
 BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
 MIB = 2**20
-Column = tuple[str, str, Callable[[Any], str]]  # label, key of the row, function that formats the value
-Rows = Sequence[dict[str, Any]]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-COLUMNS: dict[str, list[Column]] = {
-    "strategies": [
-        ("samples/s", "samples_per_s", _rate),
-        ("tokens/s", "tokens_per_s", _rate),
-        ("speed-up", "speedup", lambda v: f"{v:.2f}"),
-        ("efficiency", "efficiency", _share),
-        ("memory a rank", "peak_bytes_per_rank", shown_bytes),
-        ("process", "host_bytes_per_rank", shown_bytes),
-        ("sent a step", "comm_bytes_per_step", lambda v: shown_bytes(round(v))),
-        ("loss", "loss", lambda v: f"{v:.4f}"),
-        ("accuracy", "accuracy", _share),
-        ("weights differ by", "max_weight_difference", lambda v: f"{v:.1e}"),
-        ("lines", "lines", str),
-    ],
-    "batch-size": [
-        ("seed", "seed", str),
-        ("ranks", "ranks", str),
-        ("lr", "lr", lambda v: f"{v:.3g}"),
-        ("steps", "steps", str),
-        ("seconds", "seconds", lambda v: f"{v:.1f}"),
-        ("an epoch", "seconds_per_epoch", lambda v: f"{v:.2f}"),
-        ("epochs to target", "epochs_to_target", str),
-        ("seconds to target", "seconds_to_target", lambda v: f"{v:.1f}"),
-        ("final accuracy", "final_accuracy", _share),
-        ("best accuracy", "best_accuracy", _share),
-        ("best epoch", "best_epoch", str),
-        ("test accuracy", "test_accuracy", _share),
-        ("noise scale", "noise_scale", _rate),
-    ],
-    "scaling": [
-        ("ranks", "ranks", str),
-        ("batch", "global_batch", str),
-        ("samples/s", "samples_per_s", _rate),
-        ("speed-up", "speedup", lambda v: f"{v:.2f}"),
-        ("efficiency", "efficiency", _share),
-        ("sent a step", "comm_bytes_per_step", lambda v: shown_bytes(round(v))),
-    ],
-}
-FIRST = {"strategies": "strategy", "batch-size": "batch_size", "scaling": "mode"}
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
-MEANINGS = {
-    "strategies": [
-        ("speed-up, efficiency", "relative to one device; efficiency is the speed-up divided by the number of ranks"),
-        ("memory a rank", "on a GPU the peak of torch's allocated memory, on a CPU the largest growth of the process"),
-        ("process", "peak host memory of a process, including libraries"),
-        ("sent a step", "by all processes together, from the kernel's byte counts of their connections; not with NCCL"),
-        ("ranks", "1 for strategies that use one device"),
-        ("weights differ by", "largest difference of any weight from the single device's after the same samples"),
-        ("lines", "lines of code in the strategy's own file, without imports and docstrings"),
-    ],
-    "batch-size": [
-        ("seconds", "of training, without evaluations"),
-        ("test accuracy", "after the best epoch, on the half of the validation samples that is reserved for it"),
-        ("noise scale", "the batch size at which a gradient's noise is as large as the gradient (McCandlish 2018)"),
-    ],
-    "scaling": [
-        ("weak", "the batch grows with the ranks"),
-        ("strong", "the batch stays the same, so each rank's share shrinks"),
-    ],
+Rows = Sequence[dict[str, Any]]
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "rate": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+    "bytes": lambda value: shown_bytes(round(value)),
 }
+
+
+@cache
+def description(kind: str) -> dict[str, Any]:
+    """Return a kind's entry in comparison.yaml: `first`, the key of a row's name; `columns`; `meanings`."""
+    found: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
+    return found[kind]
+
+
+def labels(kind: str) -> list[str]:
+    """Return the names of the columns after the first."""
+    return [label for label, _, _ in description(kind)["columns"]]
 
 
 def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
@@ -153,25 +60,32 @@ def _write_csv(path: Path, rows: Rows) -> None:
 
 def cells(kind: str, row: dict[str, Any]) -> list[str]:
     """Return a row's figures in the columns of its kind."""
-    return [show(row[key]) if row.get(key) is not None else MISSING.get(key, "-") for _, key, show in COLUMNS[kind]]
+
+    def cell(key: str, form: str) -> str:
+        value = row.get(key)
+        if value is None:
+            return MISSING.get(key, "-")
+        return FORMATS[form](value) if form in FORMATS else f"{value:{form}}"
+
+    return [cell(key, form) for _, key, form in description(kind)["columns"]]
 
 
 def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     """Return the HTML page."""
-    from jinja2 import Environment
-
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
     if "hosts" in named:
         named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
-    filled = [any(row.get(key) is not None for row in rows) for _, key, _ in COLUMNS[kind]]  # columns with a figure
-    template = Environment(autoescape=True).from_string(PAGE)
-    return template.render(
+    filled = [
+        any(row.get(key) is not None for row in rows) for _, key, _ in description(kind)["columns"]
+    ]  # columns with a figure
+    return render(
+        "comparison.html.jinja",
         title=f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}",
         words=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()),
-        columns=[FIRST[kind].replace("_", " "), *compress((label for label, _, _ in COLUMNS[kind]), filled)],
+        columns=[description(kind)["first"].replace("_", " "), *compress(labels(kind), filled)],
         rows=[
             {
-                "name": row[FIRST[kind]],
+                "name": row[description(kind)["first"]],
                 "title": row.get("title", ""),
                 "status": row["status"],
                 "reason": row["reason"],
@@ -180,7 +94,7 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
             for row in rows
         ],
         picture=base64.b64encode(picture.read_bytes()).decode(),
-        meanings=MEANINGS[kind],
+        meanings=description(kind)["meanings"].items(),
     )
 
 
@@ -218,7 +132,7 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     for column, (label, values, colour) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])
         bars = axes.barh(places, values, color=colour)
-        axes.bar_label(bars, labels=[_rate(value) for value in values], padding=2, fontsize=7)
+        axes.bar_label(bars, labels=[FORMATS["rate"](value) for value in values], padding=2, fontsize=7)
         axes.set_yticks(places, names if column == 0 else [""] * len(names), fontsize=8)
         axes.set_xlabel(label)
         axes.margins(x=0.18, y=0.02)

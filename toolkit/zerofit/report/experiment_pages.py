@@ -10,58 +10,6 @@ from typing import Any
 from zerofit.spec.files import write_text
 from zerofit.spec.local_machine import usable_cores, versions
 
-EVIDENCE = """{% macro show(evidence, level) -%}
-{{ level }} {{ evidence.title }}
-{% if evidence.text %}
-{{ evidence.text }}
-{% endif %}{% if evidence.command %}
-```bash
-{{ evidence.command }}
-```
-{% endif %}
-{{ line(evidence.columns) }}
-|{{ "---|" * (evidence.columns | length) }}
-{% for row in evidence.rows -%}
-{{ line(row) }}
-{% endfor %}
-{%- if evidence.picture %}
-![{{ evidence.title }}]({{ evidence.picture.relative_to(home) }})
-{% endif %}{% for note in evidence.notes %}
-- {{ note.split() | join(" ") | replace("<", "&lt;") }}
-{%- endfor %}
-{% endmacro %}"""
-DOCUMENTS = """# The documents, to the letter
-
-Made with {{ versions }}, on {{ cores }} processor cores, by:
-
-```bash
-zerofit compare documents --output {{ name }}
-```
-
-After a kill the same command continues; it keeps what it has measured.
-{% for document in documents %}
-## {{ document.number }}: {{ document.title }}
-
-**Network.** {{ document.network }}
-
-**Experiment.** {{ document.experiment }}
-
-| figure | the document | here | why they differ |
-|---|---|---|---|
-{% for figure in document.figures -%}
-{{ line([figure.name, figure.theirs, figure.ours, figure.why]) }}
-{% endfor %}
-{% for evidence in document.evidence -%}
-{{ show(evidence, "###") }}
-{% endfor %}{% endfor %}"""
-LABORATORY = """# {{ title }}
-
-Made with {{ versions }}. The command below each question answers only that question. Each page has more columns.
-
-{% for section in sections -%}
-{{ show(section, "##") }}
-{% endfor %}"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -113,21 +61,27 @@ def _line(cells: Sequence[str]) -> str:
 
 def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
     """Write the page, with pictures linked relative to it."""
-    _write(page, DOCUMENTS, documents=documents, cores=usable_cores(), name=page.name)
+    _write(page, "documents.md.jinja", documents=documents, cores=usable_cores(), name=page.name)
 
 
 def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> Path:
     """Write README.md into the folder of the sections' pictures; return its path."""
-    _write(folder / "README.md", LABORATORY, title=title, sections=sections)
+    _write(folder / "README.md", "laboratory.md.jinja", title=title, sections=sections)
     return folder / "README.md"
 
 
 def _write(page: Path, template: str, **content: Any) -> None:
-    from jinja2 import Environment
-
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    text = Environment(keep_trailing_newline=True).from_string(EVIDENCE + template)
-    write_text(page, text.render(**content, versions=used, home=page.parent.absolute(), line=_line))
+    write_text(page, render(template, **content, versions=used, home=page.parent.absolute(), line=_line))
+
+
+def render(template: str, **content: Any) -> str:
+    """Return a page from a file in `templates/`."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    environment = Environment(loader=loader, autoescape=".html" in template, keep_trailing_newline=True)
+    return environment.get_template(template).render(**content)
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from zerofit.compare.job import CompareJob, Strategy
-from zerofit.report.comparison import COLUMNS, FIRST, cells, draw, write_comparison
+from zerofit.report.comparison import cells, description, draw, labels, write_comparison
 from zerofit.report.html_table import html_table
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
@@ -377,7 +377,7 @@ class Comparison(Generic[AnyRow]):
         for row in self.rows:
             figures = cells(self.kind, row.to_dict()) if row.status == "ok" else [row.status]
             rows.append([self.name_of(row), *figures])
-        return [FIRST[self.kind].replace("_", " "), *(label for label, _, _ in COLUMNS[self.kind])], rows
+        return [description(self.kind)["first"].replace("_", " "), *labels(self.kind)], rows
 
     def short_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table of all rows, or of batch sizes over their seeds: the median and (range)."""
@@ -410,7 +410,7 @@ class Comparison(Generic[AnyRow]):
 
     def name_of(self, row: AnyRow) -> str:
         """Return the first cell of a row."""
-        return str(getattr(row, FIRST[self.kind]))
+        return str(getattr(row, description(self.kind)["first"]))
 
     def plot(self, path: Path | str) -> None:
         """Draw the comparison into a PNG file."""
