@@ -12,8 +12,8 @@ import transformers
 
 from zerofit.checkpoint.adapters import read_adapters
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
 from zerofit.checkpoint.merge import merged_weights
+from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.infer.saved_model import find_folder
 from zerofit.models.build import build
 from zerofit.models.catalog import find

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
+from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource
 from zerofit.models.checksums import part_checksum

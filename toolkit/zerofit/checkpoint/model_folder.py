@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.frozen import FrozenWeights
-from zerofit.checkpoint.store import sync_folders
+from zerofit.checkpoint.store import FrozenWeights, sync_folders
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import sync_file, sync_folder, write_json

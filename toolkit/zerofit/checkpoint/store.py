@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter
 
-from zerofit.checkpoint.frozen import FrozenWeights
+from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -59,6 +59,20 @@ class FileMark:
 
     bytes: Count
     xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenWeights:
+    """A reference to weights that are not in a checkpoint or in adapters, so other weights are not used by mistake."""
+
+    parameters: int  # elements
+    dtype: str  # in training: "float32", "bfloat16" or "float16"
+    checksum: str  # of all names and values; independent of the layout
+
+
+def checksum_text(total: int) -> str:
+    """Return the text of the checksum of frozen weights from the sum of all parts (`models.checksums`)."""
+    return f"{total % WORD:016x}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,13 +50,11 @@ from zerofit.train.build import (
     prepare_batch_norms,
     stored_by_engine,
 )
-from zerofit.train.expert_split import build_spread
-from zerofit.train.head_loss import head_loss
-from zerofit.train.loss import counts, one_a_sample, weighted_cross_entropy
-from zerofit.train.mesh_groups import MeshGroups
+from zerofit.train.expert_split import RouterBalance, build_spread
+from zerofit.train.loss import counts, head_loss, one_a_sample, weighted_cross_entropy
+from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import rank_device
-from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import check_attributes
@@ -252,8 +250,6 @@ def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
 
 def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
     """Return a model with spread experts, tensor slices or split sequences, and its process groups."""
-    from zerofit.train.sequence_attention import exchange_heads
-
     layout, stored, make = job.layout, stored_by_engine(job), partial(build_from_seed, job, inputs)
     groups = MeshGroups(layout)
     shape = build_on_meta(job, inputs, checkpointing=job.run.activation_checkpointing)

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor
 
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
+from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.models.checksums import part_checksum
 from zerofit.models.dtypes import torch_name
 from zerofit.models.quantized import source_of_bits

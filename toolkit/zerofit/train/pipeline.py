@@ -33,12 +33,10 @@ from zerofit.spec.run_folder import Job
 from zerofit.spec.stages import PipelineStage, cut_layers, stage_layers
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
-from zerofit.train.expert_split import build_spread, make_expert_groups, published_names
-from zerofit.train.head_loss import HeadLoss, head_loss
-from zerofit.train.loss import counts, weighted_cross_entropy
-from zerofit.train.mesh_groups import MeshGroups
+from zerofit.train.expert_split import RouterBalance, build_spread, make_expert_groups, published_names
+from zerofit.train.loss import HeadLoss, counts, head_loss, weighted_cross_entropy
+from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.process_group import accelerator, rank_device
-from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, gathered_state, own_tokens
 
@@ -350,8 +348,6 @@ def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
     """Give the blocks the position of this rank's first token, and make attention exchange heads."""
-    from zerofit.train.sequence_attention import exchange_heads
-
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)
     first = own_tokens(job.run.seq_len, job.layout, coords).start

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerofit.checkpoint.frozen import FrozenWeights
-from zerofit.checkpoint.store import STATE, FileMark, Manifest, Store, files_of, folder_name, marks_of
+from zerofit.checkpoint.store import STATE, FileMark, FrozenWeights, Manifest, Store, files_of, folder_name, marks_of
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
 from zerofit.spec.files import sync_file, write_json
