@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from zerofit.compare.epochs import Epochs
-from zerofit.compare.job import MOMENTUM, WARM, CompareJob
+from zerofit.compare.job import MOMENTUM, WARM, CompareJob, RankReport
 from zerofit.compare.pace import pause_s
 from zerofit.data import Order, open_data
 from zerofit.data.base import Integers
@@ -58,7 +58,7 @@ class BenchmarkTask:
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.allow_tf32 = False  # weights are compared to the fifth digit
         self.backend = "nccl" if job.accelerator == "cuda" else "gloo"
-        self.notes: dict[str, Any] = {"tokens_a_sample": None}  # further figures to report
+        self.notes: RankReport = {"tokens_a_sample": None}  # further figures to report
         self._progress, self._told = (folder / "done" if rank == 0 else None), 0.0
         self._kept: list[tuple[float, float, dict[str, Tensor]]] = []
         self._measure = StrategyMeter(self.device)
@@ -204,7 +204,7 @@ class BenchmarkTask:
             self._told = time.monotonic()
             write_text(self._progress, text)
 
-    def measurements(self) -> dict[str, Any]:
+    def measurements(self) -> RankReport:
         """Return the measurements of this process."""
         return {**self._measure.measurements(), **self.notes}
 
@@ -267,7 +267,7 @@ class StrategyMeter:
         self._device = device
         self._times: list[float] = []
         self._flows: dict[str, Flow] = {}
-        self._found: dict[str, Any] = {}
+        self._found: RankReport = {}
         _forget_peak(device)
         self._before = psutil.Process().memory_info().rss
 
@@ -282,7 +282,7 @@ class StrategyMeter:
         if last:
             self._found = {**self._memory(), **self._wire()}
 
-    def measurements(self) -> dict[str, Any]:
+    def measurements(self) -> RankReport:
         """Return the figures for the strategy's row; `seconds` is None if this process has taken no timed steps."""
         timed = len(self._times) - 1 - WARM
         seconds = self._times[-1] - self._times[WARM] if timed > 0 else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerofit.compare.job import RankReport
 from zerofit.models.batch_norm import batch_norms
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Epochs:
         test = work.evaluate(model, range(1, count, 2))["accuracy"] if count > 1 else None
         self._curve.append({**done, **work.evaluate(model, range(0, count, 2)), "test_accuracy": test})
 
-    def measurements(self) -> dict[str, Any]:
+    def measurements(self) -> RankReport:
         """Return the figures after each epoch and the noise scale; {} on other ranks than the first."""
         return {"curve": self._curve, "noise_scale": self._noise.scale} if self._curve else {}
 

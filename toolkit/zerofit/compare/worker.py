@@ -10,14 +10,14 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
-from zerofit.compare.job import STRATEGIES, CompareJob
+from zerofit.compare.job import STRATEGIES, CompareJob, RankReport
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
 from zerofit.models.without_dynamo import without_dynamo
@@ -51,7 +51,7 @@ def measure(folder: Path) -> NoReturn:
     os._exit(1 if "error" in word else 0)  # shutting down process groups would take seconds
 
 
-def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
+def _measured(job: CompareJob, folder: Path, rank: int) -> RankReport:
     work = BenchmarkTask(job, folder, rank)
     strategy = STRATEGIES[job.strategy]
     state = strategy.load().train(work, **strategy.options)
@@ -67,7 +67,7 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
     return word
 
 
-def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict[str, Any]:
+def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
     """Return the trained model's loss and accuracy, and how far its weights are from the single device's."""
     model = work.model()
     model.load_state_dict(state)
@@ -75,7 +75,7 @@ def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict
     reference = folder.parent / REFERENCE
     if work.job.strategy == "single":
         save_file({name: state[name].contiguous() for name in names}, reference)
-    found: dict[str, Any] = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
+    found: RankReport = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
     if reference.exists():
         single = load_file(reference)
         found["max_weight_difference"] = max(float((state[n].float() - single[n].float()).abs().max()) for n in names)

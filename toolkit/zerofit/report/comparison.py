@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.report.experiment_pages import render
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign_yaml import read_yaml
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
 MIB = 2**20
@@ -115,8 +119,10 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
-def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     """Draw speed, memory and traffic next to each other, and below them the staleness of asynchronous updates."""
+    from matplotlib.ticker import MaxNLocator
+
     stale = [row for row in rows if row.get("staleness")]
     counted = all(row["comm_bytes_per_step"] is not None for row in rows)
     heights = [max(3.0, 0.34 * len(rows)), 1.6]
@@ -144,11 +150,11 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
             axes.step(updates, row["staleness"], where="mid", color=colour, label=row["strategy"])
         axes.set(xlabel="update of the server", ylabel="staleness\n(updates between)")
         axes.legend(frameon=False, fontsize=8)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         _plain(axes)
 
 
-def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     """Draw time and samples to the target, accuracy, time per epoch and noise over the batch size, and curves."""
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
@@ -167,7 +173,7 @@ def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
         third[1].set_axis_off()
 
 
-def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
+def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
     """Draw accuracy over the epochs, for the first seed of each size."""
     from matplotlib import colormaps
 
@@ -180,7 +186,9 @@ def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
     _plain(axes)
 
 
-def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log") -> None:
+def _spread(
+    axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log"
+) -> None:
     """Draw each run as a dot, and join the medians."""
     from matplotlib.ticker import LogFormatter
 
@@ -200,7 +208,7 @@ def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, c
     _plain(axes)
 
 
-def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+def _scaling(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     """Draw speed-up with the ideal, and efficiency."""
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
@@ -217,6 +225,6 @@ def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
         _plain(axes)
 
 
-def _plain(axes: Any) -> None:
+def _plain(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.report.plot import check_picture, save
 from zerofit.report.traces import HOST, Part, read_trace
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import field_data
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST = 16  # rows in the picture
 
@@ -77,7 +80,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     return comparison
 
 
-def _figure(comparison: TraceComparison) -> Any:
+def _figure(comparison: TraceComparison) -> Figure:
     from matplotlib.figure import Figure
 
     rows = comparison.rows[:MOST][::-1]  # the first row at the top

@@ -27,7 +27,7 @@ from zerofit.app.comparing.rows import (
     summarize_sizes,
     with_speedups,
 )
-from zerofit.compare.job import STRATEGIES, CompareJob, Strategy
+from zerofit.compare.job import STRATEGIES, CompareJob, RankReport, Strategy
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.spec.errors import Problems, nearest
 from zerofit.spec.events import OnEvent
@@ -221,7 +221,7 @@ class _RowRunner:
         return self._row(name, SizeRow, job, lambda reports, _: size_row(job, reports))
 
     def _row(
-        self, name: str, kind: type[AnyRow], job: CompareJob, make: Callable[[Sequence[dict[str, Any]], float], AnyRow]
+        self, name: str, kind: type[AnyRow], job: CompareJob, make: Callable[[Sequence[RankReport], float], AnyRow]
     ) -> AnyRow:
         """Return a row measured before, or measure it; `make` gets the processes' reports and the seconds."""
         row = self.store.load(name, kind)
@@ -237,7 +237,7 @@ class _RowRunner:
         self._report.result(f"{name}: {row.headline}", row.to_dict())
         return row
 
-    def _refused(self, job: CompareJob) -> list[dict[str, Any]]:
+    def _refused(self, job: CompareJob) -> list[RankReport]:
         """Return a report of why the processes are not started; [] if they are."""
         strategy = STRATEGIES[job.strategy]
         if job.ranks < strategy.least_ranks:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.comparing.on_host import order
-from zerofit.compare.job import STRATEGIES, CompareJob
+from zerofit.compare.job import STRATEGIES, CompareJob, RankReport
 from zerofit.doctor.remote import command
 from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
@@ -104,7 +104,7 @@ def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
 Process = subprocess.Popen[bytes] | Rank
 
 
-def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[dict[str, Any]]:
+def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[RankReport]:
     """Run the processes of a job, with logs in `folder`; return each one's measurements or why it has none."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*folder.glob("rank-*.json"), folder / "done"):
@@ -169,7 +169,7 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
     return False
 
 
-def _report(folder: Path, rank: int, code: int | None, late: bool) -> dict[str, Any]:
+def _report(folder: Path, rank: int, code: int | None, late: bool) -> RankReport:
     """Return the report of a process, or how it ended; `code` is None if it was killed here."""
     file = folder / f"rank-{rank}.json"
     if file.exists():

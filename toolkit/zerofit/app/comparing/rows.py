@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from zerofit.compare.job import CompareJob, Strategy
+from zerofit.compare.job import CompareJob, RankReport, Strategy
 from zerofit.report.comparison import cells, description, draw, labels, write_comparison
 from zerofit.report.html_table import html_table
 from zerofit.spec.errors import Problem, UserError
@@ -187,7 +187,7 @@ class RowStore:
         write_json(self.folder / "rows" / f"{name}.json", row.to_dict())
 
 
-def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str, Any]], seconds: float) -> StrategyRow:
+def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankReport], seconds: float) -> StrategyRow:
     """Return a strategy's row from the reports of its processes; `speedup` and `efficiency` are added later."""
     status, reason = status_of(reports)
     row = StrategyRow(
@@ -231,7 +231,7 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str
     )
 
 
-def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict[str, Any]:
+def _on_the_way(reports: Sequence[RankReport], target: float | None) -> dict[str, Any]:
     curve = next((report["curve"] for report in reports if "curve" in report), None)
     if curve is None or target is None:
         return {}
@@ -239,7 +239,7 @@ def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict
     return {"curve": curve, "seconds_to_target": next(reached, None)}
 
 
-def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
+def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
     """Return the row of one batch size and seed from its process's report."""
     status, reason = status_of(reports)
     of = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
@@ -314,7 +314,7 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
     return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
 
 
-def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
+def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
     """Return status and reason; a process that reports a cause comes before those that failed because of it."""
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.
