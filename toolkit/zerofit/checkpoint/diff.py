@@ -155,6 +155,7 @@ def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     apart, max_abs, max_rel = 0, 0.0, 0.0
     wider = torch.promote_types(a.dtype, b.dtype)
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
+        # the wider type: a bf16 export equals the fp32 masters where rounding changed nothing
         x, y = (piece.to(wider).contiguous() for piece in pair)
         differ = x.view(BITS[x.itemsize]) != y.view(BITS[y.itemsize])
         apart += int(differ.sum())

@@ -222,6 +222,7 @@ class FullState:
     def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
         where = shard.where[kind]
+        # mapped, so only the pages of this stretch are read from disk
         if where.raw:  # DeepSpeed's swap files on NVMe
             path, dtype = self._path(where.file), getattr(torch, where.raw)
             if not path.is_file():

@@ -65,6 +65,7 @@ def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
     """Yield a folder to write into; on success it is synced and renamed to `out`, else removed."""
     refuse_existing(out, where)
     out = out.absolute()
+    # beside `out`, so that the rename stays on one file system; with the process id, so that two exports do not mix
     staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,8 @@ class PublishedModel:
             parts = [(name, self._converted({name: tensor})) for name, tensor in state.items()]
         except (RuntimeError, ValueError, IndexError, KeyError):
             return
+        # Usable only if each file tensor comes from exactly one model tensor, in the same shape as when all are
+        # converted together. Otherwise two tensors would have to be in memory at once, or a fusion would be missed.
         times = Counter(name for _, outputs in parts for name in outputs)
         alone = {name: t.shape for _, outputs in parts for name, t in outputs.items()}
         if max(times.values()) == 1 and alone == {name: t.shape for name, t in together.items()}:

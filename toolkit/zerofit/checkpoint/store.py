@@ -266,6 +266,9 @@ class Store:
     def make_visible(self, step: int) -> Path:
         """Rename the staging folder to the checkpoint of its step; archive an existing one of that name."""
         target, staging = self.folder / folder_name(step), self.staging_path(step)
+        # A run that resumed from an earlier step reaches this step again: the older checkpoint is kept under another
+        # name, and folders are synced before the rename, since a crash could otherwise show the name without its
+        # files.
         self.archive([target] if target.exists() else [])
         sync_folders(staging)
         os.rename(staging, target)
@@ -351,6 +354,7 @@ def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Repor
         if damage:
             raise UserError(*(_damage_problem(path, d, where) for d in damage))
         return path
+    # cheap checks first: a checkpoint of 100 GB takes minutes to hash, a missing file is seen at once
     for entry in reversed(store.entries()):
         damage = entry.damage or (verify(entry.path, report.status) if deep else [])
         if not damage:

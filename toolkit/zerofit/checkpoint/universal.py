@@ -102,6 +102,7 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
     shared = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
     inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
     _save(shared | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
+    # Both names get the same content: stages 0 to 2 look for the first file, stage 3 for the second.
     model_states = counters | {"dp_world_size": manifest.job.layout.dp, "mp_world_size": 1, "module": {}}
     for file in MODEL_STATES:
         _save(model_states, folder / file)

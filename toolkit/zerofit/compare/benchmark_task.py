@@ -86,6 +86,7 @@ class BenchmarkTask:
         for module in modules:
             if any(kind.__name__ in RANDOM for kind in type(module).__mro__):
                 module.p = 0.0  # strategies would draw different numbers
+        # two networks with two losses would need a change in each strategy; as one model with one loss it needs none
         if self.task == "gan":
             assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN
             model = GanPair(model, self._data.inputs.channels)
@@ -273,6 +274,7 @@ class StrategyMeter:
 
     def step(self, done: int, last: bool) -> None:
         """Record that this many steps are done."""
+        # kernels run asynchronously; without this only the time to issue them would be measured
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._times.append(time.perf_counter())

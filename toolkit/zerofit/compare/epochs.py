@@ -88,6 +88,7 @@ class Noise:
         if half == 0:
             return
         norms = batch_norms(model)
+        # the extra forward must not move running means, or measuring would change the training
         for module in norms:
             module.track_running_stats = False
         model.zero_grad()

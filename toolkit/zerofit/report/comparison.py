@@ -125,6 +125,7 @@ def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
 
     stale = [row for row in rows if row.get("staleness")]
     counted = all(row["comm_bytes_per_step"] is not None for row in rows)
+    # one bar per strategy needs the same height everywhere, so the picture grows with the number of rows
     heights = [max(3.0, 0.34 * len(rows)), 1.6]
     grid = figure.add_gridspec(1 + bool(stale), 2 + counted, height_ratios=heights[: 1 + bool(stale)])
     names = [row["strategy"] for row in rows]

@@ -194,6 +194,7 @@ def _phases(figure: Figure, strip: Axes, timeline: MemoryTimeline) -> None:
     start, end = _span(timeline)
     strip.set_ylim(0, 1)
     strip.set_axis_off()
+    # Whether a name fits into its band is known only after the layout has given the axes their final size.
     figure.draw_without_rendering()  # computes widths
     width = strip.get_window_extent().width
     for number, phase in enumerate(timeline["phases"]):

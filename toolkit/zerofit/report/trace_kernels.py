@@ -24,6 +24,7 @@ BACKWARD = 2.5  # FLOPs relative to forward
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
     """Return products and attention of a trace that `read_trace` accepts; equal ones once, with their median time."""
     events, _ = read_events(path)
+    # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
     on_device: defaultdict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") == "kernel":

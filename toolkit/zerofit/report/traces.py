@@ -127,6 +127,7 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
     if not kernels:
         for kind, at, own_us in _own_times([event for event in events if start <= event["ts"] <= end], steps):
             parts[marks.part(kind, at)] += own_us / 1e6
+    # several steps are averaged; `end - start` includes the pauses between them
     mean = {part: seconds / len(steps) for part, seconds in parts.items()}
     return ReadTrace(forecast=False, on_device=bool(kernels), step_s=(end - start) / 1e6 / len(steps), parts=mean)
 
@@ -162,6 +163,8 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]
     yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)
+    # gloo works in its own threads. While they run, the training thread mostly waits; counting both would count time
+    # twice.
     waits = _Busy((e["ts"], e["ts"] + e["dur"]) for e in sent)
     for kind, at, own_us in _thread_times(events, steps):
         yield kind, at, own_us - (waits.within(at, at + own_us) if kind in (HOST, *COLLECTIVES) else 0.0)

@@ -105,6 +105,8 @@ class AveragedWeights:
     def _exchange(self) -> None:
         """Swap averages and weights, one stretch at a time."""
         engine: Any = self._trainer.engine
+        # As in a load: DeepSpeed must partition parameters before masters change, and gather persistent ones
+        # afterwards.
         partitioned = hasattr(engine.optimizer, "checkpoint_event_prologue")
         if partitioned:
             engine.optimizer.checkpoint_event_prologue()

@@ -23,6 +23,7 @@ from zerofit.spec.stages import PipelineStage
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
 
+# Keys of metrics.jsonl are an interface: `zerofit plot`, the live view and users' scripts read them.
 class StepRecord(TypedDict):
     """One line of metrics.jsonl: an optimizer step."""
 

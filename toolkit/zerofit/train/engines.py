@@ -73,6 +73,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
         curve["floor"] = min(1.0, run.min_lr / run.lr)
         factor = partial(learning_rate_factor, **curve)
         options["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)
+    # Both change modules of the model, so they must come before DeepSpeed wraps or partitions them.
     if run.activation_offload:
         keep_on_host(model)  # DeepSpeed's cpu_checkpointing works only with its own checkpoint function
     if run.mlp_chunk:
@@ -292,6 +293,7 @@ class ZeroTrainer(EngineTrainer):
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step over the accumulation's micro batches; return their losses, float32."""
+        # engine.step() after each micro batch: the engine itself counts them and updates only at the last one
         losses = []
         for _ in range(self.job.batch.accumulation):
             losses.append(self._backward(next(batches)))
@@ -429,6 +431,8 @@ class ZeroTrainer(EngineTrainer):
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
         """Return the model's own mean loss over samples without padding; every rank runs a forward in any case."""
+        # A model's own loss is a mean over whatever it is given, so padding samples of the last batch are left out. A
+        # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()
         if not real.any():

@@ -19,6 +19,10 @@ from zerofit.spec.mesh import ranks_along
 from zerofit.spec.run_folder import Job, Layout
 
 
+# Ranks of pp 2 x dp 2 x sp 2 and the groups of rank 0 (`spec.mesh` numbers them, tensor ranks fastest):
+#
+#     stage 0   0 1 | 2 3      sequence {0, 1}: parts of the same samples     data {0, 1, 2, 3}: averages, norms
+#     stage 1   4 5 | 6 7      tensor {0}
 class MeshGroups:
     """This rank's groups, with the methods that DeepSpeed's engine calls on an `mpu`.
 

@@ -104,6 +104,7 @@ class PipelineTrainer(EngineTrainer):
             self._evaluate_in_rounds(pairs, count)
         elif count:
             self.engine.eval_batch(pairs, num_micro_batches=count)
+        # DeepSpeed returns only the mean loss of an evaluation; the last stage's loss function counts exactly instead
         sums = self._counts.clone()  # only the last stages count
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch

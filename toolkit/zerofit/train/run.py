@@ -142,6 +142,8 @@ class RankRun:
 
     def finish(self, ended: LoopResult) -> dict[str, Any]:
         """Save the model and write the result of a finished loop; return {} if the run was stopped on request."""
+        # The result is written before samples and drawings are made: if those fail, the trained model is already
+        # complete.
         job, folder, events = self.job, self.folder, self._events
         self._saver.wait()
         if ended.stopped:
@@ -205,6 +207,8 @@ def _seed_rank(job: Job, coords: RankCoords) -> None:
 
     After a resume in another layout random states are seeded again: those in the checkpoint belong to other ranks.
     """
+    # Primes keep the seeds of different ranks and starts apart. Tensor parallel ranks share a seed on purpose: they
+    # compute slices of the same activations and must drop the same elements.
     own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
     own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
     random.seed(own)

@@ -13,6 +13,8 @@ from zerofit.spec.units import Interval
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+# Python runs signal handlers only between bytecodes of the main thread, which may wait in a collective for minutes.
+# The wake-up file descriptor is written by C code at once, so a thread that reads it learns of the signal in time.
 class SignalNotes:
     """Records SIGTERM and SIGUSR1, even while the main thread waits in a collective."""
 

@@ -115,6 +115,7 @@ class EngineTrainer(ABC):
                 if tensor.requires_grad or not trained_only:
                     yield name, tensor.detach().cpu()
             return
+        # A step may leave parameters gathered for the next forward; GatheredParameters expects them partitioned.
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
@@ -177,6 +178,8 @@ def gathered_state(
         parameters, prefix = list(part.parameters(recurse=False)), f"{path}." if path else ""
         if trained_only and not any(p.requires_grad for p in parameters):
             continue
+        # Nested: ZeRO-3 first gathers each tensor rank's slice, then AutoTP's context joins the slices of all tensor
+        # ranks.
         zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
         with zero, GatherReplacedLayerParams(parameters, part, enabled=layout.tp > 1):
             held = {**part._parameters, **part._buffers} if collect else {}

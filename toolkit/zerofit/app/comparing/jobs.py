@@ -86,6 +86,7 @@ class ComparisonSetup:
         values |= {"data_root": str(run.data_root)} if run.data_root else {}
         slots = sum(count for _, count in self.hosts)
         defaults = {"strategy": "", "accelerator": machine.accelerator, "ranks": slots or machine.devices}
+        # the run's own values win over the defaults of this machine, and the comparison's settings over both
         return CompareJob(hosts=self.hosts, **{**defaults, **values, **settings})
 
     def _check_size(self, job: CompareJob, batch_option: str) -> None:

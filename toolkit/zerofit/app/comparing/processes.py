@@ -162,6 +162,7 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
         done, moved = (current, now) if current != done else (done, moved)
         if now > deadline:
             return False
+        # A deadlock of a strategy under test is a result, too: its row fails, and the comparison goes on.
         if now - moved > SILENT_S:
             return True
         show(done if done else f"starting ({now - began:.0f} s)")

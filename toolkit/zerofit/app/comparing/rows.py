@@ -150,6 +150,7 @@ class RowStore:
         Raises:
             UserError: if the folder has another comparison or other files.
         """
+        # Through JSON and back, so that tuples compare equal to the lists that are read from the file.
         identity = json.loads(json.dumps({"kind": kind, **identity, "versions": versions()}))
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         model = re.sub(r"[^\w.]+", "-", identity["job"]["model"]).strip("-")[-40:]

@@ -17,6 +17,8 @@ def halving(vector: Tensor, rank: int, ranks: int) -> None:
     if ranks & (ranks - 1):
         raise NotHereError(f"halving needs a power of two of ranks, not {ranks}")
     own, exchanges = vector, []
+    # With 8 ranks the partners are 4, 2 and 1 apart. Each round halves the part that a rank still adds up, so in total
+    # it sends as little as in a ring, in log2 N instead of N - 1 rounds.
     for distance in [2**n for n in reversed(range(ranks.bit_length() - 1))]:
         low, high = own.tensor_split(2)
         own, theirs = (high, low) if rank & distance else (low, high)

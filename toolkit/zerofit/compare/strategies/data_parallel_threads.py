@@ -12,6 +12,7 @@ def train(work: BenchmarkTask):
     """Train as on one device, with one more line."""
     if len(work.devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))
+    # each forward copies the weights to all devices and the outputs back, hence the memory of the first device
     model = torch.nn.DataParallel(work.model(), device_ids=work.devices)
     optimizer = work.optimizer(model.parameters())
     for x, y in work.batches():

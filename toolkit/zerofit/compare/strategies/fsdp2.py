@@ -15,6 +15,7 @@ def train(work: BenchmarkTask):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))
     model = work.model()
+    # A shared parameter must be in one group of shards, and both networks of a GAN run in one forward
     for layer in [] if tied(model) or work.task == "gan" else model.children():
         if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList | nn.ModuleDict):
             fully_shard(layer, mesh=mesh)
