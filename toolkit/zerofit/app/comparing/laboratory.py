@@ -75,7 +75,7 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     question = "How far does data parallelism scale, with a growing batch and with a fixed one?"
     yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
     study = {"target": target, "seeds": seeds, "epochs": epochs}
-    # powers of four up to all samples: seven sizes show both ends, where steps and where epochs dominate
+    # powers of four up to all samples, to show both ends: where the number of steps and where that of epochs dominates
     sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
     rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
     rules["sqrt"] = ("a square-root", job.global_batch**-0.5)
