@@ -110,19 +110,19 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
     change; docs/another-layout.md has the table.
     """
     same = same_storage(old, new)
-    found = []
+    problems = []
     for who, job in (("the checkpoint's DeepSpeed JSON", old), ("this run's DeepSpeed JSON", new)):
         for obstacle in OBSTACLES:
             if obstacle.applies(job.ds_config) and (obstacle.always or not same):
                 message, hint = f"{obstacle.key} in {who}: {obstacle.why}", f"use {obstacle.instead}"
-                found.append(Problem(kind="layout", message=message, hint=hint, where=obstacle.key))
+                problems.append(Problem(kind="layout", message=message, hint=hint, where=obstacle.key))
         if same:
             break  # the second JSON has the same settings
     if _states(old) != _states(new):
         message = f"the checkpoint has states of {_states(old)}, but this run trains with {_states(new)}"
         hint = f"use --optimizer {_states(old)}, or start from the exported weights (`zerofit ckpt export`)"
-        found.append(Problem(kind="optimizer", message=message, hint=hint, where="--optimizer"))
-    return found
+        problems.append(Problem(kind="optimizer", message=message, hint=hint, where="--optimizer"))
+    return problems
 
 
 def piece_by_piece(job: Job) -> bool:

@@ -86,18 +86,18 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
     if states and not all(isinstance(side, FullState) for side in (left, right)):
         hint = "compare two checkpoints, or leave --states out"
         raise UserError(Problem(kind="no-states", message="a model's folder has no optimizer states", hint=hint))
-    found, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
+    difference, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
     left_names, right_names = set(left.tensors), set(right.tensors)
     for done, name in enumerate(names, start=1):
         report.status(f"comparing {name} ({done} of {len(names)})")
         left_name, right_name = left.ties.get(name, name), right.ties.get(name, name)  # tied tensors are stored once
         if left_name not in left_names or right_name not in right_names:
-            (found.only_in_b if left_name not in left_names else found.only_in_a).append(name)
+            (difference.only_in_b if left_name not in left_names else difference.only_in_a).append(name)
         elif left.shape(left_name) != right.shape(right_name):
-            found.shapes.append((name, left.shape(left_name), right.shape(right_name)))
+            difference.shapes.append((name, left.shape(left_name), right.shape(right_name)))
         else:
-            _compare_kinds(name, (left, left_name), (right, right_name), states, found)
-    return found
+            _compare_kinds(name, (left, left_name), (right, right_name), states, difference)
+    return difference
 
 
 def open_side(path: Path, where: str) -> TensorSource:
@@ -139,15 +139,15 @@ TensorSource = FullState | SafetensorsFiles
 
 
 def _compare_kinds(
-    name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, found: CheckpointDiff
+    name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, difference: CheckpointDiff
 ) -> None:
     kinds_a, kinds_b = ((side.kinds(held) if states else [MASTER]) for side, held in (a, b))
     for kind in dict.fromkeys([*kinds_a, *kinds_b]):
         if kind not in kinds_a or kind not in kinds_b:
-            (found.only_in_b if kind not in kinds_a else found.only_in_a).append(f"{name} ({kind})")
+            (difference.only_in_b if kind not in kinds_a else difference.only_in_a).append(f"{name} ({kind})")
         else:
             (left, left_name), (right, right_name) = a, b
-            found.rows.append(compare(name, kind, left.read(left_name, kind), right.read(right_name, kind)))
+            difference.rows.append(compare(name, kind, left.read(left_name, kind), right.read(right_name, kind)))
 
 
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:

@@ -184,24 +184,24 @@ class FullState:
         shards = self._shards_of(name)
         if any(shard.cut for shard in shards):
             return self._join(shards, kind).view(-1)[start : start + numel]
-        found: list[tuple[int, Tensor]] = []
+        parts: list[tuple[int, Tensor]] = []
         for shard in shards:
             first, end = max(start, shard.start), min(start + numel, shard.start + shard.numel)
             if first < end:
-                found.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
+                parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
         out = torch.empty(numel)
-        for offset, part in found:
+        for offset, part in parts:
             out[offset : offset + len(part)] = part
         return out
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer; for batch norm's running statistics the mean over the ranks."""
-        found = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
-        if len(found) == 1 or not found[0].is_floating_point():
-            return found[0].clone()
-        if any(tensor.shape != found[0].shape for tensor in found):
+        copies = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
+        if len(copies) == 1 or not copies[0].is_floating_point():
+            return copies[0].clone()
+        if any(tensor.shape != copies[0].shape for tensor in copies):
             raise self._incomplete(f"the ranks saved {name} in different shapes")
-        return torch.stack([tensor.double() for tensor in found]).mean(0).to(found[0].dtype)
+        return torch.stack([tensor.double() for tensor in copies]).mean(0).to(copies[0].dtype)
 
     def _shards_of(self, name: str) -> list[_Shard]:
         return self._shards[self.ties.get(name, name)]
@@ -238,15 +238,15 @@ class FullState:
     def _tensor(self, file: str, keys: list[str | int]) -> Tensor:
         if file not in self._open:
             self._open[file] = safe_load.load(self._path(file))
-        found = self._open[file]
+        value = self._open[file]
         for key in keys:
             try:
-                found = found[key]
+                value = value[key]
             except (KeyError, IndexError, TypeError):
                 raise self._incomplete(f"{file} has nothing at {keys}") from None
-        if not isinstance(found, Tensor):
+        if not isinstance(value, Tensor):
             raise self._incomplete(f"{file} has no tensor at {keys}")
-        return found
+        return value
 
     def _path(self, file: str) -> Path:
         path = self._folder / file

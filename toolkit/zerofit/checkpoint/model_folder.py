@@ -164,10 +164,10 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            found = {name: (list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            written = {name: (list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        found = str(error)
-    if found != expected:
+        written = str(error)
+    if written != expected:
         message = f"{path.name} differs from what was written"
         hint = "check the disk, and export again; the damaged export was removed"
         raise RunFailed(Problem(kind="export-damaged", message=message, hint=hint, where=str(path)))

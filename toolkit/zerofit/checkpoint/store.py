@@ -149,8 +149,8 @@ def marks_of(folder: Path, names: list[str]) -> dict[str, FileMark]:
 
 def files_of(checkpoint: Path) -> list[str]:
     """List the paths of all files in a checkpoint except its manifest."""
-    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def checksum_of(content: dict[str, Any]) -> str:
@@ -195,8 +195,8 @@ def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> l
     done, total, begun = 0, sum(mark.bytes for mark in unread.values()), time.monotonic()
     with ThreadPoolExecutor(THREADS) as pool:
         results = pool.map(lambda item: _read(checkpoint, *item), unread.items())
-        for found, mark in zip(results, unread.values(), strict=True):
-            damage += found
+        for changed, mark in zip(results, unread.values(), strict=True):
+            damage += changed
             done += mark.bytes
             if progress and time.monotonic() - begun > QUIET_S:
                 progress(f"verifying {checkpoint.name} ({done / max(total, 1):.0%} of {total / 2**30:.2f} GiB)")
@@ -242,8 +242,8 @@ class Store:
         """Return all visible checkpoints by step, including damaged ones."""
         if not self.folder.is_dir():
             return []
-        found = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
-        looks = ((step, path, quick_look(path)) for step, path in found)
+        folders = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
+        looks = ((step, path, quick_look(path)) for step, path in folders)
         return [CheckpointEntry(step=s, path=p, manifest=manifest, damage=d) for s, p, (manifest, d) in looks]
 
     def newest_complete(

@@ -135,10 +135,10 @@ class BenchmarkTask:
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
         """Return `size` samples from a place in their order."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
-        found = self._data.train.batch(indices, keys)
+        batch = self._data.train.batch(indices, keys)
         if isinstance(self._data.inputs, TextInputs):
-            self.notes["tokens_a_sample"] = found["inputs"].shape[1]
-        return self._inputs(found["inputs"], keys).to(self.device), found["labels"].to(self.device)
+            self.notes["tokens_a_sample"] = batch["inputs"].shape[1]
+        return self._inputs(batch["inputs"], keys).to(self.device), batch["labels"].to(self.device)
 
     def _inputs(self, x: Tensor, keys: Integers) -> Tensor:
         if self.task != "gan":
@@ -167,8 +167,8 @@ class BenchmarkTask:
         for start in range(0, len(positions), EVAL_BATCH):
             self.progress(f"evaluated {start} of {len(positions)} samples")
             part = positions[start : start + EVAL_BATCH]
-            found = self._data.valid.batch(part, part)
-            x, y = self._inputs(found["inputs"], part).to(self.device), found["labels"].to(self.device)
+            batch = self._data.valid.batch(part, part)
+            x, y = self._inputs(batch["inputs"], part).to(self.device), batch["labels"].to(self.device)
             output = model(x)
             if self.task == "gan":
                 total, targets = total + float(output.sum()), targets + len(output)
@@ -219,11 +219,11 @@ class LayerStage(nn.Sequential):
 
     def state_on_cpu(self) -> dict[str, Tensor]:
         """Return its weights on the CPU, by their names in the full model."""
-        found = {}
+        state = {}
         for number, names in enumerate(self._names):
             for key, value in self[number].state_dict().items():
-                found[names[key]] = value.detach().cpu().clone()
-        return found
+                state[names[key]] = value.detach().cpu().clone()
+        return state
 
 
 def state_on_cpu(model: nn.Module) -> dict[str, Tensor]:

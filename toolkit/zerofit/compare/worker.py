@@ -75,8 +75,8 @@ def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> Rank
     reference = folder.parent / REFERENCE
     if work.job.strategy == "single":
         save_file({name: state[name].contiguous() for name in names}, reference)
-    found: RankReport = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
+    report: RankReport = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
     if reference.exists():
         single = load_file(reference)
-        found["max_weight_difference"] = max(float((state[n].float() - single[n].float()).abs().max()) for n in names)
-    return found
+        report["max_weight_difference"] = max(float((state[n].float() - single[n].float()).abs().max()) for n in names)
+    return report

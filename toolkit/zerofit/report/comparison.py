@@ -33,8 +33,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 @cache
 def description(kind: str) -> dict[str, Any]:
     """Return a kind's entry in comparison.yaml: `first`, the key of a row's name; `columns`; `meanings`."""
-    found: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
-    return found[kind]
+    kinds: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
+    return kinds[kind]
 
 
 def labels(kind: str) -> list[str]:

@@ -56,10 +56,10 @@ class TraceComparison:
 def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     """Read a forecast and a measured trace, in any order, and draw them. Raises UserError with all problems."""
     problems = Problems()
-    found = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
+    traces = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
     check_picture(out, "--out", problems)
     problems.raise_if_any()
-    read = sorted((trace for trace in found if trace), key=lambda trace: not trace.forecast)
+    read = sorted((trace for trace in traces if trace), key=lambda trace: not trace.forecast)
     if [trace.forecast for trace in read] != [True, False]:
         message = f"--trace names {len(read)} traces, {sum(trace.forecast for trace in read)} of them forecasts"
         hint = "give one from --trace of `zerofit plan` or `simulate`, and one of `zerofit train --profile`"

@@ -140,9 +140,9 @@ class _Marks:
     """Where phases and sections of the model begin."""
 
     def __init__(self, events: Iterable[Event]):
-        found = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
-        self._moments = [at for at, _ in found]
-        self._places = [(*name.split("|"), "", "")[1:3] for _, name in found]
+        marks = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
+        self._moments = [at for at, _ in marks]
+        self._places = [(*name.split("|"), "", "")[1:3] for _, name in marks]
 
     def part(self, kind: str, at: float) -> Part:
         """Return the part of a kernel or op of this kind that was issued at this moment."""

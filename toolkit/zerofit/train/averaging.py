@@ -92,8 +92,8 @@ class AveragedWeights:
 
     def _found(self) -> list[IndexedShard]:
         if self._shards is None:
-            found = indexed_shards(self._trainer, self._trainer.engine, "state")
-            self._shards = [indexed for indexed in found if indexed.shard.states_at is not None]
+            shards = indexed_shards(self._trainer, self._trainer.engine, "state")
+            self._shards = [indexed for indexed in shards if indexed.shard.states_at is not None]
         return self._shards
 
     def _live(self) -> list[Tensor]:

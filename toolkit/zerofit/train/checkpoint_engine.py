@@ -89,10 +89,10 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """Return sizes and hashes of all files written since the last call and synced by now. Raises OSError."""
         marks, self._marks = self._marks, {}
         failure, self._failure = self._failure, None
-        found = {path: mark.result() for path, mark in marks.items() if failure is None}
+        finished = {path: mark.result() for path, mark in marks.items() if failure is None}
         if failure:
             raise OSError(str(failure)) from failure
-        return found
+        return finished
 
     def _write(self, state_dict: Any, path: Path) -> None:
         if self._failure:

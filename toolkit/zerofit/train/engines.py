@@ -163,10 +163,10 @@ def _count_slices() -> None:
     original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
     def marked(group: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = original(group)
-        for gradient, p in zip(found[0], (p for p in group if p.grad is not None), strict=True):
+        split = original(group)
+        for gradient, p in zip(split[0], (p for p in group if p.grad is not None), strict=True):
             gradient.model_parallel = is_model_parallel_parameter(p)
-        return found
+        return split
 
     unfused_optimizer.split_params_grads_into_shared_and_expert_params = marked
 
@@ -202,11 +202,11 @@ def _unscale_norm(optimizer: Any) -> None:
 
     def step(closure: Any = None) -> Any:
         scale = optimizer.loss_scale
-        found = original(closure)
+        result = original(closure)
         if not optimizer.overflow:
             divided = 1.0 if isinstance(optimizer, unfused_optimizer.FP16_UnfusedOptimizer) else optimizer.loss_scale
             optimizer._global_grad_norm *= divided / scale
-        return found
+        return result
 
     optimizer.step = step
 
@@ -392,17 +392,17 @@ class ZeroTrainer(EngineTrainer):
         if self._own_loss:
             return output_part(self._call_own(x, labels), "loss")
         self._balance.begin()
-        found, aux = self._logits(x, extra, labels)
+        output, aux = self._logits(x, extra, labels)
         if self.job.run.loss == "mse":
-            return nn.functional.mse_loss(one_a_sample(found, labels), labels.float())
+            return nn.functional.mse_loss(one_a_sample(output, labels), labels.float())
         self._balance.end()
         if aux is not None:
             self._balance.note(aux)
         if self._head:
-            loss = found * batch["weight"]
+            loss = output * batch["weight"]
         else:
             run = self.job.run
-            loss = weighted_cross_entropy(found, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
+            loss = weighted_cross_entropy(output, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
         return loss if aux is None else loss + aux
 
     def eval_counts(self, batch: Batch) -> Tensor:
@@ -420,8 +420,8 @@ class ZeroTrainer(EngineTrainer):
             real = labels.reshape(-1) != IGNORE_INDEX
             errors = (one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
             return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
-        found = counts(logits, labels)
-        return torch.cat([found, class_table(logits, labels, self._classes)]) if self._classes else found
+        sums = counts(logits, labels)
+        return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits and a router's loss; a replaced head returns its result for the labels instead of logits."""

@@ -141,22 +141,22 @@ def _take(first: int, count: int, weight: Tensor) -> Tensor:
 
 def _own_weights(block: Any) -> dict[str, nn.Parameter]:
     """Remove the weights of transformers' expert block and return them by AutoEP's names."""
-    found = {"router.gate.weight": block.gate.weight}
+    weights = {"router.gate.weight": block.gate.weight}
     for own, (source, half) in SOURCES.items():
         weight = getattr(block.experts, source)
         data = weight.data if half is None else weight.data.chunk(HALVES, dim=1)[half].contiguous()
-        found[f"experts.{own}"] = nn.Parameter(data, requires_grad=weight.requires_grad)
+        weights[f"experts.{own}"] = nn.Parameter(data, requires_grad=weight.requires_grad)
     block.experts._parameters.clear()  # frees each layer's weights before the next layer's are copied
-    return found
+    return weights
 
 
 def convert(model: nn.Module, degree: int, rank: int) -> None:
     """Replace transformers' expert layers by AutoEP's in a model on the meta device."""
     _mend_registry()
     auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
-    found = auto.ep_parser()
+    specs = auto.ep_parser()
     with torch.device("meta"):
-        auto.replace_moe_layers(found, degree, rank)
+        auto.replace_moe_layers(specs, degree, rank)
     for layer in expert_layers(model).values():
         layer._modules.pop("gate", None)  # a second reference to the router, which would be saved twice
 
@@ -212,17 +212,17 @@ class RouterBalance:
         """
         losses, tokens = self._losses, self._tokens
         self._losses, self._tokens = [], []
-        found: dict[str, Tensor] = {}
+        figures: dict[str, Tensor] = {}
         if losses or self._shared:
             sums = torch.tensor([0.0, len(losses)], device=rank_device())
             sums[0] = sum(losses)
             dist.all_reduce(sums)
-            found["router_loss"] = sums[0] / sums[1]
+            figures["router_loss"] = sums[0] / sums[1]
         if tokens:
             counts = torch.stack(tokens).sum(0)
             dist.all_reduce(counts, group=self._group)
             loads = counts / counts.mean(1, keepdim=True)
             extremes = torch.stack([loads.max(), -loads.min()])
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-            found |= {"expert_load_most": extremes[0], "expert_load_least": -extremes[1]}
-        return found
+            figures |= {"expert_load_most": extremes[0], "expert_load_least": -extremes[1]}
+        return figures

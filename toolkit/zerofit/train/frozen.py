@@ -85,8 +85,8 @@ def leave_out_frozen(engine: Any) -> None:
 
 def _of_bits(name: str, layers: set[str]) -> bool:
     """Return whether a name belongs to the data that bitsandbytes saves with quantised weights of these layers."""
-    layer, found, _ = name.partition("weight.")
-    return (bool(found) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
+    layer, separator, _ = name.partition("weight.")
+    return (bool(separator) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
 
 
 def _stretch(indexed: IndexedShard) -> Tensor:

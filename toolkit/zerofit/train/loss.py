@@ -203,6 +203,6 @@ def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
         return None
-    found = HeadLoss(head, chunk)
-    vars(head)["forward"] = found.forward if inside else lambda hidden: hidden
-    return found
+    loss = HeadLoss(head, chunk)
+    vars(head)["forward"] = loss.forward if inside else lambda hidden: hidden
+    return loss

@@ -174,9 +174,9 @@ class PipelineTrainer(EngineTrainer):
         """Return the weighted loss of logits, or of hidden states if the loss applies the head itself."""
         labels, weight = target
         if not torch.is_grad_enabled():
-            found = self._head.of(logits, labels) if self._head else counts(logits, labels)
-            self._counts += found
-            return found[0].float() * weight
+            sums = self._head.of(logits, labels) if self._head else counts(logits, labels)
+            self._counts += sums
+            return sums[0].float() * weight
         if self._head:
             return self._head.of(logits, labels) * weight
         run = self.job.run

@@ -46,9 +46,9 @@ def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)
     speeds[trainer.coords.dp_rank] = speed
     dist.all_reduce(speeds)
-    found = tuple(speeds.tolist())
-    shares = shared_out(batch.micro * batch.dp, found, batch.limit)
-    return RankShares(batch=replace(batch, by_rank=shares), samples_per_s=found)
+    samples_per_s = tuple(speeds.tolist())
+    shares = shared_out(batch.micro * batch.dp, samples_per_s, batch.limit)
+    return RankShares(batch=replace(batch, by_rank=shares), samples_per_s=samples_per_s)
 
 
 @torch.no_grad()

@@ -124,9 +124,9 @@ class RankRun:
         if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
         self._events.phase("measuring how fast each rank is")
-        found = measured_shares(job, trainer, self.data)
-        self._events.note(str(found))
-        trainer.job = job = replace(job, batch=found.batch)
+        measured = measured_shares(job, trainer, self.data)
+        self._events.note(str(measured))
+        trainer.job = job = replace(job, batch=measured.batch)
         if self.rank == 0:
             job.write_batch(self.folder)
         return job
@@ -188,9 +188,9 @@ def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) 
     if isinstance(trainer, PipelineTrainer):
         sections = trainer.sections()
     elif isinstance(trainer, ZeroTrainer) and not job.run.compile:  # hooks would break compiled graphs
-        found = sections_of(trainer.engine.module)
-        names = numbered([section.name for section in found])
-        sections = [replace(section, name=name) for section, name in zip(found, names, strict=True)]
+        blocks = sections_of(trainer.engine.module)
+        names = numbered([section.name for section in blocks])
+        sections = [replace(section, name=name) for section, name in zip(blocks, names, strict=True)]
     return StepProfile(trainer, Numbers.parse(job.run.profile), partial(folder.rank_trace, rank), sections)
 
 

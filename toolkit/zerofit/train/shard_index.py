@@ -49,8 +49,8 @@ class IndexedShard:
 
 def build_index(trainer: EngineTrainer) -> dict[str, Any]:
     """Return this rank's index of what `engine.save_checkpoint` writes, as JSON (see `checkpoint.full_state`)."""
-    found = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
-    return {"world_size": dist.get_world_size(), "engines": found}
+    engines = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
+    return {"world_size": dist.get_world_size(), "engines": engines}
 
 
 def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
@@ -58,8 +58,8 @@ def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[In
 
     Weights that the run freezes are left out; weights that a user's model fixes by itself are included.
     """
-    found = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
-    yield from _named(trainer, engine, (shard for shard in found if shard.numel))  # without shards of padding only
+    shards = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
+    yield from _named(trainer, engine, (shard for shard in shards if shard.numel))  # without shards of padding only
 
 
 def indexed_frozen(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:

@@ -184,8 +184,8 @@ def gathered_state(
         with zero, GatherReplacedLayerParams(parameters, part, enabled=layout.tp > 1):
             held = {**part._parameters, **part._buffers} if collect else {}
             own = {n: t for n, t in held.items() if t is not None and n not in part._non_persistent_buffers_set}
-            found = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
-        yield from ((names.get(name, name), t) for name, t in found.items())
+            state = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
+        yield from ((names.get(name, name), t) for name, t in state.items())
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

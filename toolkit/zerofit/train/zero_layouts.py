@@ -73,18 +73,18 @@ class ParamShard:
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
         """Return the slots by kind; `states` are the optimizer's for `master`. Raises Unsupported for other shapes."""
-        found = {MASTER: self._slot(self.master, self.master_at)}
+        slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
                 continue
             at = (self.states_at[0], (*self.states_at[1], kind))
             if kind == "momentum_buffer" and self.uncut is not None:
-                found[kind] = StateSlot(tensor, at, self.uncut[0], 0, self.parameter.numel())
+                slots[kind] = StateSlot(tensor, at, self.uncut[0], 0, self.parameter.numel())
             elif tensor.numel() == self.master.numel():
-                found[kind] = self._slot(tensor, at)
+                slots[kind] = self._slot(tensor, at)
             else:
                 raise Unsupported(f"the optimizer's {kind} does not have one number per weight")
-        return found
+        return slots
 
     def _slot(self, tensor: Tensor, at: Address) -> StateSlot:
         if id(tensor) in self.on_nvme:
@@ -256,9 +256,9 @@ LAYOUTS = {
 
 def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
     """Yield parameters that are not trained, in training precision."""
-    found = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
-    module = _module_addresses(engine, tag) if found else {}
-    for p in found:
+    frozen = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
+    module = _module_addresses(engine, tag) if frozen else {}
+    for p in frozen:
         if hasattr(p, "ds_tensor"):
             at = (engine._get_ckpt_name("", tag), ("frozen_param_fragments", engine.param_names[p]))
             yield _partitioned(p, p.ds_tensor, 0, at, None, {})
@@ -339,13 +339,13 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
     if not hasattr(module, "ckpt_layer_path"):
         file = engine._get_ckpt_name("", tag)
         return {id(t): (file, ("module", name)) for name, t in module.state_dict(keep_vars=True).items()}
-    found: dict[int, Address] = {}
+    addresses: dict[int, Address] = {}
     for _ in _parts_exposed(module):
         layers = [(i, layer) for i, layer in enumerate(module.forward_funcs) if isinstance(layer, nn.Module)]
         for i, layer in layers:
             names = layer.state_dict(keep_vars=True)
-            found |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
-    return found
+            addresses |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
+    return addresses
 
 
 def _parts_exposed(module: Any) -> Iterator[None]:

@@ -57,11 +57,11 @@ class Laboratory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit compare all --json` prints."""
-        found = [
+        experiments = [
             {"name": one.name, "question": one.question, "command": command, **compared.to_dict()}
             for one, command, compared in self.experiments
         ]
-        return {"kind": "all", "experiments": found, "written": list(self.written)}
+        return {"kind": "all", "experiments": experiments, "written": list(self.written)}
 
 
 def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: float) -> Iterator[Experiment]:

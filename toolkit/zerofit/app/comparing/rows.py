@@ -395,7 +395,7 @@ class Comparison(Generic[AnyRow]):
             ]
             figures += [(size.test_accuracy, ".1%"), (size.noise_scale, ",.0f")]
             first = [str(size.batch_size), f"{size.reached} of {size.runs}"]
-            rows.append(first + [_shown_spread(found, form) for found, form in figures])
+            rows.append(first + [_shown_spread(figure, form) for figure, form in figures])
         return [*names, "test accuracy", "noise scale"], rows
 
     def page_table(self) -> tuple[list[str], list[list[str]]]:

@@ -92,9 +92,9 @@ def epochs_within(hours: float, samples: int, samples_per_s: float) -> float:
     return hours * 3600 * samples_per_s / samples
 
 
-def _plan_cells(found: Mapping[str, Any]) -> list[str]:
+def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
     """Return images per second, minutes of an epoch, and epochs in the document's hours."""
-    speed = found["samples_per_s"]
+    speed = plan["samples_per_s"]
     minutes = [f"{images / speed / 60:.1f} min" for images, _ in IMAGE_SETS.values()]
     epochs = [f"{epochs_within(hours, images, speed):,.0f}" for images, hours in IMAGE_SETS.values()]
     return [f"{speed:,.0f}", *minutes, *epochs]

@@ -32,8 +32,8 @@ class DocumentComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of `zerofit compare documents --json`."""
-        found = [document.to_dict() for document in self.documents]
-        return {"kind": "documents", "documents": found, "written": list(self.written)}
+        documents = [document.to_dict() for document in self.documents]
+        return {"kind": "documents", "documents": documents, "written": list(self.written)}
 
 
 @one_server()

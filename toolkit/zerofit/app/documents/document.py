@@ -29,8 +29,8 @@ T = TypeVar("T")
 @cache
 def entries() -> dict[str, dict[str, Any]]:
     """Return the entry of each document, by number."""
-    found: dict[Any, Any] = read_yaml(Path(__file__).with_name("documents.yaml"))[0]
-    return found
+    documents: dict[Any, Any] = read_yaml(Path(__file__).with_name("documents.yaml"))[0]
+    return documents
 
 
 def result_store(folder: Path) -> RowStore:
@@ -90,7 +90,7 @@ class DocumentRun:
         self, plans: Mapping[str, Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], list[str]]
     ) -> Evidence:
         """Return a row for each plan: title, layout, `cells` and command."""
-        titled = {self.entry["plans"][name]["title"]: found for name, found in plans.items()}
+        titled = {self.entry["plans"][name]["title"]: plan for name, plan in plans.items()}
         rows = [[title, p["layout"], *cells(p), f"`{p['command']}`"] for title, p in titled.items()]
         return self.table("plans", rows=rows, figures=titled)
 

@@ -25,7 +25,7 @@ def repeat(document: DocumentRun) -> TeachingDocument:
     values: dict[str, Any] = {
         name: [shown_bytes(size) for size in small[name]] for name in ("peak", "sent", "received")
     }
-    values["hours"] = {name: _hours(found) for name, found in plans.items()}
+    values["hours"] = {name: _hours(plan) for name, plan in plans.items()}
     evidence = [
         document.comparison_table("ways", done),
         _data_parallel_table(document, costs),
@@ -53,23 +53,23 @@ def _simulate_data_parallel() -> dict[str, Any]:
 
 def _data_parallel_table(document: DocumentRun, costs: dict[str, Any]) -> Evidence:
     rows = []
-    for model, found in costs.items():
+    for model, cost in costs.items():
         for gpu in range(2):
-            sizes = [found[name][gpu] for name in ("peak", "sent", "received")] + [4 * NAMED[model].parameters]
-            rows.append([model, str(found["batch"]), str(gpu), *map(shown_bytes, sizes)])
+            sizes = [cost[name][gpu] for name in ("peak", "sent", "received")] + [4 * NAMED[model].parameters]
+            rows.append([model, str(cost["batch"]), str(gpu), *map(shown_bytes, sizes)])
     return document.table("data-parallel", rows=rows, figures=costs)
 
 
-def _plan_cells(found: Mapping[str, Any]) -> list[str]:
+def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
     """Return the memory of a GPU, the step time and the time of the training."""
-    step = f"{found['step_s']:.3g} s" if found["step_s"] < 100 else f"{found['step_s']:,.0f} s"
-    return [shown_bytes(found["peak_bytes"]), step, _hours(found)]
+    step = f"{plan['step_s']:.3g} s" if plan["step_s"] < 100 else f"{plan['step_s']:,.0f} s"
+    return [shown_bytes(plan["peak_bytes"]), step, _hours(plan)]
 
 
-def _hours(found: Mapping[str, Any]) -> str:
-    if not found["fits"]:
+def _hours(plan: Mapping[str, Any]) -> str:
+    if not plan["fits"]:
         return "does not fit"
-    return f"{found['hours']:.1f} h" if found["hours"] < 1000 else f"{found['hours'] / 24:,.0f} days"
+    return f"{plan['hours']:.1f} h" if plan["hours"] < 1000 else f"{plan['hours'] / 24:,.0f} days"
 
 
 def enlarged_digits(folder: Path) -> Path:

@@ -65,7 +65,9 @@ def sums(seen: Sequence[dict[str, Any]]) -> dict[str, str]:
 def lenet_values(alone: Done, together: Done) -> dict[str, Any]:
     """Return the last accuracies on one and two devices, and how far the curves differ."""
     first, second = _test_accuracies(alone), _test_accuracies(together)
-    values = {"lenet": [f"{found[:, -1].mean():.2f}" if found.size else "-" for found in (first, second)]}
+    values = {
+        "lenet": [f"{accuracies[:, -1].mean():.2f}" if accuracies.size else "-" for accuracies in (first, second)]
+    }
     if first.shape != second.shape or not first.size:
         return {**values, "lenet_why": ""}
     # The gap between devices means something only beside the spread between seeds, which is the noise of a training.
