@@ -126,7 +126,7 @@ def case(run: Path, name: str, file: str, damage: str, chance: random.Random) ->
     DAMAGE[damage](newest / file, before / file, chance)
     found = verify(newest)
     passed_over: list[str] = []
-    taken = Store(copy).newest_whole(lambda entry: passed_over.append(entry.path.name))
+    taken = Store(copy).newest_complete(lambda entry: passed_over.append(entry.path.name))
     shutil.rmtree(copy)
     return {
         "run": name,

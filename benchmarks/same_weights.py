@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.compare.ranks import Ranks
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.processes import one_server
 from zerofit.app.comparing.rows import AGREES
 from zerofit.compare.job import STRATEGIES, CompareJob
 from zerofit.spec.files import write_json, write_text

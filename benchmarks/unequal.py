@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zerofit.app.comparing.processes import run_job
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.processes import one_server, run_job
 from zerofit.app.comparing.rows import StrategyRow, strategy_row
 from zerofit.compare.benchmark_task import BenchmarkTask
 from zerofit.compare.job import STRATEGIES, CompareJob
@@ -62,7 +61,7 @@ def measured(job: CompareJob) -> StrategyRow:
     """Return the row of a job in real processes."""
     strategy = STRATEGIES[job.strategy]
     with tempfile.TemporaryDirectory() as folder:
-        reports = run_job(job, Path(folder) / "row", strategy.processes(job.ranks), lambda _: None)
+        reports = run_job(job, Path(folder) / "row", lambda _: None)
     return strategy_row(strategy, job, reports, 0.0)
 
 

@@ -1,16 +1,20 @@
 """The page on the documents: its tables, what is kept, and the figures that follow from others."""
 
 import json
+import shlex
 
 import pytest
 from click.testing import CliRunner
 
+from zerofit.app.comparing.laboratory import flags
 from zerofit.app.comparing.rows import SizeRow
 from zerofit.app.documents.batch_sizes import epochs_within, first_size, reached, soonest
-from zerofit.app.documents.bench import Bench
+from zerofit.app.documents.document import DocumentRun, entries, result_store
 from zerofit.app.documents.parallel_training import enlarged_digits
+from zerofit.cli.compare import compare
 from zerofit.cli.main import main
-from zerofit.report.documents import Evidence, Figure, TeachingDocument, write_documents
+from zerofit.cli.plan import plan
+from zerofit.report.experiment_pages import Evidence, Figure, TeachingDocument, write_documents
 from zerofit.spec.errors import UserError
 
 
@@ -39,15 +43,39 @@ def test_the_page(tmp_path):
     json.dumps(document.to_dict())
 
 
+def document(folder, number="000"):
+    return DocumentRun(number, result_store(folder))
+
+
 def test_what_was_measured_is_kept(tmp_path):
-    assert Bench(tmp_path / "d").keep("x", lambda: {"a": 1.5}) == {"a": 1.5}
-    assert Bench(tmp_path / "d").keep("x", lambda: pytest.fail("again")) == {"a": 1.5}
-    (tmp_path / "d" / "rows" / "x.json").write_text('{"a": 1')  # cut by a kill
-    assert Bench(tmp_path / "d").keep("x", lambda: [2]) == [2]
+    assert document(tmp_path / "d").keep("x", lambda: {"a": 1.5}) == {"a": 1.5}
+    assert document(tmp_path / "d").keep("x", lambda: pytest.fail("again")) == {"a": 1.5}
+    (tmp_path / "d" / "rows" / "000-x.json").write_text('{"a": 1')  # cut by a kill
+    assert document(tmp_path / "d").keep("x", lambda: [2]) == [2]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").touch()
     with pytest.raises(UserError, match="contains other files"):
-        Bench(tmp_path / "other")
+        result_store(tmp_path / "other")
+
+
+@pytest.mark.parametrize("number", entries())
+def test_entries_are_options_of_the_commands(number):
+    """Each experiment is read by its command, and each plan by `zerofit plan`."""
+    entry = entries()[number]
+    for options in entry["experiments"].values():
+        kind, words = options["kind"], flags({key: value for key, value in options.items() if key != "kind"})
+        assert compare.commands[kind].make_context(kind, words).params["model"] == options["model"]
+    for name in entry.get("plans", ()):
+        command = shlex.split(document_of_plans(number)._plan(name, dict(entry["plans"][name]))["command"])
+        assert plan.make_context("plan", command[2:]).params["model"] == entry["plans"][name]["model"]
+    with pytest.raises(KeyError):  # a figure of the page lacks its value
+        document_of_plans(number).page({}, [])
+
+
+def document_of_plans(number):
+    made = DocumentRun.__new__(DocumentRun)
+    made.number, made.entry, made.keep = number, entries()[number], lambda name, forecast: {}
+    return made
 
 
 def test_unknown_documents_are_refused(tmp_path):

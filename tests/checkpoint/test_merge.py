@@ -14,8 +14,8 @@ from transformers.trainer_utils import align_special_tokens
 from tests.data.chats import write_tokenizer
 from zerofit.checkpoint.adapters import read_adapters
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
-from zerofit.checkpoint.merge import whole_weights
+from zerofit.checkpoint.merge import merged_weights
+from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.infer.saved_model import find_folder
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -87,7 +87,7 @@ def test_special_tokens_are_those_of_the_tokenizer(adapters, tmp_path):
 @one
 def test_groups_of_any_size_give_the_same(adapters):
     part = read_adapters(adapters[0])
-    whole, piecewise = (dict(whole_weights(part, most)) for most in (None, 1))
+    whole, piecewise = (dict(merged_weights(part, most)) for most in (None, 1))
     assert whole.keys() == piecewise.keys()
     assert all(torch.equal(whole[name], piecewise[name]) for name in whole)
 
@@ -99,12 +99,12 @@ def test_other_frozen_weights_are_refused(adapters, tmp_path):
     total = sum(part_checksum(name, p) for name, p in base.named_parameters())
     frozen = FrozenWeights(parameters=1, dtype="float32", checksum=checksum_text(total))
     object.__setattr__(part, "frozen", frozen)
-    assert list(whole_weights(part))
+    assert list(merged_weights(part))
     with torch.no_grad():
         base.transformer.ln_f.bias[3] += 1e-6
     base.save_pretrained(tmp_path / "base")
     with pytest.raises(UserError, match="differ from the frozen weights"):
-        list(whole_weights(part))
+        list(merged_weights(part))
 
 
 @one

@@ -36,8 +36,8 @@ def steps(store: Store) -> list[int]:
 
 def test_the_newest_is_taken(store):
     assert steps(store) == [10, 20, 30]
-    assert store.newest_whole().step == 30
-    assert store.newest_whole().manifest.samples == 120
+    assert store.newest_complete().step == 30
+    assert store.newest_complete().manifest.samples == 120
 
 
 def flip(path: Path) -> None:
@@ -62,7 +62,7 @@ def test_damage_is_named_and_passed_over(store, kind, file):
     (found,) = verify(newest)
     assert (found.file, found.kind) == (file, "manifest" if file == "manifest.json" else kind)
     passed_over = []
-    assert store.newest_whole(passed_over.append).step == 20
+    assert store.newest_complete(passed_over.append).step == 20
     assert [entry.step for entry in passed_over] == [30]
     assert newest.exists()
 
@@ -71,7 +71,7 @@ def test_folders_that_changed_places(store):
     for one, other in (("00000030", "x"), ("00000020", "00000030"), ("x", "00000020")):
         (store.folder / f"step-{one}").rename(store.folder / f"step-{other}")
     assert {d.kind for d in verify(store.folder / folder_name(30))} == {"misplaced"}
-    assert store.newest_whole().step == 10
+    assert store.newest_complete().step == 10
 
 
 def test_what_a_kill_leaves_is_not_listed(store):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.comparing.processes import run_job
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.processes import one_server, run_job
 from zerofit.app.comparing.rows import StrategyRow, strategy_row
 from zerofit.compare.job import STRATEGIES, CompareJob
 
@@ -20,9 +19,9 @@ class Ranks:
     def row(self, job: CompareJob) -> StrategyRow:
         """What `zerofit compare` says of a strategy."""
         strategy = STRATEGIES[job.strategy]
-        return strategy_row(strategy, job, self.words(job, strategy.processes(job.ranks)), 1.0)
+        return strategy_row(strategy, job, self.words(job), 1.0)
 
     @one_server()
-    def words(self, job: CompareJob, processes: int) -> list[dict[str, Any]]:
+    def words(self, job: CompareJob) -> list[dict[str, Any]]:
         """What each process has left."""
-        return run_job(job, self.folder / job.strategy, processes, lambda _: None)
+        return run_job(job, self.folder / job.strategy, lambda _: None)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from zerofit.app.comparing import processes
-from zerofit.app.comparing.ranks import MODULE, one_server
+from zerofit.app.comparing.processes import SERVER, one_server
 from zerofit.app.comparing.rows import status_of
 from zerofit.compare.job import CompareJob
 
@@ -32,7 +32,7 @@ class Watched:
 
     def run(self, job=JOB):
         self.started.clear()
-        return processes.run_job(job, self.folder / job.strategy, job.ranks, lambda _: None)
+        return processes.run_job(job, self.folder / job.strategy, lambda _: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +49,7 @@ def watched(tmp_path, monkeypatch):
 
 
 def servers() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if MODULE in one.cmdline()]
+    return [one for one in psutil.Process().children() if SERVER in one.cmdline()]
 
 
 def test_ranks_are_processes_of_their_own_and_imports_happen_once(watched):
@@ -72,10 +72,10 @@ def test_a_rank_that_dies_gives_a_failed_row(watched):
 
 
 def test_what_a_rank_says_is_in_its_log(watched):
-    status, reason = status_of(watched.run(replace(JOB, strategy="no-such")))
-    assert (status, reason) == ("failed", "KeyError: 'no-such'")
+    status, reason = status_of(watched.run(replace(JOB, data="no-such")))
+    assert status == "failed" and reason.startswith("UserError: ")
     for rank in range(2):
-        assert "KeyError: 'no-such'" in (watched.folder / "no-such" / f"rank-{rank}.log").read_text()
+        assert reason in (watched.folder / "ddp" / f"rank-{rank}.log").read_text()
 
 
 def test_without_the_server_a_row_fails_and_the_next_one_has_another(watched):

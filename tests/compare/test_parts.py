@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zerofit.app.comparing import room as comparing_room
-from zerofit.app.comparing.room import StateGate
+from zerofit.app.comparing import jobs
+from zerofit.app.comparing.jobs import StateGate
 from zerofit.app.comparing.rows import (
     RowStore,
     SizeRow,
     StrategyRow,
-    against_single,
     critical_batch,
     curve_figures,
     status_of,
     strategy_row,
     summarize_sizes,
+    with_speedups,
 )
 from zerofit.app.training.free_memory import HostMemory
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
@@ -175,7 +175,7 @@ def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
 
     def lacks(name: str, free_bytes: int, one: StateGate = gate, job: CompareJob = job) -> str | None:
         there = HostMemory(name="", ranks=range(4), host_bytes=free_bytes, gpu_bytes=free_bytes)
-        monkeypatch.setattr(comparing_room, "memory_here", lambda ranks, run: there)
+        monkeypatch.setattr(jobs, "memory_here", lambda ranks, run: there)
         return one.lacks(STRATEGIES[name], job)
 
     state = 12 * parameters
@@ -197,9 +197,8 @@ def strategy(name, **figures):
 
 
 def test_speed_up_and_efficiency():
-    rows = against_single(
-        [strategy("single", samples_per_s=100.0), strategy("ddp", samples_per_s=150.0), strategy("horovod")]
-    )
+    rows = [strategy("single", samples_per_s=100.0), strategy("ddp", samples_per_s=150.0), strategy("horovod")]
+    rows = with_speedups(rows, lambda row, base: base.strategy == "single")
     assert (rows[1].speedup, rows[1].efficiency) == (1.5, 0.75)
     assert rows[2].speedup is None
 

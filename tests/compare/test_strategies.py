@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compare.ranks import Ranks
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.processes import one_server
 from zerofit.compare.job import MOMENTUM, STRATEGIES, CompareJob
 from zerofit.compare.pace import PACE_S, STRAGGLER, pause_s
 from zerofit.data import Order, open_data
@@ -114,7 +114,7 @@ def test_halving_takes_a_power_of_two(ranks):
 def test_epochs_on_two_ranks_are_those_of_plain_pytorch(ranks):
     """Two phases with sizes and rates of their own; every other validation sample is kept for the test."""
     job = replace(JOB, phases=[(1, 64, 0.05), (2, 32, 0.02)], eval_samples=200)
-    (one,), two = (ranks.words(replace(job, strategy=name), n) for name, n in (("single", 1), ("ddp", 2)))
+    (one,), two = (ranks.words(replace(job, strategy=name)) for name in ("single", "ddp"))
     data = open_data(job.run, "image", None, Reporter())
     torch.manual_seed(0)
     model, order, start, step, points = build(find("lenet"), data.inputs, {}), Order(len(data.train), 0), 0, 0, []

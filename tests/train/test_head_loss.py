@@ -12,8 +12,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.model_facts import IGNORE_INDEX, PLAIN_HEAD_TYPES
-from zerofit.train.head_loss import head_loss
-from zerofit.train.loss import counts
+from zerofit.train.loss import counts, head_loss
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 SHAPE |= {"vocab_size": 64, "num_key_value_heads": 2}
@@ -50,7 +49,7 @@ def test_what_the_head_gives_is_what_the_model_gives(model_type, tmp_path):
     assert logits is made[0]
     head = head_loss(model, 5, inside=True)
     assert head is not None
-    with head.given(labels):
+    with head.with_labels(labels):
         loss = model(input_ids=x, use_cache=False).logits
         with torch.no_grad():
             counted = model(input_ids=x, use_cache=False).logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
@@ -111,3 +112,18 @@ def test_phases_follow_the_events():
     assert (pulse.look()["phase"], pulse.look()["training"]) == ("reading the data", False)
     events.training(steps=3)
     assert (pulse.look()["phase"], pulse.look()["training"]) == ("between steps", True)
+
+
+def test_the_end_of_a_save_is_sent_at_once():
+    """Else a rank that is killed after it has written the checkpoint of step 20 is reported in an earlier step."""
+    reading, writing = os.pipe()
+    progress = RankProgress(step=7, phase=TRAINING)
+    pulse, events = Heartbeat(writing, on_gpu=False, progress=progress), EventLog(None, progress)
+    pulse.start()
+    with open(reading) as sent:
+        assert json.loads(sent.readline())["step"] == 7
+        progress.step, began = 20, time.monotonic()
+        events.training(steps=40)
+        assert json.loads(sent.readline())["step"] == 20 and time.monotonic() - began < 0.5
+        progress.step = 21
+        assert json.loads(sent.readline())["step"] == 21 and time.monotonic() - began > 0.9

@@ -7,8 +7,8 @@ from PIL import Image
 
 from zerofit.app.comparing.laboratory import Done, Experiment
 from zerofit.app.comparing.rows import Comparison, SizeRow
-from zerofit.app.documents.several_devices import EPOCHS, _accuracies, _doubled, _sums, run_collectives
-from zerofit.report.documents import draw_epochs
+from zerofit.app.documents.several_devices import lenet_values, resnet_values, run_collectives, sums
+from zerofit.report.experiment_pages import draw_epochs
 
 
 def test_two_ranks_add_up_and_share_a_matrix():
@@ -17,7 +17,7 @@ def test_two_ranks_add_up_and_share_a_matrix():
     assert [one["all_reduced"] for one in seen] == [[[3, 3]], [[3, 3]]]
     assert seen[0]["scattered"] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert seen[1]["scattered"] == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
-    assert [figure.ours for figure in _sums(seen)] == ["1, 2 -> 3, 3", "4 x 5 -> 2 x 5, 2 x 5"]
+    assert sums(seen) == {"before": "1, 2", "after": "3, 3", "parts": "2 x 5, 2 x 5"}
 
 
 def row(accuracies, ranks=1, **more):
@@ -31,11 +31,11 @@ def done(*rows):
 
 
 def test_what_devices_and_what_seeds_change():
-    level = [0.5] * (EPOCHS - 1)
+    level = [0.5] * 7
     one, two = done(row([*level, 0.90]), row([*level, 0.80])), done(row([*level, 0.91]), row([*level, 0.80]))
-    first, second = _accuracies(one, two)
-    assert (first.theirs, first.ours, second.theirs, second.ours) == ("0.80", "0.85", "0.84", "0.85")  # means of seeds
-    assert "differ by 0.010 at most, with another seed by up to 0.100" in second.why
+    values = lenet_values(one, two)
+    assert values["lenet"] == ["0.85", "0.85"]  # means of seeds
+    assert "differ by 0.010 at most, with another seed by up to 0.100" in values["lenet_why"]
 
 
 def test_the_picture_has_the_lines_of_runs_that_ended(tmp_path):
@@ -47,6 +47,7 @@ def test_the_picture_has_the_lines_of_runs_that_ended(tmp_path):
 
 def test_a_run_that_failed_has_no_figures():
     failed = SizeRow(status="failed", reason="a rank died", batch_size=64, seed=0, lr=0.05)
-    assert [figure.ours for figure in _accuracies(done(failed), done(failed))] == ["-", "-"]
+    assert lenet_values(done(failed), done(failed)) == {"lenet": ["-", "-"], "lenet_why": ""}
     ended = row([0.9, 0.92], seconds_per_epoch=13.7)
-    assert [figure.ours for figure in _doubled(done(ended, failed))] == ["0.92 -> -", "13.7 -> - s"]
+    values = resnet_values(done(ended, failed))
+    assert (values["accuracies"], values["seconds"]) == ("0.92 -> -", "13.7 -> -")

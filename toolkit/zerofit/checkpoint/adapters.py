@@ -37,6 +37,8 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     `weights` yields the adapters' tensors by their names in `model`, which may be on meta.
     """
     config = peft_config(model)
+    # peft finds the frozen weights by this name, so a path must be absolute: a relative one depends on the current
+    # folder
     config.base_model_name_or_path = os.path.abspath(source.path) if source.path else source.name
     config.inference_mode = True
     config.modules_to_save = head_modules(model) or None
@@ -129,6 +131,8 @@ def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the names in peft's files for these parameters of a model with adapters."""
     from peft import get_peft_model_state_dict
 
+    # peft's naming is only available through its state_dict function. Empty marks go in under our names, and where
+    # each mark comes out shows peft's name for it.
     marks = {name: nn.Parameter() for name in names}
     state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
     own = {id(mark): name for name, mark in marks.items()}

@@ -36,6 +36,8 @@ def _kind(config: Config) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
 
 
+# Everything that is kept per number (weights, Adam's moments) can be cut anew for another layout. These settings keep
+# something else, or keep it where DeepSpeed does not save it.
 OBSTACLES = (
     Obstacle(
         "zero_optimization.offload_optimizer.ratio",
@@ -94,8 +96,8 @@ def same_storage(old: Job, new: Job) -> bool:
 
     def storage(job: Job) -> tuple[Any, ...]:
         kind = job.ds_config.get("optimizer", {}).get("type")
-        kept = [job.ds_config.get(key) for key in STORAGE]
-        return (job.layout, job.run.pipeline_schedule, job.run.precision, kind, kept)
+        settings = [job.ds_config.get(key) for key in STORAGE]
+        return (job.layout, job.run.pipeline_schedule, job.run.precision, kind, settings)
 
     measured = "time" in (old.run.pipeline_balance, new.run.pipeline_balance)  # stages may be split differently
     return storage(old) == storage(new) and not (measured and new.layout.pp > 1)
@@ -108,19 +110,19 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
     change; docs/another-layout.md has the table.
     """
     same = same_storage(old, new)
-    found = []
+    problems = []
     for who, job in (("the checkpoint's DeepSpeed JSON", old), ("this run's DeepSpeed JSON", new)):
         for obstacle in OBSTACLES:
             if obstacle.applies(job.ds_config) and (obstacle.always or not same):
                 message, hint = f"{obstacle.key} in {who}: {obstacle.why}", f"use {obstacle.instead}"
-                found.append(Problem(kind="layout", message=message, hint=hint, where=obstacle.key))
+                problems.append(Problem(kind="layout", message=message, hint=hint, where=obstacle.key))
         if same:
             break  # the second JSON has the same settings
     if _states(old) != _states(new):
         message = f"the checkpoint has states of {_states(old)}, but this run trains with {_states(new)}"
         hint = f"use --optimizer {_states(old)}, or start from the exported weights (`zerofit ckpt export`)"
-        found.append(Problem(kind="optimizer", message=message, hint=hint, where="--optimizer"))
-    return found
+        problems.append(Problem(kind="optimizer", message=message, hint=hint, where="--optimizer"))
+    return problems
 
 
 def piece_by_piece(job: Job) -> bool:

@@ -11,11 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.full_state import MASTER, FullState, whole_model
+from zerofit.checkpoint.full_state import MASTER, FullState, full_model
 from zerofit.checkpoint.store import locate, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 
+# Two numbers are equal only if their bits are: floats are compared as integers of the same width, so NaNs with equal
+# bits count as equal and +0 and -0 as different.
 PIECE = 1 << 22  # elements compared at a time
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -84,18 +86,18 @@ def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None)
     if states and not all(isinstance(side, FullState) for side in (left, right)):
         hint = "compare two checkpoints, or leave --states out"
         raise UserError(Problem(kind="no-states", message="a model's folder has no optimizer states", hint=hint))
-    found, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
+    difference, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
     left_names, right_names = set(left.tensors), set(right.tensors)
     for done, name in enumerate(names, start=1):
         report.status(f"comparing {name} ({done} of {len(names)})")
-        mine, other = left.ties.get(name, name), right.ties.get(name, name)  # tied tensors are stored once
-        if mine not in left_names or other not in right_names:
-            (found.only_in_b if mine not in left_names else found.only_in_a).append(name)
-        elif left.shape(mine) != right.shape(other):
-            found.shapes.append((name, left.shape(mine), right.shape(other)))
+        left_name, right_name = left.ties.get(name, name), right.ties.get(name, name)  # tied tensors are stored once
+        if left_name not in left_names or right_name not in right_names:
+            (difference.only_in_b if left_name not in left_names else difference.only_in_a).append(name)
+        elif left.shape(left_name) != right.shape(right_name):
+            difference.shapes.append((name, left.shape(left_name), right.shape(right_name)))
         else:
-            _compare_kinds(name, (left, mine), (right, other), states, found)
-    return found
+            _compare_kinds(name, (left, left_name), (right, right_name), states, difference)
+    return difference
 
 
 def open_side(path: Path, where: str) -> TensorSource:
@@ -104,7 +106,7 @@ def open_side(path: Path, where: str) -> TensorSource:
     if files:
         return SafetensorsFiles(files, where)
     checkpoint = locate(path, where)
-    return whole_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
+    return full_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
 
 
 class SafetensorsFiles:
@@ -137,15 +139,15 @@ TensorSource = FullState | SafetensorsFiles
 
 
 def _compare_kinds(
-    name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, found: CheckpointDiff
+    name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, difference: CheckpointDiff
 ) -> None:
     kinds_a, kinds_b = ((side.kinds(held) if states else [MASTER]) for side, held in (a, b))
     for kind in dict.fromkeys([*kinds_a, *kinds_b]):
         if kind not in kinds_a or kind not in kinds_b:
-            (found.only_in_b if kind not in kinds_a else found.only_in_a).append(f"{name} ({kind})")
+            (difference.only_in_b if kind not in kinds_a else difference.only_in_a).append(f"{name} ({kind})")
         else:
-            (left, mine), (right, other) = a, b
-            found.rows.append(compare(name, kind, left.read(mine, kind), right.read(other, kind)))
+            (left, left_name), (right, right_name) = a, b
+            difference.rows.append(compare(name, kind, left.read(left_name, kind), right.read(right_name, kind)))
 
 
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
@@ -153,6 +155,7 @@ def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     apart, max_abs, max_rel = 0, 0.0, 0.0
     wider = torch.promote_types(a.dtype, b.dtype)
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
+        # the wider type: a bf16 export equals the fp32 masters where rounding changed nothing
         x, y = (piece.to(wider).contiguous() for piece in pair)
         differ = x.view(BITS[x.itemsize]) != y.view(BITS[y.itemsize])
         apart += int(differ.sum())

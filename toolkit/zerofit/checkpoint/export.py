@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.checkpoint.adapters import is_adapters, read_adapters, write_adapters
-from zerofit.checkpoint.full_state import FullState, whole_model
-from zerofit.checkpoint.merge import TrainedPart, whole_weights
+from zerofit.checkpoint.full_state import FullState, full_model
+from zerofit.checkpoint.merge import TrainedPart, merged_weights
 from zerofit.checkpoint.model_folder import (
     ModelInfo,
     read_model_info,
@@ -92,7 +92,7 @@ def export(
         return _write(_of_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
     manifest = manifest_of(checkpoint)
     wanted: Precision = dtype or manifest.job.precision
-    state = whole_model(checkpoint, manifest.job.facts.task)
+    state = full_model(checkpoint, manifest.job.facts.task)
     model, source = _meta_model(manifest, checkpoint / MANIFEST, trust_model_code)
     _check_names(model, state, checkpoint, without_frozen=source.partial is not None)
     run = manifest.job.run
@@ -147,7 +147,7 @@ def _merged(
     """Return the full model of a trained part."""
     return ExportedModel(
         published=PublishedModel(part.plain, part.source.family == "transformers"),
-        tensors=partial(whole_weights, part),
+        tensors=partial(merged_weights, part),
         dtype=dtype,
         write_tokenizer=write_tokenizer,
         info=info and replace(info, frozen=None),

@@ -23,6 +23,13 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import stays_inside
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 
+# How a full tensor is assembled from the files of many ranks, in two levels:
+#
+#     full tensor   =  cuts of tensor or expert parallel ranks, each some ranges of rows or columns (`TensorSlice`)
+#     a flat cut    =  stretches of data parallel ranks, one after another (`_Shard`: start, numel)
+#
+# Without cuts, a part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. With
+# cuts the tensor is assembled first, since a part of it may touch all of them.
 MASTER = "fp32"  # the weights, in the optimizer's precision
 HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 ONE_ENGINE = {STATE: ""}
@@ -41,23 +48,23 @@ class TensorSlice:
     ranges: tuple[tuple[Count, Count], ...]
     joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the share of a tensor with shape `whole`."""
-        rest = whole[self.dim + self.joined + 1 :]
-        return (*whole[: self.dim], sum(length for _, length in self.ranges), *rest)
+        rest = full[self.dim + self.joined + 1 :]
+        return (*full[: self.dim], sum(length for _, length in self.ranges), *rest)
 
-    def length(self, whole: tuple[int, ...]) -> int:
+    def length(self, full: tuple[int, ...]) -> int:
         """Return the total length of the ranges of all shares."""
-        return math.prod(whole[self.dim : self.dim + self.joined + 1])
+        return math.prod(full[self.dim : self.dim + self.joined + 1])
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """Return the share of a full tensor."""
-        rows = whole.flatten(self.dim, self.dim + self.joined)
+        rows = full.flatten(self.dim, self.dim + self.joined)
         return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
 
-    def put(self, whole: Tensor, share: Tensor) -> None:
+    def put(self, full: Tensor, share: Tensor) -> None:
         """Copy a share into its place in the full tensor, which must be contiguous."""
-        rows = whole.view(*whole.shape[: self.dim], -1, *whole.shape[self.dim + self.joined + 1 :])
+        rows = full.view(*full.shape[: self.dim], -1, *full.shape[self.dim + self.joined + 1 :])
         parts = share.split([length for _, length in self.ranges], self.dim)
         for (start, length), part in zip(self.ranges, parts, strict=True):
             rows.narrow(self.dim, start, length).copy_(part)
@@ -177,24 +184,24 @@ class FullState:
         shards = self._shards_of(name)
         if any(shard.cut for shard in shards):
             return self._join(shards, kind).view(-1)[start : start + numel]
-        found: list[tuple[int, Tensor]] = []
+        parts: list[tuple[int, Tensor]] = []
         for shard in shards:
             first, end = max(start, shard.start), min(start + numel, shard.start + shard.numel)
             if first < end:
-                found.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
+                parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
         out = torch.empty(numel)
-        for offset, part in found:
+        for offset, part in parts:
             out[offset : offset + len(part)] = part
         return out
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer; for batch norm's running statistics the mean over the ranks."""
-        found = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
-        if len(found) == 1 or not found[0].is_floating_point():
-            return found[0].clone()
-        if any(tensor.shape != found[0].shape for tensor in found):
+        copies = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
+        if len(copies) == 1 or not copies[0].is_floating_point():
+            return copies[0].clone()
+        if any(tensor.shape != copies[0].shape for tensor in copies):
             raise self._incomplete(f"the ranks saved {name} in different shapes")
-        return torch.stack([tensor.double() for tensor in found]).mean(0).to(found[0].dtype)
+        return torch.stack([tensor.double() for tensor in copies]).mean(0).to(copies[0].dtype)
 
     def _shards_of(self, name: str) -> list[_Shard]:
         return self._shards[self.ties.get(name, name)]
@@ -206,15 +213,16 @@ class FullState:
             (cut, torch.cat([self._stored(s, kind, 0, s.numel).float() for s in share]))
             for cut, share in _by_cut(shards).items()
         ]
-        whole = torch.empty(shape)
+        full = torch.empty(shape)
         for cut, share in shares:
             assert cut is not None  # see _check_coverage
-            cut.put(whole, share.view(cut.shape(shape)))
-        return whole
+            cut.put(full, share.view(cut.shape(shape)))
+        return full
 
     def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
         where = shard.where[kind]
+        # mapped, so only the pages of this stretch are read from disk
         if where.raw:  # DeepSpeed's swap files on NVMe
             path, dtype = self._path(where.file), getattr(torch, where.raw)
             if not path.is_file():
@@ -230,15 +238,15 @@ class FullState:
     def _tensor(self, file: str, keys: list[str | int]) -> Tensor:
         if file not in self._open:
             self._open[file] = safe_load.load(self._path(file))
-        found = self._open[file]
+        value = self._open[file]
         for key in keys:
             try:
-                found = found[key]
+                value = value[key]
             except (KeyError, IndexError, TypeError):
                 raise self._incomplete(f"{file} has nothing at {keys}") from None
-        if not isinstance(found, Tensor):
+        if not isinstance(value, Tensor):
             raise self._incomplete(f"{file} has no tensor at {keys}")
-        return found
+        return value
 
     def _path(self, file: str) -> Path:
         path = self._folder / file
@@ -291,7 +299,7 @@ class FullState:
         return UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where=str(self._folder)))
 
 
-def whole_model(checkpoint: Path, task: str) -> FullState:
+def full_model(checkpoint: Path, task: str) -> FullState:
     """Open a checkpoint with tensors named as in the model's state_dict."""
     return FullState(checkpoint, GAN_ENGINES if task == "gan" else ONE_ENGINE)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
+from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource
 from zerofit.models.checksums import part_checksum
@@ -25,6 +25,9 @@ from zerofit.models.partial import lora_layers, name_without_adapters
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.local_machine import host_memory
 
+# The merged model is written without ever being in memory: trained weights come from the checkpoint; frozen weights
+# are rebuilt from seed or pretrained files in groups that fit into a quarter of the free memory. A layer with adapters
+# becomes W + (alpha / r) B A (for LoRA), computed by peft on this layer alone.
 SHARE = 4  # a group of frozen weights uses at most 1/4 of the free memory
 
 
@@ -49,7 +52,7 @@ class TrainedPart:
             return build(self.source, self.inputs, dict(self.model_args))
 
 
-def whole_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(part: TrainedPart, most_bytes: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights and buffers of the model without adapters, by name, merged in float32.
 
     At most `most_bytes` of frozen weights (default: a quarter of the free memory), or one larger weight, are in memory

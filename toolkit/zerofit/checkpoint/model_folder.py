@@ -18,8 +18,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.frozen import FrozenWeights
-from zerofit.checkpoint.store import sync_folders
+from zerofit.checkpoint.store import FrozenWeights, sync_folders
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import sync_file, sync_folder, write_json
@@ -54,10 +53,10 @@ def refuse_existing(out: Path, where: str = "OUT") -> None:
 
 def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
     """Raise UserError "disk-full" if `needed_bytes` do not fit on the disk of `out`."""
-    there = next(path for path in (out, *out.parents) if path.exists())
-    free, needed = shutil.disk_usage(there).free, needed_bytes + SPARE_BYTES
+    existing = next(path for path in (out, *out.parents) if path.exists())
+    free, needed = shutil.disk_usage(existing).free, needed_bytes + SPARE_BYTES
     if free < needed:
-        message = f"needs {shown_bytes(needed)} of disk space, but {there} has {shown_bytes(free)} free"
+        message = f"needs {shown_bytes(needed)} of disk space, but {existing} has {shown_bytes(free)} free"
         raise UserError(Problem(kind="disk-full", message=message, hint="use a folder on another disk", where=where))
 
 
@@ -66,6 +65,7 @@ def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
     """Yield a folder to write into; on success it is synced and renamed to `out`, else removed."""
     refuse_existing(out, where)
     out = out.absolute()
+    # beside `out`, so that the rename stays on one file system; with the process id, so that two exports do not mix
     staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +114,9 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
     return files
 
 
+# A safetensors file is [8 bytes: length of the header][header: JSON of names, types, shapes, offsets][data]. The
+# header needs only shapes, so it is written first, and tensors are then written at their offsets in whatever order
+# they arrive.
 class TensorFile:
     """A safetensors file that is written tensor by tensor in any order, since all offsets are known.
 
@@ -161,10 +164,10 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            found = {name: (list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            written = {name: (list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        found = str(error)
-    if found != expected:
+        written = str(error)
+    if written != expected:
         message = f"{path.name} differs from what was written"
         hint = "check the disk, and export again; the damaged export was removed"
         raise RunFailed(Problem(kind="export-damaged", message=message, hint=hint, where=str(path)))

@@ -21,6 +21,9 @@ SHARD_BYTES = 1 << 30  # some tools, such as accelerate, load a full shard into 
 INDEX = "model.safetensors.index.json"
 
 
+# transformers may rename, split or fuse tensors between its modules and its files. The outputs of each tensor are
+# found on the meta device, where they cost nothing. Tensors can then be converted and written one at a time, in any
+# order.
 class PublishedFiles:
     """The files of a published model: safetensors of at most `max_shard_bytes`, and configs.
 
@@ -119,14 +122,16 @@ class PublishedModel:
         For example, files have one tensor per expert of a mixture. If a published tensor would need several of the
         model's tensors, the model's names are kept, which transformers can also load.
         """
-        whole = self._converted(dict(state))
+        together = self._converted(dict(state))
         try:
             parts = [(name, self._converted({name: tensor})) for name, tensor in state.items()]
         except (RuntimeError, ValueError, IndexError, KeyError):
             return
+        # Usable only if each file tensor comes from exactly one model tensor, in the same shape as when all are
+        # converted together. Otherwise two tensors would have to be in memory at once, or a fusion would be missed.
         times = Counter(name for _, outputs in parts for name in outputs)
         alone = {name: t.shape for _, outputs in parts for name, t in outputs.items()}
-        if max(times.values()) == 1 and alone == {name: t.shape for name, t in whole.items()}:
+        if max(times.values()) == 1 and alone == {name: t.shape for name, t in together.items()}:
             self._converts = True
             self.parts = [
                 PublishedTensor(source=source, outputs={name: tuple(t.shape) for name, t in outputs.items()})

@@ -18,6 +18,9 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.process import deepspeed_quiet
 
 
+# A pickle may name any class or function, and unpickling calls it. torch's weights-only unpickler accepts tensors,
+# plain containers and the names that it is given. DeepSpeed's files name four classes; none of their code is needed
+# here.
 class InertFragment:
     """A part of a flat partition: attributes `start` and `numel`, in elements."""
 
@@ -77,10 +80,10 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
 
 
 def _refused(path: Path | str, reason: str) -> UserError:
-    asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)
-    if asked is None:
+    match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)
+    if match is None:
         return _damaged(path, reason)
-    message = f"{path} contains {asked[1]}, which could run code and does not belong in a checkpoint"
+    message = f"{path} contains {match[1]}, which could run code and does not belong in a checkpoint"
     return _error("unsafe-file", message, "use a checkpoint that you trust; nothing in this one was run", path)
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter
 
-from zerofit.checkpoint.frozen import FrozenWeights
+from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -28,6 +28,12 @@ from zerofit.spec.files import field_data, stays_inside, sync_folder, write_text
 from zerofit.spec.foreign import Unreadable, read_json, shaped
 from zerofit.spec.run_folder import Job
 
+# Names in a run's checkpoints/ folder; only the first is a checkpoint that a run resumes from:
+#
+#     step-00000100             complete: written, synced, hashed, then renamed
+#     .saving-step-00000100     being written, or left over after a kill
+#     .leaving-step-00000100    being deleted
+#     step-00000100.put-by-1    archived, because a run from an earlier step wrote the same step again
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # folder in a run's folder
@@ -53,6 +59,20 @@ class FileMark:
 
     bytes: Count
     xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenWeights:
+    """A reference to weights that are not in a checkpoint or in adapters, so other weights are not used by mistake."""
+
+    parameters: int  # elements
+    dtype: str  # in training: "float32", "bfloat16" or "float16"
+    checksum: str  # of all names and values; independent of the layout
+
+
+def checksum_text(total: int) -> str:
+    """Return the text of the checksum of frozen weights from the sum of all parts (`models.checksums`)."""
+    return f"{total % WORD:016x}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +116,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except (OSError, Unreadable) as error:
         raise ManifestError(f"manifest.json cannot be read: {error}") from None
     if content.get("format") != FORMAT:
-        got = content.get("format", "none")
-        raise ManifestError(f"manifest.json has format {got!r}; this zerofit reads format {FORMAT}")
+        version = content.get("format", "none")
+        raise ManifestError(f"manifest.json has format {version!r}; this zerofit reads format {FORMAT}")
     try:
         job = content["job"]
         parsed = {"job": Job.from_dict(job), "inputs": inputs_from_dict(job["inputs"])}
@@ -129,8 +149,8 @@ def marks_of(folder: Path, names: list[str]) -> dict[str, FileMark]:
 
 def files_of(checkpoint: Path) -> list[str]:
     """List the paths of all files in a checkpoint except its manifest."""
-    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def checksum_of(content: dict[str, Any]) -> str:
@@ -171,12 +191,12 @@ def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> l
     if manifest is None:
         return damage
     seen = {d.file for d in damage}
-    left = {name: mark for name, mark in manifest.files.items() if name not in seen}
-    done, total, begun = 0, sum(mark.bytes for mark in left.values()), time.monotonic()
+    unread = {name: mark for name, mark in manifest.files.items() if name not in seen}
+    done, total, begun = 0, sum(mark.bytes for mark in unread.values()), time.monotonic()
     with ThreadPoolExecutor(THREADS) as pool:
-        results = pool.map(lambda item: _read(checkpoint, *item), left.items())
-        for found, mark in zip(results, left.values(), strict=True):
-            damage += found
+        results = pool.map(lambda item: _read(checkpoint, *item), unread.items())
+        for changed, mark in zip(results, unread.values(), strict=True):
+            damage += changed
             done += mark.bytes
             if progress and time.monotonic() - begun > QUIET_S:
                 progress(f"verifying {checkpoint.name} ({done / max(total, 1):.0%} of {total / 2**30:.2f} GiB)")
@@ -222,11 +242,11 @@ class Store:
         """Return all visible checkpoints by step, including damaged ones."""
         if not self.folder.is_dir():
             return []
-        found = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
-        looks = ((step, path, quick_look(path)) for step, path in found)
+        folders = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
+        looks = ((step, path, quick_look(path)) for step, path in folders)
         return [CheckpointEntry(step=s, path=p, manifest=manifest, damage=d) for s, p, (manifest, d) in looks]
 
-    def newest_whole(
+    def newest_complete(
         self,
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
@@ -246,6 +266,9 @@ class Store:
     def make_visible(self, step: int) -> Path:
         """Rename the staging folder to the checkpoint of its step; archive an existing one of that name."""
         target, staging = self.folder / folder_name(step), self.staging_path(step)
+        # A run that resumed from an earlier step reaches this step again: the older checkpoint is kept under another
+        # name, and folders are synced before the rename, since a crash could otherwise show the name without its
+        # files.
         self.archive([target] if target.exists() else [])
         sync_folders(staging)
         os.rename(staging, target)
@@ -275,10 +298,10 @@ class Store:
 
         Damaged ones are kept, for inspection. Returns the deleted paths.
         """
-        whole = [entry for entry in self.entries() if not entry.damage]
-        kept = {entry.step for entry in whole[-keep_last:]}
-        kept |= {entry.step for entry in whole if keep_every and entry.step % keep_every == 0}
-        gone = [entry.path for entry in whole if entry.step not in kept]
+        complete = [entry for entry in self.entries() if not entry.damage]
+        steps = {entry.step for entry in complete[-keep_last:]}
+        steps |= {entry.step for entry in complete if keep_every and entry.step % keep_every == 0}
+        gone = [entry.path for entry in complete if entry.step not in steps]
         for path in gone:
             deleting = path.with_name(DELETING + path.name)
             os.rename(path, deleting)  # so that a kill during deletion does not leave a partial checkpoint
@@ -331,6 +354,7 @@ def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Repor
         if damage:
             raise UserError(*(_damage_problem(path, d, where) for d in damage))
         return path
+    # cheap checks first: a checkpoint of 100 GB takes minutes to hash, a missing file is seen at once
     for entry in reversed(store.entries()):
         damage = entry.damage or (verify(entry.path, report.status) if deep else [])
         if not damage:

@@ -99,9 +99,10 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
         if optimizer["step"] is not None:
             _save(optimizer["step"], place / "step.pt")
     # parameter groups and step, in the places for stages 1 and 2, and for stage 3
-    known = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
+    shared = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
     inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
-    _save(known | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
+    _save(shared | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
+    # Both names get the same content: stages 0 to 2 look for the first file, stage 3 for the second.
     model_states = counters | {"dp_world_size": manifest.job.layout.dp, "mp_world_size": 1, "module": {}}
     for file in MODEL_STATES:
         _save(model_states, folder / file)
@@ -116,20 +117,20 @@ def _counters(source: Path) -> dict[str, Any]:
     """Return the counters, which are the same in all ranks' model states files."""
     files = sorted(source.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too
-    said = safe_load.load(files[0], for_engine=True)
-    return {"ds_version": said["ds_version"]} | {key: said[key] for key in COUNTERS if key in said}
+    saved = safe_load.load(files[0], for_engine=True)
+    return {"ds_version": saved["ds_version"]} | {key: saved[key] for key in COUNTERS if key in saved}
 
 
 def _optimizer_globals(source: Path) -> dict[str, Any]:
     """Return the optimizer's state that is not per parameter: ZeRO's globals, parameter groups, step count."""
     files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
-    said = safe_load.load(files[0], for_engine=True)
-    own = _own_state(said)
+    saved = safe_load.load(files[0], for_engine=True)
+    own = _own_state(saved)
     if own is None:
         message = f"{files[0]} has no optimizer state"
         hint = "only checkpoints after at least one step can be converted"
         raise UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
-    zero = said.get("optimizer_state_dict") or {}
+    zero = saved.get("optimizer_state_dict") or {}
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
     step = next((entry["step"] for entry in (*states, *own["param_groups"]) if "step" in entry), None)
     if isinstance(step, Tensor):
@@ -138,13 +139,13 @@ def _optimizer_globals(source: Path) -> dict[str, Any]:
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
 
 
-def _own_state(said: Any) -> dict[str, Any] | None:
+def _own_state(saved: Any) -> dict[str, Any] | None:
     """Find the state dict of torch's optimizer at any depth."""
-    if not isinstance(said, dict):
+    if not isinstance(saved, dict):
         return None
-    if "state" in said and "param_groups" in said:
-        return said
-    return next((own for value in said.values() if (own := _own_state(value)) is not None), None)
+    if "state" in saved and "param_groups" in saved:
+        return saved
+    return next((own for value in saved.values() if (own := _own_state(value)) is not None), None)
 
 
 def _numel(state: FullState, name: str) -> int:

@@ -232,10 +232,10 @@ def _moment(created: object) -> str:
 
 
 def _layout(layout: Layout) -> str:
-    """Return a layout as "ZeRO 2, dp 2 x tp 2"."""
+    """Return a layout as "ZeRO-2, dp 2 x tp 2"."""
     degrees = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "sp": layout.sp}
     shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    return f"ZeRO {layout.zero_stage}" + (f", {shown}" if shown else "")
+    return f"ZeRO-{layout.zero_stage}" + (f", {shown}" if shown else "")
 
 
 def _rest(console: Console, rows: Sequence[object]) -> None:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from zerofit.compare.epochs import Epochs
-from zerofit.compare.job import MOMENTUM, WARM, CompareJob
+from zerofit.compare.job import MOMENTUM, WARM, CompareJob, RankReport
 from zerofit.compare.pace import pause_s
 from zerofit.data import Order, open_data
 from zerofit.data.base import Integers
@@ -58,7 +58,7 @@ class BenchmarkTask:
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.allow_tf32 = False  # weights are compared to the fifth digit
         self.backend = "nccl" if job.accelerator == "cuda" else "gloo"
-        self.notes: dict[str, Any] = {"tokens_a_sample": None}  # further figures to report
+        self.notes: RankReport = {"tokens_a_sample": None}  # further figures to report
         self._progress, self._told = (folder / "done" if rank == 0 else None), 0.0
         self._kept: list[tuple[float, float, dict[str, Tensor]]] = []
         self._measure = StrategyMeter(self.device)
@@ -73,10 +73,10 @@ class BenchmarkTask:
 
     def model(self) -> nn.Module:
         """Return the model with its initial weights, the same in every process, on this process's device."""
-        self._model = self._whole_model().to(self.device)
+        self._model = self._full_model().to(self.device)
         return self._model
 
-    def _whole_model(self) -> nn.Module:
+    def _full_model(self) -> nn.Module:
         torch.manual_seed(self.job.seed)
         model = build(find(self.job.model), self._data.inputs, dict(self.job.model_args))
         config: Any = getattr(model, "config", None)
@@ -86,6 +86,7 @@ class BenchmarkTask:
         for module in modules:
             if any(kind.__name__ in RANDOM for kind in type(module).__mro__):
                 module.p = 0.0  # strategies would draw different numbers
+        # two networks with two losses would need a change in each strategy; as one model with one loss it needs none
         if self.task == "gan":
             assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN
             model = GanPair(model, self._data.inputs.channels)
@@ -95,7 +96,7 @@ class BenchmarkTask:
         """Return the layers of one of several stages with similar numbers of parameters. Raises NotHereError."""
         if self.task == "gan":
             raise NotHereError("a pair of networks is not a list of layers")
-        layers = as_layers(self._whole_model())
+        layers = as_layers(self._full_model())
         if any(layer.tied for layer in layers):
             raise NotHereError("its first and last layers share a parameter, which must be on one rank")
         sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers]
@@ -134,10 +135,10 @@ class BenchmarkTask:
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
         """Return `size` samples from a place in their order."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
-        found = self._data.train.batch(indices, keys)
+        batch = self._data.train.batch(indices, keys)
         if isinstance(self._data.inputs, TextInputs):
-            self.notes["tokens_a_sample"] = found["inputs"].shape[1]
-        return self._inputs(found["inputs"], keys).to(self.device), found["labels"].to(self.device)
+            self.notes["tokens_a_sample"] = batch["inputs"].shape[1]
+        return self._inputs(batch["inputs"], keys).to(self.device), batch["labels"].to(self.device)
 
     def _inputs(self, x: Tensor, keys: Integers) -> Tensor:
         if self.task != "gan":
@@ -162,12 +163,12 @@ class BenchmarkTask:
         """Return mean loss and accuracy on the validation samples at these places, or on all."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
-        asked = range(self.eval_samples) if places is None else places
-        for start in range(0, len(asked), EVAL_BATCH):
-            self.progress(f"evaluated {start} of {len(asked)} samples")
-            part = asked[start : start + EVAL_BATCH]
-            found = self._data.valid.batch(part, part)
-            x, y = self._inputs(found["inputs"], part).to(self.device), found["labels"].to(self.device)
+        positions = range(self.eval_samples) if places is None else places
+        for start in range(0, len(positions), EVAL_BATCH):
+            self.progress(f"evaluated {start} of {len(positions)} samples")
+            part = positions[start : start + EVAL_BATCH]
+            batch = self._data.valid.batch(part, part)
+            x, y = self._inputs(batch["inputs"], part).to(self.device), batch["labels"].to(self.device)
             output = model(x)
             if self.task == "gan":
                 total, targets = total + float(output.sum()), targets + len(output)
@@ -188,7 +189,7 @@ class BenchmarkTask:
         """
         if self.job.target is None or steps % max(1, self.job.steps // MOST_KEPT) or batch_norms(model):
             return
-        self._kept.append((steps, time.perf_counter(), whole_state(model)))
+        self._kept.append((steps, time.perf_counter(), state_on_cpu(model)))
 
     def curve(self) -> list[dict[str, Any]]:
         """Evaluate all kept weights; return their seconds since the first, loss and accuracy."""
@@ -204,9 +205,9 @@ class BenchmarkTask:
             self._told = time.monotonic()
             write_text(self._progress, text)
 
-    def told(self) -> dict[str, Any]:
+    def measurements(self) -> RankReport:
         """Return the measurements of this process."""
-        return {**self._measure.told(), **self.notes}
+        return {**self._measure.measurements(), **self.notes}
 
 
 class LayerStage(nn.Sequential):
@@ -216,16 +217,16 @@ class LayerStage(nn.Sequential):
         super().__init__(*(layer.module for layer in layers))
         self._names = [layer.names for layer in layers]
 
-    def whole_state(self) -> dict[str, Tensor]:
+    def state_on_cpu(self) -> dict[str, Tensor]:
         """Return its weights on the CPU, by their names in the full model."""
-        found = {}
+        state = {}
         for number, names in enumerate(self._names):
             for key, value in self[number].state_dict().items():
-                found[names[key]] = value.detach().cpu().clone()
-        return found
+                state[names[key]] = value.detach().cpu().clone()
+        return state
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
+def state_on_cpu(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of all weights of a model on the CPU."""
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
@@ -240,19 +241,26 @@ def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
     Raises NotHereError if fewer layers than parts have parameters.
     """
-    cuts, whole, full = [0], sum(sizes), sum(size > 0 for size in sizes)
-    if full < parts:
-        raise NotHereError(f"{full} layers with parameters are too few for {parts} stages")
+    # Greedy: the boundary after part k goes where the sum of sizes is nearest to k / parts of the total, among the
+    # places that leave at least one layer with parameters for this part and for each later one.
+    cuts, total, filled = [0], sum(sizes), sum(size > 0 for size in sizes)
+    if filled < parts:
+        raise NotHereError(f"{filled} layers with parameters are too few for {parts} stages")
     for part in range(1, parts):
         able = [
             n
             for n in range(cuts[-1] + 1, len(sizes))
             if sum(sizes[cuts[-1] : n]) > 0 and sum(size > 0 for size in sizes[n:]) >= parts - part
         ]
-        cuts.append(min(able, key=lambda n: abs(sum(sizes[:n]) - whole * part / parts)))
+        cuts.append(min(able, key=lambda n: abs(sum(sizes[:n]) - total * part / parts)))
     return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))
 
 
+# What is measured where, so that strategies are comparable:
+#
+#     time      from step WARM to the last; a request for the next batch means that a step is done
+#     memory    the peak since step WARM: torch's allocator on GPUs, the kernel's VmHWM on CPUs
+#     traffic   the kernel's byte counts of each TCP connection that existed at step WARM (gloo; not NCCL)
 class StrategyMeter:
     """Time, memory and network bytes of one process, from before the model is built to the last step."""
 
@@ -260,12 +268,13 @@ class StrategyMeter:
         self._device = device
         self._times: list[float] = []
         self._flows: dict[str, Flow] = {}
-        self._found: dict[str, Any] = {}
+        self._found: RankReport = {}
         _forget_peak(device)
         self._before = psutil.Process().memory_info().rss
 
     def step(self, done: int, last: bool) -> None:
         """Record that this many steps are done."""
+        # kernels run asynchronously; without this only the time to issue them would be measured
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._times.append(time.perf_counter())
@@ -275,7 +284,7 @@ class StrategyMeter:
         if last:
             self._found = {**self._memory(), **self._wire()}
 
-    def told(self) -> dict[str, Any]:
+    def measurements(self) -> RankReport:
         """Return the figures for the strategy's row; `seconds` is None if this process has taken no timed steps."""
         timed = len(self._times) - 1 - WARM
         seconds = self._times[-1] - self._times[WARM] if timed > 0 else None

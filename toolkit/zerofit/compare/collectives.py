@@ -27,17 +27,17 @@ def collectives() -> list[dict[str, Any]]:
     part = torch.empty(ROWS // ranks, COLUMNS)
     dist.scatter(part, list(matrix.chunk(ranks)) if rank == 0 else None)
     seen |= {"all_reduced": total.tolist(), "scattered": part.tolist()}
-    found: list[dict[str, Any]] = [{}] * ranks
-    dist.all_gather_object(found, seen)
-    return found
+    gathered: list[dict[str, Any]] = [{}] * ranks
+    dist.all_gather_object(gathered, seen)
+    return gathered
 
 
 def main(file: Path) -> None:
     """Join the ranks that the launcher has started; rank 0 writes what all of them have seen."""
     dist.init_process_group("gloo")
-    found = collectives()
+    ranks = collectives()
     if dist.get_rank() == 0:
-        write_json(file, {"ranks": found})
+        write_json(file, {"ranks": ranks})
     dist.destroy_process_group()
 
 

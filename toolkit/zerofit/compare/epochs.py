@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerofit.compare.job import RankReport
 from zerofit.models.batch_norm import batch_norms
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Epochs:
         test = work.evaluate(model, range(1, count, 2))["accuracy"] if count > 1 else None
         self._curve.append({**done, **work.evaluate(model, range(0, count, 2)), "test_accuracy": test})
 
-    def told(self) -> dict[str, Any]:
+    def measurements(self) -> RankReport:
         """Return the figures after each epoch and the noise scale; {} on other ranks than the first."""
         return {"curve": self._curve, "noise_scale": self._noise.scale} if self._curve else {}
 
@@ -87,6 +88,7 @@ class Noise:
         if half == 0:
             return
         norms = batch_norms(model)
+        # the extra forward must not move running means, or measuring would change the training
         for module in norms:
             module.track_running_stats = False
         model.zero_grad()
@@ -108,6 +110,8 @@ class Noise:
             return None
         small, large = self._sizes
         of_small, of_large = (sum(values) / len(values) for values in (self._half, self._whole))
+        # A gradient over B samples has the expected squared norm |G|^2 + tr(S) / B, with the true gradient G and the
+        # covariance S of one sample's gradient. Two batch sizes give both unknowns; the noise scale is tr(S) / |G|^2.
         squared = (large * of_large - small * of_small) / (large - small)  # of the true gradient
         spread = (of_small - of_large) / (1 / small - 1 / large)  # trace of the covariance of one sample's gradient
         scale = spread / squared if squared > 0 else math.inf

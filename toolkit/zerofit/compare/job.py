@@ -15,6 +15,7 @@ from zerofit.spec.run import Run
 
 MOMENTUM = 0.9
 WARM = 3  # steps that are not timed, because of connections and caches
+RankReport = dict[str, Any]  # what a process has measured, or under one key why it has not
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 
@@ -110,6 +111,7 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
+# A new strategy is a file in strategies/ with `train(work)`, and an entry here.
 _ALL = (
     Strategy(name="single", title="one device", file="single", one=True, replicas=True),
     Strategy(name="model-parallel", title="layers on different ranks, by hand", file="model_parallel", least_ranks=2),

@@ -11,6 +11,7 @@ DIMENSIONS = 8  # maximum
 
 def send(tensor: Tensor, to: int) -> None:
     """Send a float32 tensor, its shape first."""
+    # the receiver does not know the shape of the other rank's activations, so a vector of fixed length announces it
     shape = torch.tensor([*tensor.shape, *[0] * (DIMENSIONS - tensor.dim())], device=tensor.device)
     dist.send(shape, to)
     dist.send(tensor.contiguous(), to)
@@ -25,8 +26,8 @@ def receive(source: int, device: torch.device) -> Tensor:
     return tensor
 
 
-def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
+def gathered(weights: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Return the weights of all ranks, which have different layers, on rank 0; None elsewhere."""
     parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, parts)
+    dist.gather_object(weights, parts)
     return {key: value for part in parts for key, value in part.items()} if parts is not None else None

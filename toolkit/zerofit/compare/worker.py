@@ -10,14 +10,14 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
-from zerofit.compare.job import STRATEGIES, CompareJob
+from zerofit.compare.job import STRATEGIES, CompareJob, RankReport
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
 from zerofit.models.without_dynamo import without_dynamo
@@ -25,6 +25,8 @@ from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory
 
+# All strategies train on the same samples from the same weights with SGD. So those that only reorder sums must end
+# with the weights of the single device, up to rounding; its row is measured first, and its weights are the reference.
 REFERENCE = "single.safetensors"  # in the folder of the strategies' folders
 
 
@@ -49,15 +51,15 @@ def measure(folder: Path) -> NoReturn:
     os._exit(1 if "error" in word else 0)  # shutting down process groups would take seconds
 
 
-def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
+def _measured(job: CompareJob, folder: Path, rank: int) -> RankReport:
     work = BenchmarkTask(job, folder, rank)
     strategy = STRATEGIES[job.strategy]
     state = strategy.load().train(work, **strategy.options)
-    word = work.told()
+    word = work.measurements()
     if dist.is_initialized():
         dist.barrier()  # no process exits while another one still gathers
     if job.phases:
-        return work.epochs.told()
+        return work.epochs.measurements()
     if curve := work.curve():
         word["curve"] = curve
     if state is not None:
@@ -65,7 +67,7 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
     return word
 
 
-def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict[str, Any]:
+def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
     """Return the trained model's loss and accuracy, and how far its weights are from the single device's."""
     model = work.model()
     model.load_state_dict(state)
@@ -73,8 +75,8 @@ def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict
     reference = folder.parent / REFERENCE
     if work.job.strategy == "single":
         save_file({name: state[name].contiguous() for name in names}, reference)
-    found: dict[str, Any] = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
+    report: RankReport = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
     if reference.exists():
-        whole = load_file(reference)
-        found["max_weight_difference"] = max(float((state[n].float() - whole[n].float()).abs().max()) for n in names)
-    return found
+        single = load_file(reference)
+        report["max_weight_difference"] = max(float((state[n].float() - single[n].float()).abs().max()) for n in names)
+    return report

@@ -6,129 +6,40 @@ import base64
 import csv
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from zerofit.report.experiment_pages import render
 from zerofit.spec.files import write_json
+from zerofit.spec.foreign_yaml import read_yaml
 from zerofit.spec.units import shown_bytes
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 78rem; padding: 1rem; color: #222; }
-h1 { font-size: 1.25rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .87rem; }
-th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
-td.reason { text-align: left; white-space: normal; min-width: 18rem; color: #555; }
-tr.failed td:first-child, tr.does-not-fit td:first-child { color: #b00020; }
-tr.not-here td:first-child { color: #777; }
-img { max-width: 100%; height: auto; }
-dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }
-@media (max-width: 40rem) {
-  body { padding: .5rem; } th, td { padding: .25rem .35rem; } .wide img { max-width: none; width: 46rem; }
-  td.reason { min-width: 0; }
-  td.reason div { position: sticky; left: 11rem; width: calc(100vw - 13rem); overflow-wrap: anywhere; }
-}
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p>{{ words }}</p>
-<div class="wide"><table>
-<thead><tr>{% for name in columns %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for row in rows -%}
-<tr class="{{ row.status }}"><td title="{{ row.title }}">{{ row.name }}</td>
-{%- if row.reason %}<td class="reason" colspan="{{ columns | length - 1 }}"><div>{{ row.reason }}</div></td>
-{%- else %}{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}{% endif %}</tr>
-{% endfor -%}
-</tbody></table></div>
-<div class="wide"><img alt="{{ title }}, drawn" src="data:image/png;base64,{{ picture }}"></div>
-<dl>{% for name, meaning in meanings %}<dt>{{ name }}</dt><dd>{{ meaning }}</dd>{% endfor %}</dl>
-</body>
-</html>
-"""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
 MIB = 2**20
-Column = tuple[str, str, Callable[[Any], str]]  # label, key of the row, function that formats the value
-Rows = Sequence[dict[str, Any]]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-COLUMNS: dict[str, list[Column]] = {
-    "strategies": [
-        ("samples/s", "samples_per_s", _rate),
-        ("tokens/s", "tokens_per_s", _rate),
-        ("speed-up", "speedup", lambda v: f"{v:.2f}"),
-        ("efficiency", "efficiency", _share),
-        ("memory a rank", "peak_bytes_per_rank", shown_bytes),
-        ("process", "host_bytes_per_rank", shown_bytes),
-        ("sent a step", "comm_bytes_per_step", lambda v: shown_bytes(round(v))),
-        ("loss", "loss", lambda v: f"{v:.4f}"),
-        ("accuracy", "accuracy", _share),
-        ("weights differ by", "max_weight_difference", lambda v: f"{v:.1e}"),
-        ("lines", "lines", str),
-    ],
-    "batch-size": [
-        ("seed", "seed", str),
-        ("ranks", "ranks", str),
-        ("lr", "lr", lambda v: f"{v:.3g}"),
-        ("steps", "steps", str),
-        ("seconds", "seconds", lambda v: f"{v:.1f}"),
-        ("an epoch", "seconds_per_epoch", lambda v: f"{v:.2f}"),
-        ("epochs to target", "epochs_to_target", str),
-        ("seconds to target", "seconds_to_target", lambda v: f"{v:.1f}"),
-        ("final accuracy", "final_accuracy", _share),
-        ("best accuracy", "best_accuracy", _share),
-        ("best epoch", "best_epoch", str),
-        ("test accuracy", "test_accuracy", _share),
-        ("noise scale", "noise_scale", _rate),
-    ],
-    "scaling": [
-        ("ranks", "ranks", str),
-        ("batch", "global_batch", str),
-        ("samples/s", "samples_per_s", _rate),
-        ("speed-up", "speedup", lambda v: f"{v:.2f}"),
-        ("efficiency", "efficiency", _share),
-        ("sent a step", "comm_bytes_per_step", lambda v: shown_bytes(round(v))),
-    ],
-}
-FIRST = {"strategies": "strategy", "batch-size": "batch_size", "scaling": "mode"}
 MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
-MEANINGS = {
-    "strategies": [
-        ("speed-up, efficiency", "relative to one device; efficiency is the speed-up divided by the number of ranks"),
-        ("memory a rank", "on a GPU the peak of torch's allocated memory, on a CPU the largest growth of the process"),
-        ("process", "peak host memory of a process, including libraries"),
-        ("sent a step", "by all processes together, from the kernel's byte counts of their connections; not with NCCL"),
-        ("ranks", "1 for strategies that use one device"),
-        ("weights differ by", "largest difference of any weight from the single device's after the same samples"),
-        ("lines", "lines of code in the strategy's own file, without imports and docstrings"),
-    ],
-    "batch-size": [
-        ("seconds", "of training, without evaluations"),
-        ("test accuracy", "after the best epoch, on the half of the validation samples that is reserved for it"),
-        ("noise scale", "the batch size at which a gradient's noise is as large as the gradient (McCandlish 2018)"),
-    ],
-    "scaling": [
-        ("weak", "the batch grows with the ranks"),
-        ("strong", "the batch stays the same, so each rank's share shrinks"),
-    ],
+Rows = Sequence[dict[str, Any]]
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "rate": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+    "bytes": lambda value: shown_bytes(round(value)),
 }
+
+
+@cache
+def description(kind: str) -> dict[str, Any]:
+    """Return a kind's entry in comparison.yaml: `first`, the key of a row's name; `columns`; `meanings`."""
+    kinds: dict[Any, Any] = read_yaml(Path(__file__).with_name("comparison.yaml"))[0]
+    return kinds[kind]
+
+
+def labels(kind: str) -> list[str]:
+    """Return the names of the columns after the first."""
+    return [label for label, _, _ in description(kind)["columns"]]
 
 
 def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
@@ -153,34 +64,41 @@ def _write_csv(path: Path, rows: Rows) -> None:
 
 def cells(kind: str, row: dict[str, Any]) -> list[str]:
     """Return a row's figures in the columns of its kind."""
-    return [show(row[key]) if row.get(key) is not None else MISSING.get(key, "-") for _, key, show in COLUMNS[kind]]
+
+    def cell(key: str, form: str) -> str:
+        value = row.get(key)
+        if value is None:
+            return MISSING.get(key, "-")
+        return FORMATS[form](value) if form in FORMATS else f"{value:{form}}"
+
+    return [cell(key, form) for _, key, form in description(kind)["columns"]]
 
 
 def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     """Return the HTML page."""
-    from jinja2 import Environment
-
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
     if "hosts" in named:
         named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
-    known = [any(row.get(key) is not None for row in rows) for _, key, _ in COLUMNS[kind]]  # columns with a figure
-    template = Environment(autoescape=True).from_string(PAGE)
-    return template.render(
+    filled = [
+        any(row.get(key) is not None for row in rows) for _, key, _ in description(kind)["columns"]
+    ]  # columns with a figure
+    return render(
+        "comparison.html.jinja",
         title=f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}",
         words=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()),
-        columns=[FIRST[kind].replace("_", " "), *compress((label for label, _, _ in COLUMNS[kind]), known)],
+        columns=[description(kind)["first"].replace("_", " "), *compress(labels(kind), filled)],
         rows=[
             {
-                "name": row[FIRST[kind]],
+                "name": row[description(kind)["first"]],
                 "title": row.get("title", ""),
                 "status": row["status"],
                 "reason": row["reason"],
-                "cells": list(compress(cells(kind, row), known)),
+                "cells": list(compress(cells(kind, row), filled)),
             }
             for row in rows
         ],
         picture=base64.b64encode(picture.read_bytes()).decode(),
-        meanings=MEANINGS[kind],
+        meanings=description(kind)["meanings"].items(),
     )
 
 
@@ -201,10 +119,13 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
-def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+def _strategies(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     """Draw speed, memory and traffic next to each other, and below them the staleness of asynchronous updates."""
+    from matplotlib.ticker import MaxNLocator
+
     stale = [row for row in rows if row.get("staleness")]
     counted = all(row["comm_bytes_per_step"] is not None for row in rows)
+    # one bar per strategy needs the same height everywhere, so the picture grows with the number of rows
     heights = [max(3.0, 0.34 * len(rows)), 1.6]
     grid = figure.add_gridspec(1 + bool(stale), 2 + counted, height_ratios=heights[: 1 + bool(stale)])
     names = [row["strategy"] for row in rows]
@@ -218,7 +139,7 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     for column, (label, values, colour) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])
         bars = axes.barh(places, values, color=colour)
-        axes.bar_label(bars, labels=[_rate(value) for value in values], padding=2, fontsize=7)
+        axes.bar_label(bars, labels=[FORMATS["rate"](value) for value in values], padding=2, fontsize=7)
         axes.set_yticks(places, names if column == 0 else [""] * len(names), fontsize=8)
         axes.set_xlabel(label)
         axes.margins(x=0.18, y=0.02)
@@ -230,11 +151,11 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
             axes.step(updates, row["staleness"], where="mid", color=colour, label=row["strategy"])
         axes.set(xlabel="update of the server", ylabel="staleness\n(updates between)")
         axes.legend(frameon=False, fontsize=8)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         _plain(axes)
 
 
-def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+def _sizes(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     """Draw time and samples to the target, accuracy, time per epoch and noise over the batch size, and curves."""
     sizes = sorted({row["batch_size"] for row in rows})
     rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
@@ -253,7 +174,7 @@ def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
         third[1].set_axis_off()
 
 
-def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
+def _epoch_curves(axes: Axes, sizes: Sequence[int], rows: Rows) -> None:
     """Draw accuracy over the epochs, for the first seed of each size."""
     from matplotlib import colormaps
 
@@ -266,16 +187,18 @@ def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
     _plain(axes)
 
 
-def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log") -> None:
+def _spread(
+    axes: Axes, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log"
+) -> None:
     """Draw each run as a dot, and join the medians."""
     from matplotlib.ticker import LogFormatter
 
-    known = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
-    if known:
-        axes.plot(*zip(*known, strict=True), "o", color=colour, alpha=0.5, markersize=5)
+    points = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o", color=colour, alpha=0.5, markersize=5)
         axes.set_yscale(scale)
-    there = [size for size in sizes if any(size == one for one, _ in known)]
-    axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
+    measured = [size for size in sizes if any(size == point_size for point_size, _ in points)]
+    axes.plot(measured, [statistics.median(v for s, v in points if s == size) for size in measured], "-", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may be close together
     axes.xaxis.minorticks_off()
@@ -286,15 +209,16 @@ def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, c
     _plain(axes)
 
 
-def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+def _scaling(figure: Figure, about: dict[str, Any], rows: Rows) -> None:
     """Draw speed-up with the ideal, and efficiency."""
     speed, efficiency = figure.subplots(1, 2)
     counts = sorted({row["ranks"] for row in rows})
     speed.plot(counts, counts, ":", color=GRAY, label="ideal")
     for mode, colour in (("weak", BLUE), ("strong", RED)):
-        mine = [row for row in rows if row["mode"] == mode and row.get("speedup")]
-        speed.plot([r["ranks"] for r in mine], [r["speedup"] for r in mine], "o-", color=colour, label=mode)
-        efficiency.plot([r["ranks"] for r in mine], [r["efficiency"] for r in mine], "o-", color=colour, label=mode)
+        measured = [row for row in rows if row["mode"] == mode and row.get("speedup")]
+        for axes, name in ((speed, "speedup"), (efficiency, "efficiency")):
+            ranks, values = [row["ranks"] for row in measured], [row[name] for row in measured]
+            axes.plot(ranks, values, "o-", color=colour, label=mode)
     speed.set(xlabel="ranks", ylabel="speed-up", xticks=counts)
     efficiency.set(xlabel="ranks", ylabel="efficiency", xticks=counts, ylim=(0, 1.1))
     for axes in (speed, efficiency):
@@ -302,6 +226,6 @@ def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
         _plain(axes)
 
 
-def _plain(axes: Any) -> None:
+def _plain(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

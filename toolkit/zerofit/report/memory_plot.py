@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from zerofit.report.plot import check_picture, save
 from zerofit.spec.errors import Problems
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # From the bottom of the stack up: what stays through the run comes first. Colours are Paul Tol's "muted" scheme, which
 # suits all kinds of colour vision (https://personal.sron.nl/~pault/), with light next to dark.
@@ -72,7 +76,7 @@ def draw(timeline: MemoryTimeline, path: Path) -> None:
     save(_figure(timeline), path, "--plot", dpi=150)
 
 
-def _figure(timeline: MemoryTimeline) -> Any:
+def _figure(timeline: MemoryTimeline) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), layout="constrained")
@@ -115,7 +119,7 @@ def _span(timeline: MemoryTimeline) -> tuple[int, int]:
     return min(moments), max(max(moments), min(moments) + 1)
 
 
-def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
+def _stack(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     points = sorted(timeline["points"], key=lambda point: point["t"])
     moments = [point["t"] for point in points] + [_span(timeline)[1]]
     points = [*points, points[-1]]  # the last point is valid to the end
@@ -128,7 +132,7 @@ def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None
         areas.stackplot(moments, heights, labels=labels, colors=colours, step="post", linewidth=0)
 
 
-def _capacity(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
+def _capacity(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
     """Draw the capacity as a line, unless it would flatten the plot; return the upper end of the axis.
 
     The top fifth of the plot stays free for the text at the peak.
@@ -158,7 +162,7 @@ def _device(timeline: MemoryTimeline) -> str:
     return f"{timeline.get('device', 'device')}: {shown_bytes(timeline.get('device_total_bytes', 0))}"
 
 
-def _peak(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
+def _peak(areas: Axes, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     start, end = _span(timeline)
     share = (peak["t"] - start) / (end - start)
     total = sum(peak["bytes"].values())
@@ -185,11 +189,12 @@ def _peak(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     )
 
 
-def _phases(figure: Any, strip: Any, timeline: MemoryTimeline) -> None:
+def _phases(figure: Figure, strip: Axes, timeline: MemoryTimeline) -> None:
     """Draw bands with the phases' names; rotated if narrow, left out if there is no room."""
     start, end = _span(timeline)
     strip.set_ylim(0, 1)
     strip.set_axis_off()
+    # Whether a name fits into its band is known only after the layout has given the axes their final size.
     figure.draw_without_rendering()  # computes widths
     width = strip.get_window_extent().width
     for number, phase in enumerate(timeline["phases"]):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import number_in, read_jsonl
 from zerofit.spec.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Pictures are drawn with matplotlib's Figure class instead of pyplot: no global state, no window, any thread.
+Record = dict[str, Any]  # a line of metrics.jsonl or events.jsonl, or a trial of `zerofit tune --json`
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -34,7 +40,7 @@ def check_picture(path: Path, option: str, problems: Problems) -> None:
         problems.add("bad-value", f"{path} cannot be written", "use a file in an existing folder", option)
 
 
-def save(figure: Any, path: Path, option: str, dpi: int) -> None:
+def save(figure: Figure, path: Path, option: str, dpi: int) -> None:
     """Write a figure in the format that the file's name ends with. Raises UserError if that fails."""
     try:
         figure.savefig(path, dpi=dpi)
@@ -42,7 +48,7 @@ def save(figure: Any, path: Path, option: str, dpi: int) -> None:
         raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where=option)) from None
 
 
-def _read(run: Path, problems: Problems) -> list[dict[str, Any]]:
+def _read(run: Path, problems: Problems) -> list[Record]:
     path = RunFolder(run).metrics
     try:
         steps = [record for record in read_jsonl(path) if number_in(record, "step") is not None]
@@ -54,20 +60,20 @@ def _read(run: Path, problems: Problems) -> list[dict[str, Any]]:
     return steps
 
 
-def _evaluations(run: Path) -> list[dict[str, Any]]:
+def _evaluations(run: Path) -> list[Record]:
     path = RunFolder(run).events
     return [event for event in read_jsonl(path) if event.get("event") == "eval"] if path.is_file() else []
 
 
-def _points(records: list[dict[str, Any]], value: str | Callable[[dict[str, Any]], float | None]) -> Any:
+def _points(records: list[Record], value: str | Callable[[Record], float | None]) -> Any:
     """Return steps and values (by key, or computed) of all records that have both."""
     read = value if callable(value) else lambda record: number_in(record, value)
     points = [(number_in(record, "step"), read(record)) for record in records]
-    whole = [point for point in points if None not in point]
-    return [x for x, _ in whole], [y for _, y in whole]
+    complete = [point for point in points if None not in point]
+    return [x for x, _ in complete], [y for _, y in complete]
 
 
-def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, list[dict[str, Any]]]) -> Any:
+def _figure(histories: dict[str, list[Record]], evaluations: dict[str, list[Record]]) -> Figure:
     from matplotlib.figure import Figure
 
     spread = any("expert_load_most" in record for steps in histories.values() for record in steps)
@@ -98,10 +104,10 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
     return figure
 
 
-def _draw_memory(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
+def _draw_memory(axes: Axes, steps: list[Record], label: str) -> None:
     """Draw torch's reserved memory (on CPUs resident memory), and its forecast as a dashed line of the same colour."""
 
-    def gib(*keys: str) -> Callable[[dict[str, Any]], float | None]:
+    def gib(*keys: str) -> Callable[[Record], float | None]:
         return lambda record: next((size / 2**30 for key in keys if (size := number_in(record, key))), None)
 
     (line,) = axes.plot(*_points(steps, gib("reserved_bytes", "memory_bytes")), label=label, linewidth=1)
@@ -111,7 +117,7 @@ def _draw_memory(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
         axes.plot(*forecasts, label=f"{label} (forecast)", **style)
 
 
-def _draw_loads(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
+def _draw_loads(axes: Axes, steps: list[Record], label: str) -> None:
     """Draw the range between the least and the most loaded expert."""
     both = [s for s in steps if None not in (number_in(s, "expert_load_least"), number_in(s, "expert_load_most"))]
     x, least = _points(both, "expert_load_least")
@@ -119,7 +125,7 @@ def _draw_loads(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
     axes.set_ylabel("tokens of the least and the\nmost loaded expert / even share")
 
 
-def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:
+def draw_trials(trials: list[Record], out: Path) -> None:
     """Draw a tuning into a PNG: forecast against measured step times, and the best after each trial.
 
     `trials`: as in `zerofit tune --json`.

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.report.plot import check_picture, save
 from zerofit.report.traces import HOST, Part, read_trace
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import field_data
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST = 16  # rows in the picture
 
@@ -53,10 +56,10 @@ class TraceComparison:
 def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     """Read a forecast and a measured trace, in any order, and draw them. Raises UserError with all problems."""
     problems = Problems()
-    found = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
+    traces = [problems.attempt(lambda path=path: read_trace(path)) for path in paths]
     check_picture(out, "--out", problems)
     problems.raise_if_any()
-    read = sorted((trace for trace in found if trace), key=lambda trace: not trace.forecast)
+    read = sorted((trace for trace in traces if trace), key=lambda trace: not trace.forecast)
     if [trace.forecast for trace in read] != [True, False]:
         message = f"--trace names {len(read)} traces, {sum(trace.forecast for trace in read)} of them forecasts"
         hint = "give one from --trace of `zerofit plan` or `simulate`, and one of `zerofit train --profile`"
@@ -77,7 +80,7 @@ def compare_traces(paths: Sequence[Path], out: Path) -> TraceComparison:
     return comparison
 
 
-def _figure(comparison: TraceComparison) -> Any:
+def _figure(comparison: TraceComparison) -> Figure:
     from matplotlib.figure import Figure
 
     rows = comparison.rows[:MOST][::-1]  # the first row at the top

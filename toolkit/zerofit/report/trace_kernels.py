@@ -13,6 +13,8 @@ from typing import Any
 from zerofit.report.traces import Event, read_events
 from zerofit.spec.measured_kernels import MeasuredKernel
 
+# FLOPs from recorded shapes. A product (m, k) x (k, n) has 2 m k n, attention 4 b h q k w: two products of 2 q k w for
+# each of b x h heads. Backward of attention recomputes the scores, so it has 5 products for 2.
 DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 ATTENTION = "aten::_scaled_dot_product_"
@@ -22,24 +24,26 @@ BACKWARD = 2.5  # FLOPs relative to forward
 def measured_kernels(path: Path) -> tuple[MeasuredKernel, ...]:
     """Return products and attention of a trace that `read_trace` accepts; equal ones once, with their median time."""
     events, _ = read_events(path)
+    # On a GPU an op's duration is only the time to launch it; its kernels carry the op's external id.
     on_device: defaultdict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") == "kernel":
             on_device[str(event.get("args", {}).get("External id"))] += event["dur"]
-    taken: defaultdict[MeasuredKernel, list[float]] = defaultdict(list)
+    times: defaultdict[MeasuredKernel, list[float]] = defaultdict(list)
     for event in events:
         kernel = _kernel(event) if event.get("cat") == "cpu_op" else None
         micros = on_device.get(str(event["args"].get("External id")), 0.0) if kernel and on_device else event["dur"]
         if kernel and micros > 0:
-            taken[kernel].append(micros)
-    return tuple(replace(kernel, seconds=statistics.median(of) / 1e6) for kernel, of in taken.items())
+            times[kernel].append(micros)
+    return tuple(replace(kernel, seconds=statistics.median(of) / 1e6) for kernel, of in times.items())
 
 
 def _kernel(event: Event) -> MeasuredKernel | None:
     """Return what an op computes, without its seconds; None for other ops, or if no shapes were recorded."""
     name, arguments = event["name"], event.get("args", {})
     shapes = [tuple(shape) for shape in _listed(arguments, "Input Dims") if _is_shape(shape)]
-    dtype = next((DTYPES[str(one)] for one in _listed(arguments, "Input type") if str(one) in DTYPES), "")
+    types = map(str, _listed(arguments, "Input type"))
+    dtype = next((DTYPES[name] for name in types if name in DTYPES), "")
     if not shapes or not dtype:
         return None
     if name in PRODUCTS:
@@ -53,9 +57,9 @@ def _product(shapes: list[tuple[int, ...]], dtype: str) -> MeasuredKernel | None
     factors = [shape for shape in shapes if len(shape) > 1][-2:]
     if len(factors) < 2:
         return None
-    left, right = factors
-    rows, inner, columns = left[-2], left[-1], right[-1]
-    flops = 2.0 * math.prod(left[:-2]) * rows * inner * columns
+    a, b = factors
+    rows, inner, columns = a[-2], a[-1], b[-1]
+    flops = 2.0 * math.prod(a[:-2]) * rows * inner * columns
     if not flops:
         return None
     return MeasuredKernel(kind="product", dtype=dtype, shape=(rows, columns, inner), flops=flops, seconds=0.0)

@@ -14,6 +14,12 @@ from typing import Any, NamedTuple
 from zerofit.spec.foreign import Unreadable, read_json, refused
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
+# From a torch.profiler trace to seconds by layer and kind:
+#
+#     with kernels     each kernel counts with its duration; its layer and phase are those of the last mark before
+#                      its launch on the host, which the shared correlation id identifies
+#     without (CPU)    ops nest, so an op counts with its own time: its duration less that of the ops inside it;
+#                      the rest is Python, unless the thread waits for a collective of gloo's threads
 Event = dict[str, Any]
 HINT = "give a file from --trace of `zerofit plan` or `simulate`, or traces/rank-0-step-3.json of a run folder"
 MAX_BYTES = 2 << 30  # torch.profiler writes hundreds of MB per step
@@ -121,6 +127,7 @@ def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
     if not kernels:
         for kind, at, own_us in _own_times([event for event in events if start <= event["ts"] <= end], steps):
             parts[marks.part(kind, at)] += own_us / 1e6
+    # several steps are averaged; `end - start` includes the pauses between them
     mean = {part: seconds / len(steps) for part, seconds in parts.items()}
     return ReadTrace(forecast=False, on_device=bool(kernels), step_s=(end - start) / 1e6 / len(steps), parts=mean)
 
@@ -133,9 +140,9 @@ class _Marks:
     """Where phases and sections of the model begin."""
 
     def __init__(self, events: Iterable[Event]):
-        found = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
-        self._moments = [at for at, _ in found]
-        self._places = [(*name.split("|"), "", "")[1:3] for _, name in found]
+        marks = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
+        self._moments = [at for at, _ in marks]
+        self._places = [(*name.split("|"), "", "")[1:3] for _, name in marks]
 
     def part(self, kind: str, at: float) -> Part:
         """Return the part of a kernel or op of this kind that was issued at this moment."""
@@ -156,6 +163,8 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
     """
     sent = [e for e in events if e["name"].startswith("gloo:")]
     yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)
+    # gloo works in its own threads. While they run, the training thread mostly waits; counting both would count time
+    # twice.
     waits = _Busy((e["ts"], e["ts"] + e["dur"]) for e in sent)
     for kind, at, own_us in _thread_times(events, steps):
         yield kind, at, own_us - (waits.within(at, at + own_us) if kind in (HOST, *COLLECTIVES) else 0.0)
@@ -163,10 +172,10 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
 
 def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kind, start and microseconds on the training thread."""
-    mine = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
+    ops = [e for e in events if e.get("cat") == "cpu_op" and e.get("tid") == steps[0].get("tid")]
     within: list[tuple[str, float]] = []  # kind and end of open ops, innermost last
     at = 0.0
-    for event in sorted([*mine, *steps], key=lambda e: (e["ts"], -e["dur"])):
+    for event in sorted([*ops, *steps], key=lambda e: (e["ts"], -e["dur"])):
         while within and within[-1][1] <= event["ts"]:
             kind, end = within.pop()
             yield kind, at, max(0.0, end - at)

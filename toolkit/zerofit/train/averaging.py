@@ -23,6 +23,12 @@ from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import to_training_precision
 
 
+# Averages are kept for the stretches of weights that this rank's optimizer updates, in float32, beside the masters:
+#
+#     average <- decay * average + (1 - decay) * weights     after each step, decay as in torch.optim.swa_utils
+#
+# To evaluate or save them, they are swapped with the masters, and the engine then copies masters to its low-precision
+# weights as after a step. So no second copy of the model is needed in any layout.
 class AveragedWeights:
     """Running average of one rank's stretches of weights, and of its floating-point buffers."""
 
@@ -41,8 +47,8 @@ class AveragedWeights:
         elif self._steps:
             self._average(self.tensors, live, self._steps)
         else:
-            for mine, current in zip(self.tensors, live, strict=True):
-                mine.copy_(current)
+            for average, current in zip(self.tensors, live, strict=True):
+                average.copy_(current)
         self._steps += 1
 
     @contextmanager
@@ -57,7 +63,7 @@ class AveragedWeights:
     def state(self) -> dict[str, Any]:
         """Return this rank's averages for a checkpoint: stretches with name and start, and buffers."""
         shards = self._found()
-        places = [{"name": one.name, "start": one.shard.start} for one in shards]
+        places = [{"name": indexed.name, "start": indexed.shard.start} for indexed in shards]
         averages, buffers = self.tensors[: len(shards)], self.tensors[len(shards) :]
         return {"steps": self._steps, "places": places, "averages": averages, "buffers": buffers}
 
@@ -73,25 +79,25 @@ class AveragedWeights:
         if not states:
             return
         live = self._live()
-        self.tensors, self._steps = [one.clone() for one in live], states[0]["steps"]
+        self.tensors, self._steps = [tensor.clone() for tensor in live], states[0]["steps"]
         shards = self._found()
-        for mine, one in zip(self.tensors, shards, strict=False):
-            flat, first = mine.view(-1), one.shard.start
-            for place, values in _stretches(states, one.name):
+        for average, indexed in zip(self.tensors, shards, strict=False):
+            flat, first = average.view(-1), indexed.shard.start
+            for place, values in _stretches(states, indexed.name):
                 start, stop = max(first, place), min(first + len(flat), place + len(values))
                 if start < stop:
                     flat[start - first : stop - first] = values[start - place : stop - place].to(flat.device)
-        for n, mine in enumerate(self.tensors[len(shards) :]):  # each rank of the old layout has saved one
-            mine.copy_(torch.stack([state["buffers"][n] for state in states]).mean(0))
+        for n, average in enumerate(self.tensors[len(shards) :]):  # each rank of the old layout has saved all buffers
+            average.copy_(torch.stack([state["buffers"][n] for state in states]).mean(0))
 
     def _found(self) -> list[IndexedShard]:
         if self._shards is None:
-            found = indexed_shards(self._trainer, self._trainer.engine, "state")
-            self._shards = [one for one in found if one.shard.states_at is not None]
+            shards = indexed_shards(self._trainer, self._trainer.engine, "state")
+            self._shards = [indexed for indexed in shards if indexed.shard.states_at is not None]
         return self._shards
 
     def _live(self) -> list[Tensor]:
-        stretches = [one.shard.slots({})[MASTER].live for one in self._found()]
+        stretches = [indexed.shard.slots({})[MASTER].live for indexed in self._found()]
         buffers = [buffer for _, buffer in persistent_buffers(self._trainer.module) if buffer.is_floating_point()]
         return [*stretches, *buffers]
 
@@ -99,13 +105,15 @@ class AveragedWeights:
     def _exchange(self) -> None:
         """Swap averages and weights, one stretch at a time."""
         engine: Any = self._trainer.engine
+        # As in a load: DeepSpeed must partition parameters before masters change, and gather persistent ones
+        # afterwards.
         partitioned = hasattr(engine.optimizer, "checkpoint_event_prologue")
         if partitioned:
             engine.optimizer.checkpoint_event_prologue()
-        for mine, one in zip(self.tensors, self._live(), strict=True):
-            weights = one.clone()
-            one.copy_(mine)
-            mine.copy_(weights)
+        for average, live in zip(self.tensors, self._live(), strict=True):
+            weights = live.clone()
+            live.copy_(average)
+            average.copy_(weights)
         to_training_precision(engine)
         if partitioned:
             engine.optimizer.checkpoint_event_epilogue()

@@ -23,6 +23,7 @@ from zerofit.spec.stages import PipelineStage
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
 
+# Keys of metrics.jsonl are an interface: `zerofit plot`, the live view and users' scripts read them.
 class StepRecord(TypedDict):
     """One line of metrics.jsonl: an optimizer step."""
 
@@ -35,7 +36,7 @@ class StepRecord(TypedDict):
     samples_per_s: float
     tokens_per_s: float | None  # None without text
     mfu: float | None  # model FLOPs per second over the devices' peak; None if unknown
-    memory_bytes: int  # peaks so far, see `spec.measured.MeasuredMemory`
+    memory_bytes: int  # peaks so far, see `train.measured.MeasuredMemory`
     reserved_bytes: int | None
     outside_bytes: int | None
     host_bytes: int
@@ -89,7 +90,8 @@ class Callback:
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
     """Return the callbacks' methods of this name that are overridden, so others cost nothing."""
-    return [getattr(one, method) for one in callbacks if getattr(type(one), method) is not getattr(Callback, method)]
+    inherited = getattr(Callback, method)
+    return [getattr(callback, method) for callback in callbacks if getattr(type(callback), method) is not inherited]
 
 
 def load_callbacks(names: Sequence[str]) -> list[Callback]:
@@ -104,14 +106,14 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
     for name in names:
         module, _, attribute = name.partition(":")
         try:
-            one: Any = getattr(importlib.import_module(module), attribute)()
+            callback: Any = getattr(importlib.import_module(module), attribute)()
         except Exception as error:  # a user's own module can raise anything
             problems.add("callback", f"{name} cannot be loaded: {type(error).__name__}: {error}", hint, "--callbacks")
             continue
-        if isinstance(one, Callback):
-            made.append(one)
+        if isinstance(callback, Callback):
+            made.append(callback)
         else:
-            problems.add("callback", f"{name} is a {type(one).__name__}, not a Callback", hint, "--callbacks")
+            problems.add("callback", f"{name} is a {type(callback).__name__}, not a Callback", hint, "--callbacks")
     problems.raise_if_any()
     return made
 
@@ -137,17 +139,17 @@ class EventLog(Callback):
 
     def phase(self, text: str) -> None:
         """Record the current phase of the run."""
-        self._progress.phase = text
+        self._progress.begin(text)
         self._write("phase", text=text)
 
     def training(self, **steps: int) -> None:
         """Record that training begins or continues: `steps` in total and, at the start, `done` before it."""
-        self._progress.phase = TRAINING
+        self._progress.begin(TRAINING)
         self._write("training", **steps)
 
     def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the figures; training continues."""
-        self._progress.phase = TRAINING
+        self._progress.begin(TRAINING)
         self._write("eval", step=step, **figures)
 
     def on_save(self, checkpoint: SavedCheckpoint) -> None:

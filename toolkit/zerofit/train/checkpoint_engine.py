@@ -21,6 +21,11 @@ MODEL_FILES = "model_states.pt"
 SYNCING = 2  # threads that sync and hash files while the next one is written
 
 
+# DeepSpeed calls save() for each of its files. Two things differ from its own engine:
+#
+#     sync and hash    in two threads, while torch.save writes the next file: reading a file back right after writing
+#                      comes from the page cache, so the hash costs no disk time
+#     background       save() copies tensors to host memory instead; another thread writes them while training goes on
 class SyncedCheckpointEngine(CheckpointEngine):
     """Writes files at once or, between `begin_snapshot` and `take_snapshot`, keeps copies of their contents.
 
@@ -84,10 +89,10 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """Return sizes and hashes of all files written since the last call and synced by now. Raises OSError."""
         marks, self._marks = self._marks, {}
         failure, self._failure = self._failure, None
-        found = {path: mark.result() for path, mark in marks.items() if failure is None}
+        finished = {path: mark.result() for path, mark in marks.items() if failure is None}
         if failure:
             raise OSError(str(failure)) from failure
-        return found
+        return finished
 
     def _write(self, state_dict: Any, path: Path) -> None:
         if self._failure:
@@ -134,6 +139,7 @@ class HostCopies:
 
         def copy(item: Any) -> Any:
             if isinstance(item, Tensor):
+                # views of one storage are saved once by torch.save, so their copies must stay the same object
                 key = (item.data_ptr(), item.storage_offset(), item.shape, item.stride())
                 if key not in copies or not item.numel():
                     copies[key] = self._copy(item, (file, len(copies)))

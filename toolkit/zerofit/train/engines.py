@@ -50,13 +50,11 @@ from zerofit.train.build import (
     prepare_batch_norms,
     stored_by_engine,
 )
-from zerofit.train.expert_split import build_spread
-from zerofit.train.head_loss import head_loss
-from zerofit.train.loss import counts, one_a_sample, weighted_cross_entropy
-from zerofit.train.mesh_groups import MeshGroups
+from zerofit.train.expert_split import RouterBalance, build_spread
+from zerofit.train.loss import counts, head_loss, one_a_sample, weighted_cross_entropy
+from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import rank_device
-from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import check_attributes
@@ -66,14 +64,16 @@ PROMPT = "def "
 TEMPERATURE = 0.7
 
 
-def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
+def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
     """Call deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
     run = job.run
     if "scheduler" not in job.ds_config:
         assert run.lr  # a job's run is resolved
         curve: dict[str, Any] = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
         curve["floor"] = min(1.0, run.min_lr / run.lr)
-        more["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: learning_rate_factor(step, **curve))
+        factor = partial(learning_rate_factor, **curve)
+        options["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, factor)
+    # Both change modules of the model, so they must come before DeepSpeed wraps or partitions them.
     if run.activation_offload:
         keep_on_host(model)  # DeepSpeed's cpu_checkpointing works only with its own checkpoint function
     if run.mlp_chunk:
@@ -86,8 +86,8 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         _count_slices()
     if job.precision == "fp16" and job.layout.zero_stage == 0:
         _scale_losses()
-    more["optimizer"] = own_optimizer(job.ds_config, groups)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
+    options["optimizer"] = own_optimizer(job.ds_config, groups)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **options)
     check_attributes(engine)
     if job.layout.zero_stage == 0:
         _keep_gradient_norm(engine) if job.precision == "fp32" else _forget_dummy_step(engine)
@@ -152,6 +152,8 @@ def _forget_dummy_step(engine: Any) -> None:
         master.data.copy_(low.data)
 
 
+# The functions from here to `_keep_gradient_norm` repair gradient norms and first steps of DeepSpeed 0.19.8. Each
+# names the line that requires it; tests/train/test_agreement.py compares the results with plain torch.
 @cache
 def _count_slices() -> None:
     """Include the slices of all tensor ranks in the gradient norm of 16-bit training without ZeRO.
@@ -161,10 +163,10 @@ def _count_slices() -> None:
     original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
     def marked(group: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = original(group)
-        for gradient, p in zip(found[0], (p for p in group if p.grad is not None), strict=True):
+        split = original(group)
+        for gradient, p in zip(split[0], (p for p in group if p.grad is not None), strict=True):
             gradient.model_parallel = is_model_parallel_parameter(p)
-        return found
+        return split
 
     unfused_optimizer.split_params_grads_into_shared_and_expert_params = marked
 
@@ -200,11 +202,11 @@ def _unscale_norm(optimizer: Any) -> None:
 
     def step(closure: Any = None) -> Any:
         scale = optimizer.loss_scale
-        found = original(closure)
+        result = original(closure)
         if not optimizer.overflow:
             divided = 1.0 if isinstance(optimizer, unfused_optimizer.FP16_UnfusedOptimizer) else optimizer.loss_scale
             optimizer._global_grad_norm *= divided / scale
-        return found
+        return result
 
     optimizer.step = step
 
@@ -249,8 +251,6 @@ def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
 
 def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
     """Return a model with spread experts, tensor slices or split sequences, and its process groups."""
-    from zerofit.train.sequence_attention import exchange_heads
-
     layout, stored, make = job.layout, stored_by_engine(job), partial(build_from_seed, job, inputs)
     groups = MeshGroups(layout)
     shape = build_on_meta(job, inputs, checkpointing=job.run.activation_checkpointing)
@@ -293,6 +293,7 @@ class ZeroTrainer(EngineTrainer):
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step over the accumulation's micro batches; return their losses, float32."""
+        # engine.step() after each micro batch: the engine itself counts them and updates only at the last one
         losses = []
         for _ in range(self.job.batch.accumulation):
             losses.append(self._backward(next(batches)))
@@ -391,17 +392,17 @@ class ZeroTrainer(EngineTrainer):
         if self._own_loss:
             return output_part(self._call_own(x, labels), "loss")
         self._balance.begin()
-        found, aux = self._logits(x, extra, labels)
+        output, aux = self._logits(x, extra, labels)
         if self.job.run.loss == "mse":
-            return nn.functional.mse_loss(one_a_sample(found, labels), labels.float())
+            return nn.functional.mse_loss(one_a_sample(output, labels), labels.float())
         self._balance.end()
         if aux is not None:
             self._balance.note(aux)
         if self._head:
-            loss = found * batch["weight"]
+            loss = output * batch["weight"]
         else:
             run = self.job.run
-            loss = weighted_cross_entropy(found, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
+            loss = weighted_cross_entropy(output, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
         return loss if aux is None else loss + aux
 
     def eval_counts(self, batch: Batch) -> Tensor:
@@ -419,17 +420,19 @@ class ZeroTrainer(EngineTrainer):
             real = labels.reshape(-1) != IGNORE_INDEX
             errors = (one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
             return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
-        found = counts(logits, labels)
-        return torch.cat([found, class_table(logits, labels, self._classes)]) if self._classes else found
+        sums = counts(logits, labels)
+        return torch.cat([sums, class_table(logits, labels, self._classes)]) if self._classes else sums
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits and a router's loss; a replaced head returns its result for the labels instead of logits."""
-        with self._head.given(labels) if self._head else nullcontext():
+        with self._head.with_labels(labels) if self._head else nullcontext():
             logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
         """Return the model's own mean loss over samples without padding; every rank runs a forward in any case."""
+        # A model's own loss is a mean over whatever it is given, so padding samples of the last batch are left out. A
+        # rank whose samples are all padding must still run a forward: others wait for it in ZeRO-3's gathers.
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()
         if not real.any():
@@ -456,9 +459,9 @@ class ZeroTrainer(EngineTrainer):
         labels = batch["labels"].to(self.device, non_blocking=True)  # probabilities of mixed images stay float32
         if self.job.layout.sp == 1:
             return x, labels, dict(zip(self._keys[1:-1], others, strict=True))
-        mine = own_tokens(x.shape[1], self.job.layout, self.coords)
-        positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
-        return x[:, mine], labels[:, mine], {"position_ids": positions}
+        tokens = own_tokens(x.shape[1], self.job.layout, self.coords)
+        positions = torch.arange(tokens.start, tokens.stop, device=self.device).expand(len(x), -1)
+        return x[:, tokens], labels[:, tokens], {"position_ids": positions}
 
     def _moved(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device, non_blocking=True)

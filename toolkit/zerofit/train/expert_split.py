@@ -25,9 +25,14 @@ from zerofit.checkpoint.full_state import TensorSlice
 from zerofit.models.deferred import Stored
 from zerofit.spec.mesh import expert_rank
 from zerofit.spec.run_folder import Layout
+from zerofit.train.process_group import rank_device
 from zerofit.train.tensor_split import fill
 
 # AutoEP's name of an expert weight: transformers' name, and which half of each expert's rows
+# The same weights in both libraries, for E experts of hidden size h and intermediate size i:
+#
+#     transformers   gate_up_proj (E, 2i, h)            down_proj (E, h, i)
+#     AutoEP         w1 (E/ep, i, h)  w3 (E/ep, i, h)   w2 (E/ep, h, i)       on each of ep ranks
 SOURCES = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None)}
 HALVES = 2  # gate_up_proj contains the rows of w1, then of w3
 SHARE = "zerofit_expert_share"  # attribute of a parameter
@@ -67,13 +72,13 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
             setattr(getattr(layer.experts, own), SHARE, share)
             slices[name] = partial(_take, rank * count, count)
     weights = make(replace(stored, slices=slices))
-    given: dict[str, nn.Parameter] = {}
+    renamed: dict[str, nn.Parameter] = {}
     for path, layer in expert_layers(shape).items():
         block: Any = weights.get_submodule(path)
-        given |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
+        renamed |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
         layer.tokens_per_expert = torch.zeros(layer.num_experts, device=stored.device)
         layer.router._buffers.update(block.gate._buffers)  # DeepSeek-V3 has a bias of router scores
-    fill(shape, weights, given)
+    fill(shape, weights, renamed)
     return shape
 
 
@@ -88,7 +93,7 @@ def make_expert_groups(layout: Layout) -> None:
 
 def expert_layers(module: nn.Module) -> dict[str, AutoEPMoELayer]:
     """Return the AutoEP layers of a model by path."""
-    return {path: one for path, one in module.named_modules() if isinstance(one, AutoEPMoELayer)}
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, AutoEPMoELayer)}
 
 
 def share_of(p: nn.Parameter) -> ExpertShare | None:
@@ -105,21 +110,21 @@ def published_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def whole_experts(experts: GroupedExperts, layout: Layout, mine: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights of a layer's experts on the CPU if `mine`, which the rank with the first experts sets.
+def gathered_experts(experts: GroupedExperts, layout: Layout, collect: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full weights of a layer's experts on the CPU if `collect`, which the rank with the first experts sets.
 
     All ranks iterate over this together.
     """
-    whole: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     with GatheredParameters(list(experts.parameters()), enabled=layout.zero_stage == 3):
         for p in experts.parameters():
             share, parts = cast(ExpertShare, share_of(p)), _gathered(p)
-            for rank, part in enumerate(parts if mine else ()):
-                if share.name not in whole:
-                    whole[share.name] = torch.empty(share.shape, dtype=p.dtype)
+            for rank, part in enumerate(parts if collect else ()):
+                if share.name not in weights:
+                    weights[share.name] = torch.empty(share.shape, dtype=p.dtype)
                 cut = share.cut(rank)
-                cut.put(whole[share.name], part.cpu().view(cut.shape(share.shape)))
-    yield from whole.items()
+                cut.put(weights[share.name], part.cpu().view(cut.shape(share.shape)))
+    yield from weights.items()
 
 
 def _gathered(p: Any) -> list[Tensor]:
@@ -130,28 +135,28 @@ def _gathered(p: Any) -> list[Tensor]:
     return parts or []
 
 
-def _take(first: int, count: int, whole: Tensor) -> Tensor:
-    return whole[first : first + count].clone()
+def _take(first: int, count: int, weight: Tensor) -> Tensor:
+    return weight[first : first + count].clone()
 
 
 def _own_weights(block: Any) -> dict[str, nn.Parameter]:
     """Remove the weights of transformers' expert block and return them by AutoEP's names."""
-    found = {"router.gate.weight": block.gate.weight}
+    weights = {"router.gate.weight": block.gate.weight}
     for own, (source, half) in SOURCES.items():
         weight = getattr(block.experts, source)
         data = weight.data if half is None else weight.data.chunk(HALVES, dim=1)[half].contiguous()
-        found[f"experts.{own}"] = nn.Parameter(data, requires_grad=weight.requires_grad)
+        weights[f"experts.{own}"] = nn.Parameter(data, requires_grad=weight.requires_grad)
     block.experts._parameters.clear()  # frees each layer's weights before the next layer's are copied
-    return found
+    return weights
 
 
 def convert(model: nn.Module, degree: int, rank: int) -> None:
     """Replace transformers' expert layers by AutoEP's in a model on the meta device."""
     _mend_registry()
     auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
-    found = auto.ep_parser()
+    specs = auto.ep_parser()
     with torch.device("meta"):
-        auto.replace_moe_layers(found, degree, rank)
+        auto.replace_moe_layers(specs, degree, rank)
     for layer in expert_layers(model).values():
         layer._modules.pop("gate", None)  # a second reference to the router, which would be saved twice
 
@@ -173,3 +178,51 @@ def _mend_registry() -> None:
         return
     kind.get = lambda self, key, default=None: dict.get(self, name_of(key)) or ({} if default is None else default)
     kind.__setitem__ = lambda self, key, value: dict.__setitem__(self, name_of(key), value)
+
+
+class RouterBalance:
+    """Counts tokens per expert in the forwards of a step; only the routers' loss if experts are not spread."""
+
+    def __init__(self, module: nn.Module, group: Any, shared: bool = False):
+        """`group`: the ranks that hold the same layers; `shared`: whether only some ranks record losses."""
+        self._group, self._shared = group, shared
+        self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]
+        self._losses: list[Tensor] = []
+        self._tokens: list[Tensor] = []  # (layers, experts) of each forward
+
+    def begin(self) -> None:
+        """Begin a forward: forget tokens counted in evaluations and in recomputation during backward."""
+        for counter in self._counters:
+            counter.zero_()
+
+    def end(self) -> None:
+        """Record the forward that has just ended."""
+        if self._counters:
+            self._tokens.append(torch.stack(self._counters))
+
+    def note(self, router_loss: Tensor) -> None:
+        """Record the routers' part of a forward's loss."""
+        self._losses.append(router_loss.detach().float())
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return the step's figures over all ranks and reset; all ranks call this.
+
+        `router_loss` as added to the loss; `expert_load_most` and `_least`: tokens of the experts with the most and the
+        fewest in any layer, over an even share.
+        """
+        losses, tokens = self._losses, self._tokens
+        self._losses, self._tokens = [], []
+        figures: dict[str, Tensor] = {}
+        if losses or self._shared:
+            sums = torch.tensor([0.0, len(losses)], device=rank_device())
+            sums[0] = sum(losses)
+            dist.all_reduce(sums)
+            figures["router_loss"] = sums[0] / sums[1]
+        if tokens:
+            counts = torch.stack(tokens).sum(0)
+            dist.all_reduce(counts, group=self._group)
+            loads = counts / counts.mean(1, keepdim=True)
+            extremes = torch.stack([loads.max(), -loads.min()])
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+            figures |= {"expert_load_most": extremes[0], "expert_load_least": -extremes[1]}
+        return figures

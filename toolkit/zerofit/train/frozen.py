@@ -10,7 +10,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor
 
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
+from zerofit.checkpoint.store import FrozenWeights, checksum_text
 from zerofit.models.checksums import part_checksum
 from zerofit.models.dtypes import torch_name
 from zerofit.models.quantized import source_of_bits
@@ -18,6 +18,8 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.train.shard_index import IndexedShard, indexed_frozen
 from zerofit.train.trainer import EngineTrainer
 
+# The checksum is a sum over all numbers, each hashed with its name and position. A sum does not depend on the order,
+# so ranks can add up their stretches in any layout and get the same result.
 _EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 
@@ -25,18 +27,18 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
     """Return the checksum, dtype and count of frozen parameters; all ranks call this together."""
     total, parameters, dtype = 0, 0, torch.float32
     for tag, engine in trainer.engines().items():
-        for one in indexed_frozen(trainer, engine, tag):
-            source = source_of_bits(one.shard.parameter)
+        for indexed in indexed_frozen(trainer, engine, tag):
+            source = source_of_bits(indexed.shard.parameter)
             if source is not None:  # checksum of the numbers before quantisation, counted with the first stretch
-                whole = one.first and one.shard.start == 0 and one.shard.numel > 0
-                total += (source.checksum or 0) * whole
-                parameters += source.elements * whole
+                counted = indexed.first and indexed.shard.start == 0 and indexed.shard.numel > 0
+                total += (source.checksum or 0) * counted
+                parameters += source.elements * counted
                 dtype = source.dtype
                 continue
-            stretch = _stretch(one)
-            if one.first:
-                total += part_checksum(one.name, stretch, one.shard.start)
-                parameters += one.shard.numel
+            stretch = _stretch(indexed)
+            if indexed.first:
+                total += part_checksum(indexed.name, stretch, indexed.shard.start)
+                parameters += indexed.shard.numel
             dtype = stretch.dtype
     shared: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shared, (total, parameters, torch_name(dtype) if parameters else None))
@@ -83,13 +85,13 @@ def leave_out_frozen(engine: Any) -> None:
 
 def _of_bits(name: str, layers: set[str]) -> bool:
     """Return whether a name belongs to the data that bitsandbytes saves with quantised weights of these layers."""
-    layer, found, _ = name.partition("weight.")
-    return (bool(found) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
+    layer, separator, _ = name.partition("weight.")
+    return (bool(separator) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
 
 
-def _stretch(one: IndexedShard) -> Tensor:
+def _stretch(indexed: IndexedShard) -> Tensor:
     """Return this rank's stretch of a frozen weight; weights on NVMe are gathered for it on all ranks."""
-    shard, parameter = one.shard, one.shard.parameter
+    shard, parameter = indexed.shard, indexed.shard.parameter
     partitioned: Any = getattr(parameter, "ds_tensor", None)
     if partitioned is not None and partitioned.status is not PartitionedParamStatus.AVAILABLE:
         with GatheredParameters([parameter]):

@@ -39,8 +39,8 @@ class GanTrainer(EngineTrainer):
         self.job, self.coords = job, coords
         self.device = rank_device()
         torch.manual_seed(job.run.seed)
-        more = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
-        pair = build(find(job.run.model), inputs, dict(job.run.model_args), **more)
+        options = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
+        pair = build(find(job.run.model), inputs, dict(job.run.model_args), **options)
         assert isinstance(pair, DCGAN)  # the only model for this task
         if job.precision != "fp32":
             batch_norm_in_fp32(pair)
@@ -62,6 +62,7 @@ class GanTrainer(EngineTrainer):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
             fake = self.generator(self._draw(len(real), self._noise))
             pairs.append(torch.stack([self._discriminate(real, fake.detach()), self._generate(fake)]))
+        # Both engines step in every pass; the pair of losses shows which network is winning, their sum alone does not.
         losses = torch.stack(pairs)  # (micro batches, 2)
         self.last_losses = losses.mean(0)
         return losses.sum(1)

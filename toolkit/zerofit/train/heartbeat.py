@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +38,15 @@ class RankProgress:
     step: int = 0  # optimizer steps done
     first: int = 0  # steps done before this start
     phase: str = "starting"
+    changed: threading.Event = field(default_factory=threading.Event)  # a phase began since the last heartbeat
+
+    def begin(self, phase: str) -> None:
+        """Record a phase and send a heartbeat now.
+
+        Otherwise the last heartbeat of a killed rank could name a step before that of a checkpoint it has written.
+        """
+        self.phase = phase
+        self.changed.set()
 
 
 class Heartbeat:
@@ -64,7 +73,8 @@ class Heartbeat:
                 self.send(beat)
             except OSError:
                 return  # the guard has died, and the kernel kills this process
-            time.sleep(EVERY_S)
+            self._progress.changed.wait(EVERY_S)
+            self._progress.changed.clear()
 
     def send(self, what: dict[str, Any]) -> None:
         """Write one line to the guard. Raises OSError."""
@@ -84,11 +94,15 @@ class Heartbeat:
         seconds = max(now - self._last, 1e-3)
         if seconds > FROZEN_S:  # the process was stopped, not only its main thread
             self._moved += seconds
+        # "Moved" means any sign of work since the last look: another line of Python, processor time, file I/O or
+        # network traffic. The guard's command judges a rank by the seconds without a sign, so each one must be safe
+        # from false alarms: a GPU rank that waits in a collective burns a core, and NFS or NCCL keep-alives send a few
+        # bytes.
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         busy |= (io - self._io) / seconds > READING
         # per connection: keep-alives of hundreds of connections add up
         counts = {name: flow.sent + flow.received for name, flow in flows.items()}
-        busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in counts.items())
+        busy |= any((n - self._flows.get(name, n)) / seconds > FLOWING for name, n in counts.items())
         if stack != self._seen or busy:
             if progress.phase == TRAINING:
                 self._longest = max(self._longest, self._last - self._moved)
@@ -117,8 +131,8 @@ def _up(frame: FrameType | None) -> Iterator[FrameType]:
 def _collective(frame: FrameType | None) -> str | None:
     """Return the collective in which a thread waits: the outermost torch.distributed function on its stack."""
     name = None
-    for one in _up(frame):
-        code = one.f_code
+    for outer in _up(frame):
+        code = outer.f_code
         if code.co_filename.endswith(COLLECTIVES) and not code.co_name.startswith(("_", "get_", "is_", "wrapper")):
             name = code.co_name
     return name
@@ -127,8 +141,8 @@ def _collective(frame: FrameType | None) -> str | None:
 def _part(frame: FrameType | None) -> str:
     """Return the part of a step in which the main thread is: the outermost engine call, or the data loader."""
     part = "between steps"
-    for one in _up(frame):
-        file, name = one.f_code.co_filename, one.f_code.co_name
+    for outer in _up(frame):
+        file, name = outer.f_code.co_filename, outer.f_code.co_name
         if file.endswith(ENGINES) and (name in PARTS or name.startswith("_exec_")):
             part = PARTS.get(name, name.removeprefix("_exec_").replace("_", " "))
         elif file.endswith(LOADER):
@@ -138,10 +152,10 @@ def _part(frame: FrameType | None) -> str:
 
 def _place(frame: FrameType | None) -> str:
     """Return file and line of zerofit's code in which the main thread is, models excluded."""
-    for one in _up(frame):
-        path = Path(one.f_code.co_filename)
+    for outer in _up(frame):
+        path = Path(outer.f_code.co_filename)
         if len(path.parts) > 2 and path.parts[-3] == "zerofit" and path.parts[-2] != "models":
-            return f"{path.parts[-2]}/{path.name}:{one.f_lineno} {one.f_code.co_name}"
+            return f"{path.parts[-2]}/{path.name}:{outer.f_lineno} {outer.f_code.co_name}"
     return ""
 
 

@@ -117,13 +117,13 @@ class Loop:
         for step in range(self.first, self.job.steps):
             first = self.job.samples_after(step)
             for k in range(batch.accumulation):
-                mine = batch.positions(k, dp_rank)
-                own = range(first + mine.start, first + mine.stop)
+                positions = batch.positions(k, dp_rank)
+                micro = range(first + positions.start, first + positions.stop)
                 if images is None:
-                    yield own
+                    yield micro
                 else:
                     key = int(order.keys(first, first + 1)[0])
-                    yield images.slice(own, step, range(first, first + batch.total), key)
+                    yield images.slice(micro, step, range(first, first + batch.total), key)
 
     def _step_batches(
         self, step: int, micro: Iterator[Batch], order: Order, indices: list[np.ndarray]
@@ -135,6 +135,8 @@ class Loop:
         batch = self.job.batch
         first = self.job.samples_after(step)
         targets = self.data.train.targets(order.indices(first, first + batch.total))
+        # The engine averages over micro batches (accumulation) and ranks (dp x sp). A micro batch's loss is a sum over
+        # its targets, so this weight turns the engine's mean into the mean over all targets of the global batch.
         weight = batch.accumulation * batch.dp * self.job.layout.sp / max(1, targets)
         for loaded in islice(micro, batch.accumulation):
             indices.append(loaded["indices"])
@@ -144,15 +146,16 @@ class Loop:
         """Save if it is due after `done` steps or was requested; return whether to stop."""
         requests, recorder = self.requests, self.recorder
         last = done == self.job.steps
-        stop = recorder.asked_to_stop and not last
-        if not (stop or requests.due_at(done) or recorder.asked_to_save or (last and requests.saving)):
+        stop = recorder.stop_requested and not last
+        if not (stop or requests.due_at(done) or recorder.save_requested or (last and requests.saving)):
             return False
         recorder.flush()  # a loss that is not finite must not be saved
         self.events.phase(f"saving step {done}")
         requests.saved()
-        recorder.asked_to_save = False
+        recorder.save_requested = False
         problem = self.save(done, dict(recorder.last or {}), self.job.run.save_async and not (stop or last))
         recorder.skip_time()
+        self.progress.step = done
         self.events.training(steps=self.job.steps)
         if problem and (stop or last):
             raise RunFailed(problem)
@@ -198,11 +201,11 @@ class Loop:
 
     def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         """Yield the batches, and report progress every few seconds."""
-        told = time.monotonic()
+        reported = time.monotonic()
         for done, batch in enumerate(batches):
-            if time.monotonic() - told > TELL_EVERY_S:
+            if time.monotonic() - reported > TELL_EVERY_S:
                 self.events.phase(f"evaluating ({done} of {count} batches; use fewer with --eval-samples)")
-                told = time.monotonic()
+                reported = time.monotonic()
             yield batch
 
     @property
@@ -211,8 +214,8 @@ class Loop:
 
     def _workers(self) -> int:
         """Return the number of loader processes of this rank."""
-        asked = self.job.run.data_workers
-        return default_workers(self.data, int(os.environ.get("LOCAL_SIZE", 1))) if asked is None else asked
+        workers = self.job.run.data_workers
+        return default_workers(self.data, int(os.environ.get("LOCAL_SIZE", 1))) if workers is None else workers
 
 
 @torch.no_grad()

@@ -1,16 +1,17 @@
-"""The loss: cross entropy weighted so that every layout averages over exactly the same targets."""
+"""The loss: cross entropy weighted so that all layouts average over exactly the same targets; heads that return it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from zerofit.models.segmentation import are_dense, mean_of_images
-from zerofit.spec.model_facts import IGNORE_INDEX
+from zerofit.spec.model_facts import IGNORE_INDEX, PLAIN_HEAD_TYPES
 
 
 def weighted_cross_entropy(
@@ -49,6 +50,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     return _FromHidden.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk)
 
 
+# Both classes below split (targets, classes) logits into chunks of targets, because float32 logits of a long sequence
+# and a large vocabulary are the largest tensor of a step. For each chunk, with p = softmax(logits) in float32:
+#
+#     loss     = -sum over targets of log p[label]
+#     gradient = p - onehot(label), and 0 for ignored targets
+#
+# The gradient is computed in forward, while the chunk's p exists, so backward only multiplies by the incoming scale.
 class _FromHidden(torch.autograd.Function):
     """Sum of cross entropies; forward computes the gradients of hidden states and head chunk by chunk.
 
@@ -123,12 +131,12 @@ def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor
     return loss, p.mul_(real).to(logits.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product `left @ right` to a float32 sum."""
-    if left.dtype == right.dtype == total.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product `a @ b` to a float32 sum."""
+    if a.dtype == b.dtype == total.dtype:
+        total.addmm_(a, b)
     else:
-        total += left @ right
+        total += a @ b
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
@@ -148,3 +156,53 @@ def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
         message = f"--loss mse needs one output per sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
     return logits.float().reshape(labels.shape)
+
+
+# Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. It
+# must still be the module that DeepSpeed hooks: ZeRO-3 gathers a weight when its module's forward is called.
+class HeadLoss:
+    """Loss of targets computed directly from hidden states; without gradients their counts (see `counts`)."""
+
+    def __init__(self, head: nn.Linear, chunk: int):
+        self._head, self._chunk = head, chunk
+        self._labels: Tensor | None = None
+
+    def of(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum of cross entropies of hidden states (..., width), or float64 (3,) without gradients."""
+        if torch.is_grad_enabled():
+            return linear_cross_entropy(hidden, self._head.weight, labels, self._chunk)
+        hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        parts = zip(hidden.split(self._chunk), labels.split(self._chunk), strict=True)
+        return torch.stack([counts(functional.linear(h, self._head.weight), t) for h, t in parts]).sum(dim=0)
+
+    @contextmanager
+    def with_labels(self, labels: Tensor) -> Iterator[None]:
+        """Give the head these labels for the forwards inside the context."""
+        self._labels = labels
+        try:
+            yield
+        finally:
+            self._labels = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return `of` the hidden states inside `with_labels`, else logits."""
+        if self._labels is None:
+            return functional.linear(hidden, self._head.weight)
+        return self.of(hidden, self._labels)
+
+
+def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None:
+    """Replace the head of a transformers model and return the object that computes the loss.
+
+    `inside`: the head's own forward computes it, for which ZeRO-3 gathers the head; else the head returns hidden
+    states. Returns None without a chunk, or if the logits are not one product with a matrix that is complete on this
+    rank.
+    """
+    if chunk is None or getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEAD_TYPES:
+        return None
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return None
+    loss = HeadLoss(head, chunk)
+    vars(head)["forward"] = loss.forward if inside else lambda hidden: hidden
+    return loss

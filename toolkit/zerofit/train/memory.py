@@ -15,6 +15,8 @@ from zerofit.train.measured import MeasuredMemory, outgrown
 FIGURES = 5  # per rank
 
 
+# Ranks learn the peaks of all others without an exchange of their own: each fills its five numbers into its own slots
+# of the vector that `train.metrics` sums over ranks anyway.
 class RankMemory:
     """The peak memory of this rank so far and, by an exchange, the peak of any rank."""
 
@@ -27,9 +29,9 @@ class RankMemory:
 
     def slots(self) -> list[float]:
         """Return a slot per rank, zero except this rank's figures, so a sum over ranks fills all slots."""
-        mine = self._look()
+        figures = self._look()
         before = FIGURES * dist.get_rank()
-        return [0.0] * before + mine + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)
+        return [0.0] * before + figures + [0.0] * (FIGURES * (dist.get_world_size() - 1) - before)
 
     def most(self, slots: Sequence[float]) -> MeasuredMemory:
         """Return the largest device memory and the largest host memory of any rank."""
@@ -77,9 +79,9 @@ class MemoryWatch(Callback):
         """Compare the memory used up to a step with the forecast."""
         self.look(MeasuredMemory.of(record), f"step {record['step']}")
 
-    def look(self, taken: MeasuredMemory, when: str) -> None:
+    def look(self, measured: MeasuredMemory, when: str) -> None:
         """Compare the memory used with the forecast."""
-        text = None if self._warned else outgrown(taken, self._forecast)
+        text = None if self._warned else outgrown(measured, self._forecast)
         if text:
             self._warned = True
             self._warn(f"{when}: {text}")

@@ -1,4 +1,4 @@
-"""Process groups of layouts that combine tensor, pipeline and sequence parallelism.
+"""Process groups of layouts that combine tensor, pipeline and sequence parallelism; attention over split sequences.
 
 DeepSpeed creates tensor and sequence groups independently, each as if it were alone, and both use the engine's `mpu`
 (runtime/engine.py:957, runtime/sequence_parallel/parallel_state_sp.py:50). So the engine gets one `data` axis and one
@@ -13,11 +13,16 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed import comm
+from torch import Tensor, nn
 
 from zerofit.spec.mesh import ranks_along
-from zerofit.spec.run_folder import Layout
+from zerofit.spec.run_folder import Job, Layout
 
 
+# Ranks of pp 2 x dp 2 x sp 2 and the groups of rank 0 (`spec.mesh` numbers them, tensor ranks fastest):
+#
+#     stage 0   0 1 | 2 3      sequence {0, 1}: parts of the same samples     data {0, 1, 2, 3}: averages, norms
+#     stage 1   4 5 | 6 7      tensor {0}
 class MeshGroups:
     """This rank's groups, with the methods that DeepSpeed's engine calls on an `mpu`.
 
@@ -73,3 +78,36 @@ class MeshGroups:
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def exchange_heads(config: Any, job: Job, group: Any) -> None:
+    """Make transformers' attention exchange sequences for heads over the group.
+
+    `UlyssesSPAttentionHF.register_with_transformers` does so over groups of neighbouring ranks that it creates itself,
+    and for all heads of the config. Tensor ranks have only a part of the heads (ulysses_sp.py:401).
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seq_len, heads = job.run.seq_len, config.num_attention_heads
+    assert seq_len  # a job's run on text is resolved
+    ulysses: Any = UlyssesSPAttentionHF(
+        attn=ALL_ATTENTION_FUNCTIONS["sdpa"],
+        batch_size=job.batch.micro,
+        attn_head_count=heads // job.layout.tp,
+        attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_head_count=config.num_key_value_heads // job.layout.tp,
+        num_hidden_layers=config.num_hidden_layers,
+        process_group=group,
+        local_seq_length=seq_len // dist.get_world_size(group),
+        global_seq_length=seq_len,
+    )
+    ulysses.core_attn_implementation = "sdpa"
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        # the mask covers only this rank's tokens; attention over the full sequence is causal without it
+        return ulysses(module, query, key, value, None, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend

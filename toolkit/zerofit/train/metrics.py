@@ -28,6 +28,12 @@ from zerofit.train.measured import MeasuredMemory, memory_figures
 from zerofit.train.memory import RankMemory
 from zerofit.train.stop_signals import StopRequests
 
+# What one exchange contains, summed over ranks in a single all-reduce:
+#
+#     [ loss of each step | seconds of each step | stop? save? | 5 memory figures of each rank, zero elsewhere ]
+#
+# On a GPU the host only issues a step; the device may be behind. The seconds of a block are therefore the time until
+# the exchange returns, divided among its steps in proportion to the time that each took to issue (`_stretch`).
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
 TIMED_STEPS = 1000  # the run's step time is the median of the last 1000
@@ -62,7 +68,7 @@ class MetricsRecorder:
         self._job, self._device, self._requests = job, device, requests
         self._counts = counts or {}
         self._on_step = overridden(callbacks, "on_step")
-        self.asked_to_stop = self.asked_to_save = False  # set by the last exchange, the same on all ranks
+        self.stop_requested = self.save_requested = False  # set by the last exchange, the same on all ranks
         self._block: list[_Step] = []
         self._block_steps = 1
         self._memory = RankMemory(device, job.forecast.free_bytes if job.forecast else None)
@@ -101,14 +107,14 @@ class MetricsRecorder:
         losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
         issued = sum(s.seconds for s in block)
         times = losses.new_tensor([s.seconds * self._stretch for s in block])
-        asked, n = self._requests.mine(), len(block)
-        rest = losses.new_tensor([*asked, *self._memory.slots()])
+        requests, n = self._requests.of_this_rank(), len(block)
+        rest = losses.new_tensor([*requests, *self._memory.slots()])
         shared = torch.cat([losses, times, rest])  # (2 x steps + 2 + 5 x ranks,)
         dist.all_reduce(shared)
         values = (shared / dist.get_world_size()).tolist()  # waits for the device
         means, seconds, (stop, save) = values[:n], values[n : 2 * n], values[2 * n : 2 * n + 2]
-        taken = self._memory.most([value * dist.get_world_size() for value in values[2 * n + 2 :]])
-        self.asked_to_stop, self.asked_to_save = stop > 0, save > 0
+        memory = self._memory.most([value * dist.get_world_size() for value in values[2 * n + 2 :]])
+        self.stop_requested, self.save_requested = stop > 0, save > 0
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
         synced = time.perf_counter()
         waited = synced - self._last_end
@@ -117,20 +123,20 @@ class MetricsRecorder:
         for step, loss, step_s in zip(block, means, seconds, strict=True):
             if not math.isfinite(loss):
                 self._stop(step, loss)
-            self.last = self._record(step, loss, step_s, taken)
+            self.last = self._record(step, loss, step_s, memory)
             self._times.append(step_s)
             for on_step in self._on_step:
                 on_step(self.last)
         self._last_end = synced  # the cost of recording counts as part of the next step
 
-    def _record(self, step: _Step, loss: float, step_s: float, taken: MeasuredMemory) -> StepRecord:
+    def _record(self, step: _Step, loss: float, step_s: float, memory: MeasuredMemory) -> StepRecord:
         job = self._job
         samples_per_s = job.batch.total / step_s
         tokens = job.run.seq_len if is_text(job.facts.task) else None
         mfu = None
         if self._peak and job.facts.forward_flops:  # backward costs twice the forward
             mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)
-        figures = memory_figures(taken, job.forecast)
+        figures = memory_figures(memory, job.forecast)
         forecasts = {name: figure.forecast for name, figure in figures.items()}
         norm = None if step.grad_norm is None else float(step.grad_norm)
         record: StepRecord = {
@@ -143,12 +149,12 @@ class MetricsRecorder:
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,
             "mfu": mfu,
-            "memory_bytes": taken.memory_bytes,
-            "reserved_bytes": taken.reserved_bytes,
-            "outside_bytes": taken.outside_bytes,
-            "host_bytes": taken.host_bytes,
-            "shared_bytes": taken.shared_bytes,
-            "forecast_bytes": forecasts["memory_bytes" if taken.on_cpu else "reserved_bytes"],
+            "memory_bytes": memory.memory_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "outside_bytes": memory.outside_bytes,
+            "host_bytes": memory.host_bytes,
+            "shared_bytes": memory.shared_bytes,
+            "forecast_bytes": forecasts["memory_bytes" if memory.on_cpu else "reserved_bytes"],
             "forecast_host_bytes": forecasts.get("host_bytes"),
         }
         for name in EXTRA:

@@ -40,15 +40,15 @@ def forget_states(optimizer: Optimizer) -> None:
 
 def missing_kernels(optimizer: str, accelerator: str | None) -> Problem | None:
     """Return why bitsandbytes' optimizer cannot run here on an accelerator ("cpu" or "cuda"), or None if it can."""
-    asked = f"--optimizer {optimizer}"
+    option = f"--optimizer {optimizer}"
     if importlib.util.find_spec(PACKAGE) is None:
-        message = f"{asked} needs {PACKAGE}, which is not installed"
+        message = f"{option} needs {PACKAGE}, which is not installed"
         return Problem(kind="optimizer", message=message, hint="pip install 'zerofit[quantize]'", where="--optimizer")
     library()
     if accelerator is None or torch._C._dispatch_has_kernel_for_dispatch_key(
         f"{PACKAGE}::{EIGHT_BIT_OP}", accelerator.upper()
     ):
         return None
-    message = f"{asked}: {PACKAGE} {version(PACKAGE)} has no kernel for {accelerator}"
+    message = f"{option}: {PACKAGE} {version(PACKAGE)} has no kernel for {accelerator}"
     hint = f"pip install '{PACKAGE}>=0.50.2', or use --optimizer adamw"
     return Problem(kind="optimizer", message=message, hint=hint, where="--optimizer")

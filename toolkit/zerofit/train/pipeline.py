@@ -33,15 +33,22 @@ from zerofit.spec.run_folder import Job
 from zerofit.spec.stages import PipelineStage, cut_layers, stage_layers
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
-from zerofit.train.expert_split import build_spread, make_expert_groups, published_names
-from zerofit.train.head_loss import HeadLoss, head_loss
-from zerofit.train.loss import counts, weighted_cross_entropy
-from zerofit.train.mesh_groups import MeshGroups
+from zerofit.train.expert_split import RouterBalance, build_spread, make_expert_groups, published_names
+from zerofit.train.loss import HeadLoss, counts, head_loss, weighted_cross_entropy
+from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.process_group import accelerator, rank_device
-from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
-from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
+from zerofit.train.trainer import Batch, EngineTrainer, StateNames, gathered_state, own_tokens
 
+# From a model to a stage, without a rank that ever holds the whole model:
+#
+#     1. list the model's layers on the meta device, with their numbers of parameters (or measured seconds)
+#     2. cut the list into as many parts as there are stages, or twice as many for DualPipeV (`spec.stages.cut_layers`)
+#     3. build the model again from the seed and keep only this stage's weights
+#     4. give DeepSpeed all layers with these bounds; it runs those of its own stage
+#
+# Layers of two stages that share a weight (embedding and head) become TiedLayerSpecs, whose gradients DeepSpeed adds
+# up.
 _Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # the first layer's input; labels and their weight
 
 
@@ -76,7 +83,7 @@ class PipelineTrainer(EngineTrainer):
             own = dict(zip(blocks, numbered(["block"] * len(blocks)), strict=True))
             first, last = blocks[0], blocks[-1]
             others = ("embedding" if n < first else "head" if n > last else "between" for n in range(len(names)))
-            names = [own.get(n, other) for n, other in enumerate(others)]
+            names = [own.get(n, part) for n, part in enumerate(others)]
         else:
             names = numbered(names)
         return [ModelSection(name=names[n], start=self._layers[n].module) for n in chain(*self.parts)]
@@ -97,6 +104,7 @@ class PipelineTrainer(EngineTrainer):
             self._evaluate_in_rounds(pairs, count)
         elif count:
             self.engine.eval_batch(pairs, num_micro_batches=count)
+        # DeepSpeed returns only the mean loss of an evaluation; the last stage's loss function counts exactly instead
         sums = self._counts.clone()  # only the last stages count
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
@@ -133,10 +141,10 @@ class PipelineTrainer(EngineTrainer):
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the full model on rank 0; the first replica of each stage leaves its part in a file."""
         coords, weights = self.coords, {}
-        mine = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
+        collect = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
-            weights |= dict(whole_state(layer.module, self.job.layout, layer.names, mine, self.saves_adapters))
-        if mine:
+            weights |= dict(gathered_state(layer.module, self.job.layout, layer.names, collect, self.saves_adapters))
+        if collect:
             scratch.mkdir(parents=True, exist_ok=True)
             part = scratch / f"stage-{coords.pp_rank}.safetensors"
             save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
@@ -166,9 +174,9 @@ class PipelineTrainer(EngineTrainer):
         """Return the weighted loss of logits, or of hidden states if the loss applies the head itself."""
         labels, weight = target
         if not torch.is_grad_enabled():
-            found = self._head.of(logits, labels) if self._head else counts(logits, labels)
-            self._counts += found
-            return found[0].float() * weight
+            sums = self._head.of(logits, labels) if self._head else counts(logits, labels)
+            self._counts += sums
+            return sums[0].float() * weight
         if self._head:
             return self._head.of(logits, labels) * weight
         run = self.job.run
@@ -179,16 +187,16 @@ class PipelineTrainer(EngineTrainer):
         if x.is_floating_point():
             x = x.to(DTYPES[self.job.precision])
         if self.job.layout.sp > 1:
-            mine = own_tokens(x.shape[1], self.job.layout, self.coords)
-            x, labels = x[:, mine], labels[:, mine]
+            tokens = own_tokens(x.shape[1], self.job.layout, self.coords)
+            x, labels = x[:, tokens], labels[:, tokens]
         return x, (labels, torch.tensor(batch.get("weight", 1.0)))
 
 
-def _filled(pairs: Iterator[_Pair], more: int) -> Iterator[_Pair]:
+def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
     """Yield the micro batches, then the last one `more` times without targets."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
-    for _ in range(more):
+    for _ in range(count):
         yield x, (torch.full_like(labels, IGNORE_INDEX), weight)
 
 
@@ -201,8 +209,8 @@ def _even_norms(engine: Any) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
         return
-    mine = len(optimizer.param_groups)
-    ends = torch.tensor([mine, -mine], device=engine.device)
+    own_groups = len(optimizer.param_groups)
+    ends = torch.tensor([own_groups, -own_groups], device=engine.device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     most, least = int(ends[0]), -int(ends[1])
     if most == least:
@@ -211,7 +219,7 @@ def _even_norms(engine: Any) -> None:
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
         norm = own_norm(norm_type)
-        for _ in range(most - mine):
+        for _ in range(most - own_groups):
             others = torch.zeros((), device=engine.device)
             optimizer._model_parallel_all_reduce(tensor=others, op=dist.ReduceOp.SUM)
             norm = (norm.square() + others).sqrt()
@@ -307,8 +315,8 @@ def _build_stage(
     parts = cut_layers(weights, [layer.trained for layer in stack], pipeline_parts(layout.pp, run.pipeline_schedule))
     stages = stage_layers(stack, parts, layout, run.pipeline_schedule)
     bounds = [0, *(last for _, last in parts)]
-    mine = chain(*_parts_of(coords.pp_rank, job, bounds))
-    keep = {name for index in mine for name in layers[index].names.values()}
+    indices = chain(*_parts_of(coords.pp_rank, job, bounds))
+    keep = {name for index in indices for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
     if layout.tp > 1:
         model: Any = build_split(shape, groups.tensor, stored, make)
@@ -341,8 +349,6 @@ def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
     """Give the blocks the position of this rank's first token, and make attention exchange heads."""
-    from zerofit.train.sequence_attention import exchange_heads
-
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)
     first = own_tokens(job.run.seq_len, job.layout, coords).start

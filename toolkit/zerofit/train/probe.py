@@ -42,6 +42,7 @@ def probe(
     """
     with models_say("MODEL"), without_dynamo():
         if model is None:
+            # bitsandbytes cannot quantise on meta, so the model is built without bits, and again only to count them
             with torch.device("meta"):
                 model = build(without_bits(source), inputs, args)
                 bits = quantized_share(build(source, inputs, args)) if source != without_bits(source) else (0, 0)

@@ -14,6 +14,12 @@ from zerofit.data import Data, Order
 from zerofit.spec.run_folder import Batch, Job
 from zerofit.train.engines import ZeroTrainer
 
+# Ranks of different speed finish a step together if rank r gets samples in proportion to its speed:
+#
+#     samples_r = micro batch x ranks x speed_r / sum of speeds, rounded so that the sum stays the same
+#
+# The speed is that of forward passes alone; backward takes about twice as long on any device, so the ratio is the
+# same.
 WARM, PASSES = 2, 8  # uncounted and counted forward passes
 MOST_S = 5.0  # limit of the counted passes
 
@@ -40,9 +46,9 @@ def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
     speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)
     speeds[trainer.coords.dp_rank] = speed
     dist.all_reduce(speeds)
-    found = tuple(speeds.tolist())
-    shares = shared_out(batch.micro * batch.dp, found, batch.limit)
-    return RankShares(batch=replace(batch, by_rank=shares), samples_per_s=found)
+    samples_per_s = tuple(speeds.tolist())
+    shares = shared_out(batch.micro * batch.dp, samples_per_s, batch.limit)
+    return RankShares(batch=replace(batch, by_rank=shares), samples_per_s=samples_per_s)
 
 
 @torch.no_grad()

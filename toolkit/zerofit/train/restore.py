@@ -25,6 +25,12 @@ from zerofit.train.shard_index import IndexedShard, indexed_shards, loss_scaler
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, to_training_precision
 
+# Which way a checkpoint is read:
+#
+#     same layout           engine.load_checkpoint: each rank reads its own files; random states continue, bit for bit
+#     any other layout,     build engines with fresh weights, then for each stretch that this rank updates: find its
+#     or files that         name and place in the full model, read that part of the full tensor from the index of all
+#     DeepSpeed misreads    ranks' files, and copy it into the optimizer's master and states
 KEPT = ("params", "lr", "initial_lr", "step")  # keys of optimizer groups that come from the checkpoint
 TELL_EVERY_S = 2.0
 
@@ -39,6 +45,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint)
     refuse_other_frozen(trainer, manifest.frozen)
+    # noted before loading, which overwrites learning rate, weight decay and betas with those of the checkpoint's run
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
     if start.same_layout and not piece_by_piece(trainer.job):
         for tag, engine in trainer.engines().items():
@@ -54,8 +61,8 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
         trainer.restore_rank_state(safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False))
     if trainer.averaged:
         trainer.averaged.restore(checkpoint, dist.get_rank() if start.same_layout else None)
-    for one in settings:
-        one.put_back()
+    for saved_settings in settings:
+        saved_settings.put_back()
     dist.barrier()
     return manifest
 
@@ -71,8 +78,8 @@ class _RunSettings:
         self._base = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else None
 
     def put_back(self) -> None:
-        for group, asked in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
-            group.update(asked)
+        for group, settings in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
         if self._base is not None:
             scheduler: LambdaLR = self._engine.lr_scheduler
             scheduler.base_lrs = self._base
@@ -102,42 +109,42 @@ def _restore_shards(
     if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
         engine.optimizer.checkpoint_event_epilogue()
     _set_counters(engine, saved.counters)
-    names, kept = trainer.state_names(engine).buffers, set(saved.buffers)
+    names, saved_buffers = trainer.state_names(engine).buffers, set(saved.buffers)
     with torch.no_grad():
         for _, buffer in persistent_buffers(engine.module):
-            if names[id(buffer)] in kept:
+            if names[id(buffer)] in saved_buffers:
                 buffer.copy_(saved.buffer(names[id(buffer)]))
 
 
 def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
     known = {*saved.names, *saved.ties}
     missing = sorted({p.name for p in shards} - known)
-    other = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
+    reshaped = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
     if missing:
         message = f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} first"
         raise _error("other-model", message)
-    if other:
-        shape = next(p.shape for p in shards if p.name == other[0])
-        message = f"{other[0]} has shape {saved.shape(other[0])} in the checkpoint and {shape} in the model"
+    if reshaped:
+        shape = next(p.shape for p in shards if p.name == reshaped[0])
+        message = f"{reshaped[0]} has shape {saved.shape(reshaped[0])} in the checkpoint and {shape} in the model"
         raise _error("other-model", message)
 
 
-def _make_states(inner: Any, one: IndexedShard, saved: FullState) -> None:
+def _make_states(inner: Any, indexed: IndexedShard, saved: FullState) -> None:
     """Allocate zeros for the states in the checkpoint, which optimizers would allocate at their first step."""
-    if one.shard.states_at is None:
+    if indexed.shard.states_at is None:
         return
-    states = inner.state[one.shard.master]
-    for kind in saved.kinds(one.name):
+    states = inner.state[indexed.shard.master]
+    for kind in saved.kinds(indexed.name):
         if kind != MASTER and kind not in states:
-            states[kind] = _zeros(inner, one, kind)
+            states[kind] = _zeros(inner, indexed, kind)
     if saved.counters["step"] is not None and set(states) - {"momentum_buffer"}:
-        states["step"] = _step(inner, saved.counters["step"], one.shard.master)
+        states["step"] = _step(inner, saved.counters["step"], indexed.shard.master)
 
 
-def _zeros(inner: Any, one: IndexedShard, kind: str) -> Tensor:
-    master = one.shard.master
-    if kind == "momentum_buffer" and one.shard.uncut is not None:
-        return torch.zeros(one.shard.uncut[1], dtype=master.dtype, device=master.device)
+def _zeros(inner: Any, indexed: IndexedShard, kind: str) -> Tensor:
+    master = indexed.shard.master
+    if kind == "momentum_buffer" and indexed.shard.uncut is not None:
+        return torch.zeros(indexed.shard.uncut[1], dtype=master.dtype, device=master.device)
     wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, for masters of any precision
     return torch.zeros_like(master, dtype=torch.float32 if wider else master.dtype, requires_grad=False)
 
@@ -153,29 +160,29 @@ def _step(inner: Any, step: int, master: Tensor) -> Any:
 
 @torch.no_grad()
 def _fill(engine: Any, shards: list[IndexedShard], saved: FullState, progress: Callable[[str], None]) -> None:
-    inner, done, told = inner_optimizer(engine), 0, time.monotonic()
-    for _, group in groupby(shards, key=lambda one: id(one.shard.master)):
-        mine = list(group)
-        with in_memory(engine, mine[0].shard.master):
-            for one in mine:
-                _make_states(inner, one, saved)
-            for one in mine:
-                _fill_shard(one, inner.state.get(one.shard.master, {}), saved)
+    inner, done, reported = inner_optimizer(engine), 0, time.monotonic()
+    for _, group in groupby(shards, key=lambda indexed: id(indexed.shard.master)):
+        members = list(group)
+        with in_memory(engine, members[0].shard.master):
+            for indexed in members:
+                _make_states(inner, indexed, saved)
+            for indexed in members:
+                _fill_shard(indexed, inner.state.get(indexed.shard.master, {}), saved)
                 done += 1
-                if time.monotonic() - told > TELL_EVERY_S:
-                    told = time.monotonic()
+                if time.monotonic() - reported > TELL_EVERY_S:
+                    reported = time.monotonic()
                     progress(f"reading the checkpoint ({done} of {len(shards)} shards)")
 
 
-def _fill_shard(one: IndexedShard, states: dict[str, Any], saved: FullState) -> None:
-    kinds = saved.kinds(one.name)
-    for kind, slot in one.shard.slots(states).items():
+def _fill_shard(indexed: IndexedShard, states: dict[str, Any], saved: FullState) -> None:
+    kinds = saved.kinds(indexed.name)
+    for kind, slot in indexed.shard.slots(states).items():
         if kind not in kinds:
             continue
-        if one.cut is None:
-            stretch = saved.read_flat(one.name, kind, slot.start, slot.numel)
+        if indexed.cut is None:
+            stretch = saved.read_flat(indexed.name, kind, slot.start, slot.numel)
         else:
-            stretch = one.cut.take(saved.read(one.name, kind)).reshape(-1)[slot.start : slot.start + slot.numel]
+            stretch = indexed.cut.take(saved.read(indexed.name, kind)).reshape(-1)[slot.start : slot.start + slot.numel]
         live = slot.live
         live.copy_(stretch.view(live.shape))
 

@@ -120,13 +120,13 @@ class RankRun:
 
     def _shared_out(self, job: Job) -> Job:
         """Return the job with samples distributed by the ranks' measured speeds, if the run asks for it."""
-        trainer, known = self.trainer, job.start and job.start.shares
-        if job.batch.limit <= job.batch.micro or known or not isinstance(trainer, ZeroTrainer):
+        trainer, shares = self.trainer, job.start and job.start.shares
+        if job.batch.limit <= job.batch.micro or shares or not isinstance(trainer, ZeroTrainer):
             return job
         self._events.phase("measuring how fast each rank is")
-        found = measured_shares(job, trainer, self.data)
-        self._events.note(str(found))
-        trainer.job = job = replace(job, batch=found.batch)
+        measured = measured_shares(job, trainer, self.data)
+        self._events.note(str(measured))
+        trainer.job = job = replace(job, batch=measured.batch)
         if self.rank == 0:
             job.write_batch(self.folder)
         return job
@@ -142,6 +142,8 @@ class RankRun:
 
     def finish(self, ended: LoopResult) -> dict[str, Any]:
         """Save the model and write the result of a finished loop; return {} if the run was stopped on request."""
+        # The result is written before samples and drawings are made: if those fail, the trained model is already
+        # complete.
         job, folder, events = self.job, self.folder, self._events
         self._saver.wait()
         if ended.stopped:
@@ -169,10 +171,10 @@ class RankRun:
     def _against_forecast(self) -> dict[str, ForecastFigure]:
         """Return measured memory and step time of the run with their forecasts; check the memory a last time."""
         job, recorder = self.job, self.loop.recorder
-        taken = recorder.memory_of_all_ranks()
+        memory = recorder.memory_of_all_ranks()
         if self._watch and self.rank == 0:
-            self._watch.look(taken, "at the end of the run")
-        figures = memory_figures(taken, job.forecast)
+            self._watch.look(memory, "at the end of the run")
+        figures = memory_figures(memory, job.forecast)
         if recorder.step_s is not None:
             figures["step_s"] = ForecastFigure(measured=recorder.step_s, forecast=job.step_s)
         return figures
@@ -186,9 +188,9 @@ def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) 
     if isinstance(trainer, PipelineTrainer):
         sections = trainer.sections()
     elif isinstance(trainer, ZeroTrainer) and not job.run.compile:  # hooks would break compiled graphs
-        found = sections_of(trainer.engine.module)
-        names = numbered([section.name for section in found])
-        sections = [replace(section, name=name) for section, name in zip(found, names, strict=True)]
+        blocks = sections_of(trainer.engine.module)
+        names = numbered([section.name for section in blocks])
+        sections = [replace(section, name=name) for section, name in zip(blocks, names, strict=True)]
     return StepProfile(trainer, Numbers.parse(job.run.profile), partial(folder.rank_trace, rank), sections)
 
 
@@ -205,6 +207,8 @@ def _seed_rank(job: Job, coords: RankCoords) -> None:
 
     After a resume in another layout random states are seeded again: those in the checkpoint belong to other ranks.
     """
+    # Primes keep the seeds of different ranks and starts apart. Tensor parallel ranks share a seed on purpose: they
+    # compute slices of the same activations and must drop the same elements.
     own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
     own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
     random.seed(own)
@@ -296,8 +300,8 @@ def check_replicas(trainer: EngineTrainer) -> None:
 
 def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:
     """Return the names of parameters that differ between ranks of the group."""
-    mine = torch.stack([p.detach().double().sum() for p in parameters.values()])
-    least, most = mine.clone(), mine.clone()
+    sums = torch.stack([p.detach().double().sum() for p in parameters.values()])
+    least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return [name for name, same in zip(parameters, (least == most).tolist(), strict=True) if not same]

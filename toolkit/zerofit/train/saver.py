@@ -19,8 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerofit.checkpoint.frozen import FrozenWeights
-from zerofit.checkpoint.store import STATE, FileMark, Manifest, Store, files_of, folder_name, marks_of
+from zerofit.checkpoint.store import STATE, FileMark, FrozenWeights, Manifest, Store, files_of, folder_name, marks_of
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
 from zerofit.spec.files import sync_file, write_json
@@ -33,6 +32,13 @@ from zerofit.train.frozen import frozen_weights, leave_out_frozen
 from zerofit.train.shard_index import build_index
 from zerofit.train.trainer import EngineTrainer
 
+# The steps of a save, of which only the last one makes the checkpoint visible:
+#
+#     all ranks  write their files into .saving-step-N/, sync and hash them, then write acks/rank-R.json
+#     rank 0     waits for all acknowledgements, writes manifest.json with all hashes, renames the folder to step-N/
+#
+# A kill at any moment leaves the staging folder, which the next start removes. Collectives cannot be used for the
+# acknowledgements: in the background they would mix with those of the training that continues.
 ACKS = "acks"
 POLL_S = 0.02
 SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest
@@ -192,17 +198,17 @@ class Saver:
                 if failed.exists():
                     raise OSError(f"rank {rank} could not write")
                 time.sleep(POLL_S)
-            told = json.loads(ack.read_text())
-            if told["failure"]:
-                raise OSError(f"rank {rank}: {told['failure']}")
-            marks |= {name: FileMark(**mark) for name, mark in told["files"].items()}
+            answer = json.loads(ack.read_text())
+            if answer["failure"]:
+                raise OSError(f"rank {rank}: {answer['failure']}")
+            marks |= {name: FileMark(**mark) for name, mark in answer["files"].items()}
         return marks
 
     def _make_room(self, staging: Path) -> Problem | None:
         """Make the staging folder, or return a problem if the disk has no room for another checkpoint."""
         self._folder.checkpoints.mkdir(exist_ok=True)
-        known = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
-        needed = known[-1] if known else self._job.facts.checkpoint_bytes(self._job.precision)
+        sizes = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
+        needed = sizes[-1] if sizes else self._job.facts.checkpoint_bytes(self._job.precision)
         free = shutil.disk_usage(self._folder.checkpoints).free
         if free < needed + SPARE_BYTES:
             spare = f"plus {shown_bytes(SPARE_BYTES)} for logs and metrics"

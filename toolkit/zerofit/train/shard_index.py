@@ -27,6 +27,12 @@ from zerofit.train.zero_layouts import (
     states_of,
 )
 
+# ranks/rank-R.json lists each stretch that rank R saved and no lower rank has:
+#
+#     name, shape    of the tensor in the full model
+#     cut            this rank's slice of it, for tensor and expert parallelism; null: the full tensor
+#     start, numel   of the stretch in the flattened slice
+#     where          for each kind ("fp32", "exp_avg", ...) the file, the keys into it, and the offset there
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # state of a dynamic loss scaler
 
 
@@ -43,8 +49,8 @@ class IndexedShard:
 
 def build_index(trainer: EngineTrainer) -> dict[str, Any]:
     """Return this rank's index of what `engine.save_checkpoint` writes, as JSON (see `checkpoint.full_state`)."""
-    found = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
-    return {"world_size": dist.get_world_size(), "engines": found}
+    engines = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
+    return {"world_size": dist.get_world_size(), "engines": engines}
 
 
 def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
@@ -52,8 +58,8 @@ def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[In
 
     Weights that the run freezes are left out; weights that a user's model fixes by itself are included.
     """
-    found = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
-    yield from _named(trainer, engine, (one for one in found if one.numel))  # without shards of padding only
+    shards = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
+    yield from _named(trainer, engine, (shard for shard in shards if shard.numel))  # without shards of padding only
 
 
 def indexed_frozen(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
@@ -63,10 +69,10 @@ def indexed_frozen(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[In
 
 def _named(trainer: EngineTrainer, engine: Any, shards: Iterable[ParamShard]) -> Iterator[IndexedShard]:
     names = trainer.state_names(engine).parameters
-    for one in shards:
-        shape, cut = _whole_shape(one.parameter, trainer.coords, trainer.job.layout)
-        first = _is_first(trainer, one, cut)
-        yield IndexedShard(names[id(one.parameter)], shape, cut, one, first)
+    for shard in shards:
+        shape, cut = _whole_shape(shard.parameter, trainer.coords, trainer.job.layout)
+        first = _is_first(trainer, shard, cut)
+        yield IndexedShard(names[id(shard.parameter)], shape, cut, shard, first)
 
 
 def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, Any]:
@@ -86,28 +92,30 @@ def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, An
         "counters": _counters(engine),
     }
     try:
-        index["parameters"] = [_entry(engine, one) for one in indexed_shards(trainer, engine, tag) if one.first]
+        index["parameters"] = [
+            _entry(engine, indexed) for indexed in indexed_shards(trainer, engine, tag) if indexed.first
+        ]
     except Unsupported as reason:
         index["unsupported"] = str(reason)
     return index
 
 
 def _entry(engine: Any, indexed: IndexedShard) -> dict[str, Any]:
-    one = indexed.shard
-    slots = one.slots(states_of(engine, one.master))
+    shard = indexed.shard
+    slots = shard.slots(states_of(engine, shard.master))
     return {
         "name": indexed.name,
         "shape": list(indexed.shape),
         "cut": indexed.cut and asdict(indexed.cut),
-        "start": one.start,
-        "numel": one.numel,
-        "where": {kind: _where(slot, one) for kind, slot in slots.items()},
+        "start": shard.start,
+        "numel": shard.numel,
+        "where": {kind: _where(slot, shard) for kind, slot in slots.items()},
     }
 
 
-def _where(slot: StateSlot, one: ParamShard) -> dict[str, Any]:
+def _where(slot: StateSlot, shard: ParamShard) -> dict[str, Any]:
     file, keys = slot.at
-    where = {"file": file, "keys": list(keys), "offset": slot.offset + one.start - slot.start}
+    where = {"file": file, "keys": list(keys), "offset": slot.offset + shard.start - slot.start}
     return where if keys else where | {"raw": str(slot.tensor.dtype).removeprefix("torch.")}
 
 
@@ -128,17 +136,17 @@ def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[t
     return shape, cut
 
 
-def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorSlice | None) -> bool:
+def _is_first(trainer: EngineTrainer, shard: ParamShard, cut: TensorSlice | None) -> bool:
     """Return whether no lower rank holds the same stretch of the same parameter."""
     coords = trainer.coords
-    if getattr(one.parameter, "ds_pipe_replicated", False):
+    if getattr(shard.parameter, "ds_pipe_replicated", False):
         return False  # a tied weight that an earlier stage also has
-    if one.replicated and (coords.dp_rank or coords.sp_rank):
+    if shard.replicated and (coords.dp_rank or coords.sp_rank):
         return False
     if cut is not None or coords.tp_rank == 0:
         return True
     # before groups existed, transformers partitioned parameters without a cut over all ranks
-    group = getattr(one.parameter, "ds_process_group", None)
+    group = getattr(shard.parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group) == dist.get_world_size()
 
 

@@ -20,6 +20,8 @@ from zerofit.models.sections import ModelSection, watched
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK, Numbers
 from zerofit.train.trainer import EngineTrainer
 
+# A mark is an empty record_function. Kernels run later than they are issued, so a reader
+# of the trace finds a kernel's layer by the moment of its launch on the host (`report.traces`).
 _INSTRUCTIONS = {ForwardPass: "forward", BackwardPass: "backward", OptimizerStep: "step"}
 
 
@@ -73,7 +75,7 @@ class StepProfile:
     @contextmanager
     def _marked(self) -> Iterator[None]:
         """Mark phases and sections."""
-        names = [one.name for one in self._sections] or [""]
+        names = [section.name for section in self._sections] or [""]
 
         def begin(section: int, tensors: Any) -> None:
             if torch._C._current_graph_task_id() != -1:  # a forward that checkpointing recomputes in backward
@@ -93,9 +95,9 @@ class StepProfile:
 def _marked_phases(engine: Any, modules: Mapping[str, str]) -> Iterator[None]:
     """Mark the start of each phase with the module that runs first; in a pipeline by its schedule's instructions."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
-        known = engine._INSTRUCTION_MAP
-        own = {kind: _marking(phase, modules[phase], known[kind]) for kind, phase in _INSTRUCTIONS.items()}
-        engine._INSTRUCTION_MAP = known | own
+        instructions = engine._INSTRUCTION_MAP
+        own = {kind: _marking(phase, modules[phase], instructions[kind]) for kind, phase in _INSTRUCTIONS.items()}
+        engine._INSTRUCTION_MAP = instructions | own
         names = ["_INSTRUCTION_MAP"]
     else:
         for phase, module in modules.items():

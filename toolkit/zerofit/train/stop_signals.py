@@ -13,11 +13,13 @@ from zerofit.spec.units import Interval
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+# Python runs signal handlers only between bytecodes of the main thread, which may wait in a collective for minutes.
+# The wake-up file descriptor is written by C code at once, so a thread that reads it learns of the signal in time.
 class SignalNotes:
     """Records SIGTERM and SIGUSR1, even while the main thread waits in a collective."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
         self._wake, wake = socket.socketpair()
         self._wake.setblocking(True)
         wake.setblocking(False)
@@ -33,7 +35,7 @@ class SignalNotes:
     def _note(self) -> None:
         while number := self._wake.recv(1):
             if number[0] in SIGNALS:
-                self.asked = True
+                self.received = True
 
 
 class StopRequests:
@@ -44,9 +46,11 @@ class StopRequests:
         self._every, self._signals, self._file = Interval.parse(save_every), signals, file
         self._saved = time.monotonic()
 
-    def mine(self) -> tuple[float, float]:
+    def of_this_rank(self) -> tuple[float, float]:
         """Return 1.0 or 0.0 twice: whether this rank was asked to stop, and whether it is time to save."""
-        stop = (self._signals is not None and self._signals.asked) or (self._file is not None and self._file.exists())
+        stop = (self._signals is not None and self._signals.received) or (
+            self._file is not None and self._file.exists()
+        )
         seconds = self._every.seconds
         due = self._file is not None and seconds is not None and time.monotonic() - self._saved >= seconds
         return float(stop), float(due)

@@ -22,6 +22,8 @@ from zerofit.checkpoint.full_state import TensorSlice
 from zerofit.models.deferred import Stored
 
 
+# Splitting on the meta device costs no memory and tells which slice of which weight each rank needs. The model is then
+# built a second time with weights, and every weight is cut to that slice as soon as it exists.
 def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
     """Split `shape`, a model on the meta device, over the group, fill in weights, and return it.
 
@@ -81,12 +83,12 @@ def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
     return auto
 
 
-def fill(shape: nn.Module, weights: nn.Module, given: Mapping[str, nn.Parameter]) -> None:
+def fill(shape: nn.Module, weights: nn.Module, renamed: Mapping[str, nn.Parameter]) -> None:
     """Move the parameters and buffers of `weights` into a split model on the meta device, keeping marks on parameters.
 
-    `given`: parameters that have other names in `weights`.
+    `renamed`: parameters that have other names in `weights`.
     """
-    have = {**dict(weights.named_parameters(remove_duplicate=False)), **given}
+    have = {**dict(weights.named_parameters(remove_duplicate=False)), **renamed}
     others = dict(weights.named_modules(remove_duplicate=False))
     for path, module in shape.named_modules(remove_duplicate=False):
         for name, noted in module._parameters.items():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
-from zerofit.train.expert_split import published_names, whole_experts
+from zerofit.train.expert_split import gathered_experts, published_names
 
 if TYPE_CHECKING:
     from zerofit.train.averaging import AveragedWeights
@@ -109,16 +109,17 @@ class EngineTrainer(ABC):
         With `saves_adapters` only the adapters' weights. All ranks iterate over this together. `scratch`: a folder that
         all ranks share, for parts in transit; the next start deletes what a killed run leaves there.
         """
-        layout, mine, some = self.job.layout, dist.get_rank() == 0, self.saves_adapters
+        layout, collect, trained_only = self.job.layout, dist.get_rank() == 0, self.saves_adapters
         if layout.zero_stage < 3 and layout.tp == layout.ep == 1:
-            for name, tensor in self.module.state_dict(keep_vars=True).items() if mine else ():
-                if tensor.requires_grad or not some:
+            for name, tensor in self.module.state_dict(keep_vars=True).items() if collect else ():
+                if tensor.requires_grad or not trained_only:
                     yield name, tensor.detach().cpu()
             return
+        # A step may leave parameters gathered for the next forward; GatheredParameters expects them partitioned.
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions parameters that are still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
-        for name, tensor in whole_state(self.module, layout, published_names(self.module), mine, some):
+        for name, tensor in gathered_state(self.module, layout, published_names(self.module), collect, trained_only):
             yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
@@ -162,27 +163,29 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
     return slice(coords.sp_rank * share, (coords.sp_rank + 1) * share)
 
 
-def whole_state(
-    module: nn.Module, layout: Layout, names: Mapping[str, str], mine: bool, trained_only: bool = False
+def gathered_state(
+    module: nn.Module, layout: Layout, names: Mapping[str, str], collect: bool, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state on the CPU if `mine`, gathered from all ranks one submodule at a time.
+    """Yield a module's state on the CPU if `collect`, gathered from all ranks one submodule at a time.
 
     `names`: names in the full model, for tensors that have another name here. `trained_only`: without frozen parameters
     and buffers. All ranks that hold a part iterate over this together.
     """
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):
-            yield from whole_experts(part, layout, mine)
+            yield from gathered_experts(part, layout, collect)
             continue
         parameters, prefix = list(part.parameters(recurse=False)), f"{path}." if path else ""
         if trained_only and not any(p.requires_grad for p in parameters):
             continue
+        # Nested: ZeRO-3 first gathers each tensor rank's slice, then AutoTP's context joins the slices of all tensor
+        # ranks.
         zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
         with zero, GatherReplacedLayerParams(parameters, part, enabled=layout.tp > 1):
-            held = {**part._parameters, **part._buffers} if mine else {}
+            held = {**part._parameters, **part._buffers} if collect else {}
             own = {n: t for n, t in held.items() if t is not None and n not in part._non_persistent_buffers_set}
-            found = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
-        yield from ((names.get(name, name), t) for name, t in found.items())
+            state = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
+        yield from ((names.get(name, name), t) for name, t in state.items())
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

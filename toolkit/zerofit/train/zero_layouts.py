@@ -23,6 +23,14 @@ from zerofit.checkpoint.full_state import MASTER
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.train.expert_split import share_of
 
+# How ZeRO's flat partitions map to parameters, here three parameters over two ranks at stage 1 or 2:
+#
+#     group:      [ a a a a a | b b b b b b b | c c c ]     parameters one after another
+#     partition:  [ rank 0          | rank 1          ]     equal lengths, the last one padded
+#
+# Rank 0 updates all of `a` and the first half of `b`. So it has two shards: (a, start 0, numel 5) at offset 0 of its
+# master tensor, and (b, start 0, numel 3) at offset 5. Stage 3 instead cuts each parameter into equal parts and packs
+# a rank's parts into sub groups. Adam's moments are tensors of the master's shape, so the same offsets apply to them.
 Address = tuple[str, tuple[Any, ...]]  # path of a file in the checkpoint, and keys into its contents
 
 
@@ -65,18 +73,18 @@ class ParamShard:
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
         """Return the slots by kind; `states` are the optimizer's for `master`. Raises Unsupported for other shapes."""
-        found = {MASTER: self._slot(self.master, self.master_at)}
+        slots = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
                 continue
             at = (self.states_at[0], (*self.states_at[1], kind))
             if kind == "momentum_buffer" and self.uncut is not None:
-                found[kind] = StateSlot(tensor, at, self.uncut[0], 0, self.parameter.numel())
+                slots[kind] = StateSlot(tensor, at, self.uncut[0], 0, self.parameter.numel())
             elif tensor.numel() == self.master.numel():
-                found[kind] = self._slot(tensor, at)
+                slots[kind] = self._slot(tensor, at)
             else:
                 raise Unsupported(f"the optimizer's {kind} does not have one number per weight")
-        return found
+        return slots
 
     def _slot(self, tensor: Tensor, at: Address) -> StateSlot:
         if id(tensor) in self.on_nvme:
@@ -158,8 +166,8 @@ def to_training_precision(engine: Any) -> None:
             if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
                 optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
     elif hasattr(optimizer, "fp16_groups"):
-        for one in LAYOUTS[type(optimizer).__name__](engine, ""):
-            one.parameter.data.copy_(one.slots({})[MASTER].live.view(one.parameter.shape))
+        for shard in LAYOUTS[type(optimizer).__name__](engine, ""):
+            shard.parameter.data.copy_(shard.slots({})[MASTER].live.view(shard.parameter.shape))
 
 
 def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -186,7 +194,8 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
     for i, (group, master) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         at = (file, ("optimizer", "fp32_groups_flat", i))
         states_at = (file, ("optimizer", "optimizer_state_dict", "state", i))
-        yield from _stretches(group, _packed(group), master, 0, at, states_at, replicated=True)
+        partition = _Partition(master=master, first=0, master_at=at, states_at=states_at, replicated=True)
+        yield from partition.shards(group, _packed(group))
 
 
 def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -196,15 +205,14 @@ def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
         at = (file, ("optimizer_state_dict", "single_partition_of_fp32_groups", i))
         states = ("base_optimizer_state", i) if optimizer.elastic_checkpoint else ("base_optimizer_state", "state", i)
-        yield from _stretches(
-            group,
-            optimizer.round_robin_bit16_offsets[i],
-            optimizer.single_partition_of_fp32_groups[i],
-            first,
-            at,
-            (file, ("optimizer_state_dict", *states)),
+        partition = _Partition(
+            master=optimizer.single_partition_of_fp32_groups[i],
+            first=first,
+            master_at=at,
+            states_at=(file, ("optimizer_state_dict", *states)),
             muon=optimizer.optimizer.param_groups[i].get("use_muon", False) and not optimizer.cpu_offload,
         )
+        yield from partition.shards(group, optimizer.round_robin_bit16_offsets[i])
 
 
 def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -214,7 +222,8 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * master.numel()
         at = (file, ("optimizer_state_dict", "single_partition_of_fp32_groups", i))
         states_at = (file, ("optimizer_state_dict", "base_optimizer_state", "state", i))
-        yield from _stretches(group, _packed(group), master, first, at, states_at)
+        partition = _Partition(master=master, first=first, master_at=at, states_at=states_at)
+        yield from partition.shards(group, _packed(group))
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
@@ -224,6 +233,8 @@ def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
     of_group = optimizer.sub_group_to_group_id
     saved_order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (of_group[i], i))
+    # DeepSpeed saves sub groups in the order of their parameter groups, and the states under their place in that
+    # order.
     for index, i in enumerate(saved_order):
         at = (file, ("optimizer_state_dict", "fp32_flat_groups", i))
         states_at = (file, ("optimizer_state_dict", "optimizer_state_dict", "state", index))
@@ -245,9 +256,9 @@ LAYOUTS = {
 
 def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
     """Yield parameters that are not trained, in training precision."""
-    found = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
-    module = _module_addresses(engine, tag) if found else {}
-    for p in found:
+    frozen = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
+    module = _module_addresses(engine, tag) if frozen else {}
+    for p in frozen:
         if hasattr(p, "ds_tensor"):
             at = (engine._get_ckpt_name("", tag), ("frozen_param_fragments", engine.param_names[p]))
             yield _partitioned(p, p.ds_tensor, 0, at, None, {})
@@ -286,33 +297,35 @@ def _partitioned(
     )
 
 
-def _stretches(
-    group: list[nn.Parameter],
-    offsets: list[int],
-    master: Tensor,
-    first: int,
-    master_at: Address,
-    states_at: Address,
-    replicated: bool = False,
-    muon: bool = False,
-) -> Iterator[ParamShard]:
-    """Yield the stretches of a flat group that are in `master`, the partition that starts at element `first`."""
-    last = first + master.numel()
-    inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
-    *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
-    for (p, offset), whole_offset in zip(inside, before, strict=True):
-        start, end = max(offset, first), min(offset + p.numel(), last)
-        yield ParamShard(
-            parameter=p,
-            master=master,
-            offset=start - first,
-            start=start - offset,
-            numel=end - start,
-            master_at=master_at,
-            states_at=states_at,
-            replicated=replicated,
-            uncut=(whole_offset, total) if muon else None,
-        )
+@dataclass(frozen=True, kw_only=True)
+class _Partition:
+    """A stretch of a flat group of parameters that this rank's optimizer updates."""
+
+    master: Tensor
+    first: int  # its first element in the group
+    master_at: Address
+    states_at: Address
+    replicated: bool = False  # every data parallel rank holds the full group
+    muon: bool = False  # Muon's momentum covers the complete parameters that overlap the partition
+
+    def shards(self, group: list[nn.Parameter], offsets: list[int]) -> Iterator[ParamShard]:
+        """Yield the shards of the group's parameters, which begin at these offsets, in this partition."""
+        first, last = self.first, self.first + self.master.numel()
+        inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
+        *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
+        for (p, offset), momentum_offset in zip(inside, before, strict=True):
+            start, end = max(offset, first), min(offset + p.numel(), last)
+            yield ParamShard(
+                parameter=p,
+                master=self.master,
+                offset=start - first,
+                start=start - offset,
+                numel=end - start,
+                master_at=self.master_at,
+                states_at=self.states_at,
+                replicated=self.replicated,
+                uncut=(momentum_offset, total) if self.muon else None,
+            )
 
 
 def _packed(group: list[nn.Parameter]) -> list[int]:
@@ -326,13 +339,13 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
     if not hasattr(module, "ckpt_layer_path"):
         file = engine._get_ckpt_name("", tag)
         return {id(t): (file, ("module", name)) for name, t in module.state_dict(keep_vars=True).items()}
-    found: dict[int, Address] = {}
+    addresses: dict[int, Address] = {}
     for _ in _parts_exposed(module):
         layers = [(i, layer) for i, layer in enumerate(module.forward_funcs) if isinstance(layer, nn.Module)]
         for i, layer in layers:
             names = layer.state_dict(keep_vars=True)
-            found |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
-    return found
+            addresses |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
+    return addresses
 
 
 def _parts_exposed(module: Any) -> Iterator[None]:
@@ -351,7 +364,7 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
         return {}
     info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
     folder = f"{tag}/offloaded_tensors/rank{dp_index_to_str(dist.get_rank())}"
-    return {id(one.compute_tensor): f"{folder}/{Path(one.swap_path).name}" for one in info.tensors}
+    return {id(tensor.compute_tensor): f"{folder}/{Path(tensor.swap_path).name}" for tensor in info.tensors}
 
 
 @contextmanager

@@ -9,24 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerofit.app.comparing.comparisons import (
-    COMMON,
-    STEPPED,
-    check_counts,
-    compare_scaling,
-    compare_sizes,
-    compare_strategies,
-    hosts_of,
-    rank_counts,
-    resolve_comparison,
-    whole_epochs,
-)
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.comparisons import compare_scaling, compare_sizes, compare_strategies
+from zerofit.app.comparing.jobs import COMMON, STEPPED, ComparisonSetup, rank_counts
+from zerofit.app.comparing.processes import one_server
 from zerofit.app.comparing.rows import Comparison, RowStore
 from zerofit.compare.job import CompareJob
-from zerofit.report.laboratory import Section, write_laboratory
-from zerofit.spec.errors import Problems
-from zerofit.spec.events import OnEvent, Reporter
+from zerofit.report.experiment_pages import Evidence, write_laboratory
+from zerofit.spec.events import OnEvent
 from zerofit.spec.run import Run, RunRequest
 
 COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
@@ -34,6 +23,7 @@ COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
     "scaling": compare_scaling,
     "batch-size": compare_sizes,
 }
+# The learning rates of all batch-size rules are equal at the job's own batch, so that the rules differ only elsewhere.
 UNEQUAL = ["ddp", "parameter-server", "parameter-server-async", "parameter-server-ssp", "backup-workers"]
 SLOW = 4.0  # factor by which the last rank's steps are slower
 LAST_SIZE, LAST_SHARE = 16, 5  # small batches at the end of a run, for a fifth of its epochs
@@ -67,11 +57,11 @@ class Laboratory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit compare all --json` prints."""
-        found = [
+        experiments = [
             {"name": one.name, "question": one.question, "command": command, **compared.to_dict()}
             for one, command, compared in self.experiments
         ]
-        return {"kind": "all", "experiments": found, "written": list(self.written)}
+        return {"kind": "all", "experiments": experiments, "written": list(self.written)}
 
 
 def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: float) -> Iterator[Experiment]:
@@ -85,6 +75,7 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     question = "How far does data parallelism scale, with a growing batch and with a fixed one?"
     yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
     study = {"target": target, "seeds": seeds, "epochs": epochs}
+    # powers of four up to all samples, to show both ends: where the number of steps and where that of epochs dominates
     sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
     rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
     rules["sqrt"] = ("a square-root", job.global_batch**-0.5)
@@ -133,42 +124,52 @@ def compare_all(
 
     Raises UserError with all problems.
     """
-    report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
-    hosts, shared = hosts_of(hostfile), {"hostfile": str(hostfile)} if hostfile else {}
-    job, _, samples = resolve_comparison(asked, {*STEPPED, "epochs"}, problems, report, has_accuracy=True, hosts=hosts)
-    check_counts(job, problems)
-    epochs = whole_epochs(asked, LABORATORY_EPOCHS, problems)
-    problems.raise_if_any()
+    setup = ComparisonSetup(run, hostfile, on_event)
+    shared = {"hostfile": str(hostfile)} if hostfile else {}
+    epochs = setup.epochs(LABORATORY_EPOCHS)
+    job = setup.resolve({*STEPPED, "epochs"}, has_accuracy=True)
+    setup.check_counts(job)
+    request = setup.request
     study = {"target": target, "seeds": seeds, "epochs": epochs}
-    store = RowStore(asked.run.output, "all", {"job": vars(job), **study})
-    common = {name: getattr(asked.run, name) for name in asked.places if name in COMMON - {"lr"}}
+    store = RowStore(request.run.output, "all", {"job": vars(job), **study})
+    common = {name: getattr(request.run, name) for name in request.places if name in COMMON - {"lr"}}
     done = []
-    for one in experiments(job, samples, **study):
-        report.status(f"{one.name}: {one.question}")
-        done.append(conduct(one, store.folder_of(one.name), common, shared, anyway=anyway, on_event=on_event))
-    sections = [
-        Section(one.question, command, store.folder_of(one.name), *compared.page_table(), missing=compared.missing())
-        for one, command, compared in done
-    ]
+    for experiment in experiments(job, setup.samples, **study):
+        setup.report.status(f"{experiment.name}: {experiment.question}")
+        folder = store.folder_of(experiment.name)
+        done.append(conduct(experiment, folder, common, shared, anyway=anyway, on_event=on_event))
+    sections = [_section(experiment, store.folder_of(experiment.experiment.name)) for experiment in done]
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
     title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"
     return Laboratory(experiments=done, written=[str(write_laboratory(store.folder, title, sections))])
 
 
+def _section(done: Done, folder: Path) -> Evidence:
+    """Return the table of an experiment with the links to its page and figures, which are in `folder`."""
+    columns, rows = done.compared.page_table()
+    missing = ", ".join(f"`{name}`" for name, _ in done.compared.missing())
+    notes = [f"No figures (the reasons are among the figures below): {missing}"] if missing else []
+    home = f"rows/{folder.name}"
+    notes.append(f"[page]({home}/comparison.html), [figures]({home}/results.json)")
+    content = {"columns": columns, "rows": rows, "picture": folder / "comparison.png", "notes": notes}
+    return Evidence(title=done.experiment.question, command=done.command, **content)
+
+
 def conduct(
-    one: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
+    experiment: Experiment, folder: Path, common: Mapping[str, Any], shared: Mapping[str, Any] | None = None, **how: Any
 ) -> Done:
     """Run one experiment in a folder; `common`: fields of the run, `shared` and `how`: options of the comparison."""
     shared = shared or {}
-    of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
-    options = {name: value for name, value in one.options.items() if name not in of_run}
-    compared = COMPARISONS[one.kind](Run(**{**common, **of_run}, output=folder), **options, **shared, **how)
-    return Done(one, command(one, {**common, **shared}), compared)
+    of_run = {name: value for name, value in experiment.options.items() if name in Run.model_fields}
+    options = {name: value for name, value in experiment.options.items() if name not in of_run}
+    compared = COMPARISONS[experiment.kind](Run(**{**common, **of_run}, output=folder), **options, **shared, **how)
+    return Done(experiment, command(experiment, {**common, **shared}), compared)
 
 
-def command(one: Experiment, common: Mapping[str, Any]) -> str:
+def command(experiment: Experiment, common: Mapping[str, Any]) -> str:
     """Return the command line that repeats an experiment; `common`: fields of the run in all experiments."""
-    return shlex.join(["zerofit", "compare", one.kind, *flags({"model": Run().model, **common, **one.options})])
+    options = {"model": Run().model, **common, **experiment.options}
+    return shlex.join(["zerofit", "compare", experiment.kind, *flags(options)])
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -184,7 +185,7 @@ def _texts(value: Any) -> list[str]:
     """Return the values of an option; several if it is repeated."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
-            return [f"{key}={one:g}" for key, one in value.items()]
+            return [f"{key}={part:g}" for key, part in value.items()]
         case dict():
             return [json.dumps(value)]
         case list():

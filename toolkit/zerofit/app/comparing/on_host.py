@@ -21,21 +21,22 @@ from zerofit.spec.local_machine import usable_cores
 KEPT = ("ZEROFIT_", "HF_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "TOKENIZERS_", "CUDA_")
 
 
-def order(folder: Path, accelerator: str, slots: int, own: Mapping[str, str]) -> bytes:
-    """Return the first input line of a process; `own`: variables of its own, `slots`: ranks on its host."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
-    asked = {"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": kept | dict(own)}
-    return json.dumps(asked).encode() + b"\n"
+def order(folder: Path, accelerator: str, slots: int, variables: Mapping[str, str]) -> bytes:
+    """Return the first input line of a process; `variables`: those of this rank alone, `slots`: ranks on its host."""
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(KEPT)}
+    env = forwarded | dict(variables)
+    return json.dumps({"folder": str(folder), "accelerator": accelerator, "slots": slots, "env": env}).encode() + b"\n"
 
 
 def main() -> NoReturn:
     """Measure this process's part in the environment of its order."""
-    asked = json.loads(sys.stdin.readline())
-    folder, kept = Path(asked["folder"]), asked["env"]
+    instructions = json.loads(sys.stdin.readline())
+    folder, forwarded = Path(instructions["folder"]), instructions["env"]
     if not (folder / "job.json").is_file():
         sys.exit(f"{folder} does not exist on this host: --output must be on a file system that all hosts share")
-    os.environ |= environment(asked["accelerator"], usable_cores(), asked["slots"], os.environ | kept)
-    interface = interface_to(kept["MASTER_ADDR"])
+    accelerator, slots = instructions["accelerator"], instructions["slots"]
+    os.environ |= environment(accelerator, usable_cores(), slots, os.environ | forwarded)
+    interface = interface_to(forwarded["MASTER_ADDR"])
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         os.environ.setdefault(name, str(interface))
     threading.Thread(target=_end_with_input, daemon=True).start()

@@ -3,45 +3,123 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.comparing.on_host import order
-from zerofit.app.comparing.ranks import Rank, start_rank
-from zerofit.compare.job import CompareJob
+from zerofit.compare.job import STRATEGIES, CompareJob, RankReport
 from zerofit.doctor.remote import command
 from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
 from zerofit.spec.local_machine import usable_cores
+from zerofit.spec.server_process import ServerProcess
 
-Process = subprocess.Popen[bytes] | Rank
+SERVER = "zerofit.app.comparing.rank_server"
 ON_HOST = "zerofit.app.comparing.on_host"
+# A row's processes are forked from one server (`rank_server`), which has imported torch once. On other hosts each
+# process is started over ssh.
 POLL_S = 0.1
 GRACE_S = 10.0  # time for the other processes after one has failed
 SILENT_S = 300.0  # limit without a step
 LAST = 3  # log lines shown for a process without a report
 
 
-def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Run the processes of a job, with logs in `folder`; return each one's measurements or why it has none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in (*folder.glob("rank-*.json"), folder / "done"):
-        left.unlink(missing_ok=True)
-    job.write(folder / "job.json")
-    with _started(job, folder, processes) as running:
-        late = _wait(running, folder, show)
-        left = [process.poll() is None for process in running]
-    ended = enumerate(zip(running, left, strict=True))
-    return [_report(folder, rank, None if waits else process.returncode, late) for rank, (process, waits) in ended]
+class Rank:
+    """A running rank; `poll`, `kill`, `wait` and `returncode` behave as in subprocess.Popen."""
+
+    def __init__(self, server: ServerProcess, pid: int):
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the rank runs."""
+        return self._ask("poll")
+
+    def kill(self) -> None:
+        """Kill the rank if it runs."""
+        self._ask("end")
+
+    def wait(self) -> int | None:
+        """Return the exit code of a killed rank."""
+        return self.returncode
+
+    def _ask(self, what: str) -> int | None:
+        if self.returncode is None:
+            try:
+                self.returncode = self._server.ask({what: self.pid})
+            except RuntimeError:  # the server has died, and its ranks with it
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+
+class RankServer:
+    """The process from which ranks are forked, started with the first rank."""
+
+    def __init__(self) -> None:
+        self._process: ServerProcess | None = None
+
+    def start(self, *request: Any) -> Rank:
+        """Start a rank."""
+        if self._process is None or self._process.process.poll() is not None:
+            self._process = ServerProcess(SERVER, answers=True)
+        return Rank(self._process, self._process.ask({"start": request}))
+
+    def end(self) -> None:
+        """End the process and with it all ranks."""
+        if self._process is not None:
+            self._process.end()
+
+
+_SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 
 
 @contextmanager
-def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[Process]]:
+def one_server() -> Iterator[None]:
+    """Fork all ranks started within from one process, which ends with the outermost of these blocks."""
+    if _SERVER.get() is not None:
+        yield
+        return
+    server = RankServer()
+    token = _SERVER.set(server)
+    try:
+        yield
+    finally:
+        _SERVER.reset(token)
+        server.end()
+
+
+def start_rank(folder: Path, env: Mapping[str, str], log: Path) -> Rank:
+    """Start a rank of the job in a folder with this environment, inside a `one_server` block."""
+    server = _SERVER.get()
+    assert server
+    return server.start(str(folder), dict(env), str(log))
+
+
+Process = subprocess.Popen[bytes] | Rank
+
+
+def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[RankReport]:
+    """Run the processes of a job, with logs in `folder`; return each one's measurements or why it has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (*folder.glob("rank-*.json"), folder / "done"):
+        file.unlink(missing_ok=True)
+    job.write(folder / "job.json")
+    with _started(job, folder) as running:
+        late = _wait(running, folder, show)
+        codes = [process.poll() for process in running]
+    return [_report(folder, rank, code, late) for rank, code in enumerate(codes)]
+
+
+@contextmanager
+def _started(job: CompareJob, folder: Path) -> Iterator[list[Process]]:
     """Start the processes; kill those left at the end."""
+    processes = STRATEGIES[job.strategy].processes(job.ranks)
     first = job.hosts[0][0] if job.hosts else "127.0.0.1"
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": first, "MASTER_PORT": str(free_port())}
     running: list[Process] = []
@@ -80,10 +158,11 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
         now = time.monotonic()
         if any(process.poll() for process in running):
             deadline = min(deadline, now + GRACE_S)
-        there = (folder / "done").read_text() if (folder / "done").exists() else ""
-        done, moved = (there, now) if there != done else (done, moved)
+        current = (folder / "done").read_text() if (folder / "done").exists() else ""
+        done, moved = (current, now) if current != done else (done, moved)
         if now > deadline:
             return False
+        # A deadlock of a strategy under test is a result, too: its row fails, and the comparison goes on.
         if now - moved > SILENT_S:
             return True
         show(done if done else f"starting ({now - began:.0f} s)")
@@ -91,7 +170,7 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
     return False
 
 
-def _report(folder: Path, rank: int, code: int | None, late: bool) -> dict[str, Any]:
+def _report(folder: Path, rank: int, code: int | None, late: bool) -> RankReport:
     """Return the report of a process, or how it ended; `code` is None if it was killed here."""
     file = folder / f"rank-{rank}.json"
     if file.exists():

@@ -29,6 +29,8 @@ def serve() -> None:
     """Answer requests until standard input is closed; the kernel then ends the ranks with this process."""
     answers = os.dup(1)
     os.dup2(2, 1)  # keep prints of libraries out of the answers
+    # Forked ranks share this process's memory until they write to it. So each rank's growth is its own, and starts are
+    # fast.
     gc.freeze()  # otherwise each rank's collector would write to shared pages and so copy them
     pages = mapped_pages()
     for line in sys.stdin:

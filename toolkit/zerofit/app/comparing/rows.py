@@ -14,8 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from zerofit.compare.job import CompareJob, Strategy
-from zerofit.report.comparison import COLUMNS, FIRST, cells, draw, write_comparison
+from zerofit.compare.job import CompareJob, RankReport, Strategy
+from zerofit.report.comparison import cells, description, draw, labels, write_comparison
 from zerofit.report.html_table import html_table
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
@@ -43,6 +43,11 @@ class Row:
         for name in ("status", "reason"):
             data[name] = data.pop(name)
         return data
+
+    @property
+    def headline(self) -> str:
+        """The row's main figure, or why there is none."""
+        return f"{self.status}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,11 @@ class StrategyRow(Row):
     curve: list[dict[str, Any]] | None = None  # steps, seconds, loss, accuracy; parameter servers with a target only
     seconds_to_target: float | None = None
 
+    @property
+    def headline(self) -> str:
+        """Samples per second, or why there are none."""
+        return f"{self.samples_per_s:,.0f} samples/s" if self.samples_per_s else super().headline
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow(StrategyRow):
@@ -102,6 +112,11 @@ class SizeRow(Row):
     test_accuracy: float | None = None  # after the best epoch, on samples not used to choose it
     curve: list[dict[str, Any]] | None = None  # epoch, steps, samples, seconds, loss, accuracy, test_accuracy
     noise_scale: float | None = None  # in samples; one rank only
+
+    @property
+    def headline(self) -> str:
+        """The final accuracy, or why there is none."""
+        return f"{self.final_accuracy:.1%}" if self.final_accuracy is not None else super().headline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +150,7 @@ class RowStore:
         Raises:
             UserError: if the folder has another comparison or other files.
         """
+        # Through JSON and back, so that tuples compare equal to the lists that are read from the file.
         identity = json.loads(json.dumps({"kind": kind, **identity, "versions": versions()}))
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         model = re.sub(r"[^\w.]+", "-", identity["job"]["model"]).strip("-")[-40:]
@@ -172,7 +188,7 @@ class RowStore:
         write_json(self.folder / "rows" / f"{name}.json", row.to_dict())
 
 
-def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str, Any]], seconds: float) -> StrategyRow:
+def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankReport], seconds: float) -> StrategyRow:
     """Return a strategy's row from the reports of its processes; `speedup` and `efficiency` are added later."""
     status, reason = status_of(reports)
     row = StrategyRow(
@@ -188,43 +204,43 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str
     )
     if status != "ok":
         return row
-    timed = [one for one in reports if one["seconds"]]
-    samples = job.global_batch * max(one["timed_steps"] for one in timed)
-    samples_per_s = samples / max(one["seconds"] for one in timed)
+    timed = [report for report in reports if report["seconds"]]
+    samples = job.global_batch * max(report["timed_steps"] for report in timed)
+    samples_per_s = samples / max(report["seconds"] for report in timed)
     tokens = timed[0]["tokens_a_sample"]
     sent = None
-    if all(one["sent_bytes"] is not None for one in timed):
+    if all(report["sent_bytes"] is not None for report in timed):
         # a server counts no steps; its workers receive what it sends
-        sent = sum(one["sent_bytes"] + bool(strategy.servers) * one["received_bytes"] for one in timed)
-    judged = next(one for one in reports if "loss" in one)
+        sent = sum(report["sent_bytes"] + bool(strategy.servers) * report["received_bytes"] for report in timed)
+    judged = next(report for report in reports if "loss" in report)
     difference = judged.get("max_weight_difference")
     return replace(
         row,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * tokens if tokens else None,
-        peak_bytes_per_rank=max(one["peak_bytes"] for one in reports),
-        host_bytes_per_rank=max(one["host_bytes"] for one in reports),
+        peak_bytes_per_rank=max(report["peak_bytes"] for report in reports),
+        host_bytes_per_rank=max(report["host_bytes"] for report in reports),
         comm_bytes_per_step=None if sent is None else sent / timed[0]["timed_steps"],
         loss=judged["loss"],
         accuracy=judged["accuracy"],
         max_weight_difference=difference,
         batch_norm=judged["batch_norm"],
         agrees=difference <= AGREES if strategy.synchronous and difference is not None else None,
-        staleness=next((one["staleness"] for one in reports if "staleness" in one), None),
-        dropped=next((one["dropped"] for one in reports if "dropped" in one), None),
+        staleness=next((report["staleness"] for report in reports if "staleness" in report), None),
+        dropped=next((report["dropped"] for report in reports if "dropped" in report), None),
         **_on_the_way(reports, job.target),
     )
 
 
-def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict[str, Any]:
-    curve = next((one["curve"] for one in reports if "curve" in one), None)
+def _on_the_way(reports: Sequence[RankReport], target: float | None) -> dict[str, Any]:
+    curve = next((report["curve"] for report in reports if "curve" in report), None)
     if curve is None or target is None:
         return {}
     reached = (point["seconds"] for point in curve if (point["accuracy"] or 0.0) >= target)
     return {"curve": curve, "seconds_to_target": next(reached, None)}
 
 
-def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
+def size_row(job: CompareJob, reports: Sequence[RankReport]) -> SizeRow:
     """Return the row of one batch size and seed from its process's report."""
     status, reason = status_of(reports)
     of = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
@@ -258,47 +274,51 @@ def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
     Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
     others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
     """
-    known = [(one.batch_size, one.samples_to_target[0]) for one in summary if one.samples_to_target]
-    if len(known) < 3:
+    points = [(size.batch_size, size.samples_to_target[0]) for size in summary if size.samples_to_target]
+    if len(points) < 3:
         return None
-    lines = np.array([[1 / samples, size / samples] for size, samples in known])
-    least, slope = np.linalg.lstsq(lines, np.ones(len(known)), rcond=None)[0]
+    # E = E_min (1 + B / B_crit) is linear: E = a + b B with B_crit = a / b. Dividing each equation by its E gives
+    # every size the same relative error: 1 = a (1 / E) + b (B / E).
+    lines = np.array([[1 / samples, size / samples] for size, samples in points])
+    least, slope = np.linalg.lstsq(lines, np.ones(len(points)), rcond=None)[0]
     return float(least / slope) if least > 0 and slope > 0 else None
 
 
 def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
     """Return one summary per batch size."""
-    found = []
+    summaries = []
     for size in dict.fromkeys(row.batch_size for row in rows):
-        mine = [row for row in rows if row.batch_size == size and row.status == "ok"]
-        times = [row.seconds_to_target for row in mine if row.seconds_to_target is not None]
-        found.append(
+        finished = [row for row in rows if row.batch_size == size and row.status == "ok"]
+        times = [row.seconds_to_target for row in finished if row.seconds_to_target is not None]
+        summaries.append(
             SizeSummary(
                 batch_size=size,
-                runs=len(mine),
+                runs=len(finished),
                 reached=len(times),
-                samples_to_target=_spread([size * row.steps_to_target for row in mine if row.steps_to_target]),
+                samples_to_target=_spread([size * row.steps_to_target for row in finished if row.steps_to_target]),
                 seconds_to_target=_spread(times),
-                final_accuracy=_spread([row.final_accuracy for row in mine]),
-                test_accuracy=_spread([row.test_accuracy for row in mine]),
-                seconds=_spread([row.seconds for row in mine]),
-                noise_scale=_spread([row.noise_scale for row in mine]),
+                final_accuracy=_spread([row.final_accuracy for row in finished]),
+                test_accuracy=_spread([row.test_accuracy for row in finished]),
+                seconds=_spread([row.seconds for row in finished]),
+                noise_scale=_spread([row.noise_scale for row in finished]),
             )
         )
-    return found
+    return summaries
 
 
-def _spread(values: Sequence[float | None]) -> list[float] | None:
-    known = [value for value in values if value]
-    return [statistics.median(known), min(known), max(known)] if known else None
+def _spread(figures: Sequence[float | None]) -> list[float] | None:
+    measured = [value for value in figures if value]
+    return [statistics.median(measured), min(measured), max(measured)] if measured else None
 
 
 def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
     return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
 
 
-def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
+def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
     """Return status and reason; a process that reports a cause comes before those that failed because of it."""
+    # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
+    # reason.
     order: tuple[tuple[str, Status], ...] = (
         ("not_here", "not-here"),
         ("does_not_fit", "does-not-fit"),
@@ -313,27 +333,18 @@ def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]
     return "ok", None
 
 
-def against_single(rows: Sequence[AnyStrategyRow]) -> list[AnyStrategyRow]:
-    """Return the rows with speed-up and efficiency relative to the single device."""
-    return _against(rows, lambda row, base: base.strategy == "single")
-
-
-def against_one_rank(rows: Sequence[ScalingRow]) -> list[ScalingRow]:
-    """Return the rows with speed-up and efficiency relative to one rank, separately for weak and strong scaling."""
-    return _against(rows, lambda row, base: base.mode == row.mode and base.ranks == 1)
-
-
-def _against(
+def with_speedups(
     rows: Sequence[AnyStrategyRow], is_base: Callable[[AnyStrategyRow, AnyStrategyRow], bool]
 ) -> list[AnyStrategyRow]:
-    found = []
+    """Return the rows with speed-up and efficiency relative to the first row for which `is_base(row, base)`."""
+    compared = []
     for row in rows:
-        base = next((one for one in rows if one.samples_per_s and is_base(row, one)), None)
+        base = next((base for base in rows if base.samples_per_s and is_base(row, base)), None)
         if base and base.samples_per_s and row.samples_per_s:
             speedup = row.samples_per_s / base.samples_per_s
             row = replace(row, speedup=speedup, efficiency=speedup / row.ranks)
-        found.append(row)
-    return found
+        compared.append(row)
+    return compared
 
 
 def _occupied(message: str) -> UserError:
@@ -357,7 +368,7 @@ class Comparison(Generic[AnyRow]):
         data = {"kind": self.kind, "about": self.about, "versions": versions()}
         data["rows"] = [row.to_dict() for row in self.rows]
         if self.summary is not None:
-            data["summary"] = [asdict(one) for one in self.summary]
+            data["summary"] = [asdict(size) for size in self.summary]
             data["critical_batch"] = self.critical_batch
         return {**data, "written": list(self.written)}
 
@@ -367,7 +378,7 @@ class Comparison(Generic[AnyRow]):
         for row in self.rows:
             figures = cells(self.kind, row.to_dict()) if row.status == "ok" else [row.status]
             rows.append([self.name_of(row), *figures])
-        return [FIRST[self.kind].replace("_", " "), *(label for label, _, _ in COLUMNS[self.kind])], rows
+        return [description(self.kind)["first"].replace("_", " "), *labels(self.kind)], rows
 
     def short_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table of all rows, or of batch sizes over their seeds: the median and (range)."""
@@ -376,19 +387,23 @@ class Comparison(Generic[AnyRow]):
         target = f"{self.about['target']:.1%}"
         names = ["batch size", f"reached {target}", "seconds to target", "samples to target", "final accuracy"]
         rows = []
-        for one in self.summary:
-            figures = [(one.seconds_to_target, ".1f"), (one.samples_to_target, ",.0f"), (one.final_accuracy, ".1%")]
-            figures += [(one.test_accuracy, ".1%"), (one.noise_scale, ",.0f")]
-            first = [str(one.batch_size), f"{one.reached} of {one.runs}"]
-            rows.append(first + [_shown_spread(found, form) for found, form in figures])
+        for size in self.summary:
+            figures = [
+                (size.seconds_to_target, ".1f"),
+                (size.samples_to_target, ",.0f"),
+                (size.final_accuracy, ".1%"),
+            ]
+            figures += [(size.test_accuracy, ".1%"), (size.noise_scale, ",.0f")]
+            first = [str(size.batch_size), f"{size.reached} of {size.runs}"]
+            rows.append(first + [_shown_spread(figure, form) for figure, form in figures])
         return [*names, "test accuracy", "noise scale"], rows
 
     def page_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the short table for a page of several comparisons: no empty rows or columns, none of `DETAILS`."""
         names, rows = self.short_table()
         rows = [row for row in rows if len(row) == len(names)]
-        kept = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]
-        return [names[n] for n in kept], [[row[n] for n in kept] for row in rows]
+        shown = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]
+        return [names[n] for n in shown], [[row[n] for n in shown] for row in rows]
 
     def missing(self) -> list[tuple[str, str]]:
         """Return name and reason of each row without figures."""
@@ -396,7 +411,7 @@ class Comparison(Generic[AnyRow]):
 
     def name_of(self, row: AnyRow) -> str:
         """Return the first cell of a row."""
-        return str(getattr(row, FIRST[self.kind]))
+        return str(getattr(row, description(self.kind)["first"]))
 
     def plot(self, path: Path | str) -> None:
         """Draw the comparison into a PNG file."""

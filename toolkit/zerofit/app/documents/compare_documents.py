@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.comparing.ranks import one_server
+from zerofit.app.comparing.processes import one_server
 from zerofit.app.documents import batch_sizes, parallel_training, several_devices, shared_models
-from zerofit.app.documents.bench import Bench
-from zerofit.report.documents import TeachingDocument, write_documents
+from zerofit.app.documents.document import DocumentRun, result_store
+from zerofit.report.experiment_pages import TeachingDocument, write_documents
 from zerofit.spec.errors import Problems, nearest
 from zerofit.spec.events import OnEvent
 
-DOCUMENTS: dict[str, Callable[[Bench], TeachingDocument]] = {
-    "000": parallel_training.document,
-    "001": batch_sizes.document,
-    "002": several_devices.document,
-    "003": shared_models.document,
+DOCUMENTS: dict[str, Callable[[DocumentRun], TeachingDocument]] = {
+    "000": parallel_training.repeat,
+    "001": batch_sizes.repeat,
+    "002": several_devices.repeat,
+    "003": shared_models.repeat,
 }
 PAGE = Path("runs/documents.md")
 
@@ -32,8 +32,8 @@ class DocumentComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of `zerofit compare documents --json`."""
-        found = [document.to_dict() for document in self.documents]
-        return {"kind": "documents", "documents": found, "written": list(self.written)}
+        documents = [document.to_dict() for document in self.documents]
+        return {"kind": "documents", "documents": documents, "written": list(self.written)}
 
 
 @one_server()
@@ -57,7 +57,10 @@ def compare_documents(
             problems.add("document", f"unknown document {number!r}", nearest(number, DOCUMENTS), "DOCUMENT")
     problems.raise_if_any()
     page = (output or PAGE).with_suffix(".md")
-    bench = Bench(page.with_suffix(""), on_event)
-    documents = [repeat(bench) for number, repeat in DOCUMENTS.items() if not numbers or number in numbers]
+    store, chosen = (
+        result_store(page.with_suffix("")),
+        [number for number in DOCUMENTS if number in numbers or not numbers],
+    )
+    documents = [DOCUMENTS[number](DocumentRun(number, store, on_event)) for number in chosen]
     write_documents(page, documents)
     return DocumentComparison(documents=documents, written=[str(page)])

@@ -2,167 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.documents.bench import Bench
-from zerofit.app.documents.forecast import planned
+from zerofit.app.documents.document import DocumentRun
 from zerofit.models.presets import NAMED
-from zerofit.report.documents import Evidence, Figure, TeachingDocument
+from zerofit.report.experiment_pages import Evidence, TeachingDocument
 from zerofit.spec.units import shown_bytes
 
-WAYS = ["data-parallel-threads", "threads", "ddp", "amp-fp16", "horovod", "zero2"]
-CLASSES, SIDE, BATCH, EPOCHS = 10, 112, 32, 10
+CLASSES, SIDE, BATCH = 10, 112, 32
 TRAIN, VALID = 8, 10  # images of a class
-STEPS = EPOCHS * CLASSES * TRAIN // BATCH
-IMAGES, PASSES = 1_400_000, 90  # of ResNet-50's training
-GPU = "v100-16gb"
-WAYS_TEXT = """80 of scikit-learn's digits, enlarged to 3x112x112 and randomly cropped and flipped, as every
-image folder is. One device is one CPU rank with one core; the other strategies split the batch of 32 over two ranks.
-`torch.nn.DataParallel` needs two CUDA devices: `threads` does the same by hand on a CPU, and the next table
-forecasts it for GPUs. Autocast with GradScaler is `amp-fp16`, DeepSpeed is `zero2`."""
-ROUNDING = """If a strategy splits the batch, its weights differ from those of one device only by rounding: sums have
-another order, and training amplifies the difference. `amp-fp16` computes products in 16 bits."""
-THREADS_TEXT = """torch's own `nn.DataParallel` runs on fake tensors for two GPUs, and zerofit notes what every
-operation allocates on each of them and what they copy to each other in one step, for the batch of both GPUs
-together. The last column is what a rank of DistributedDataParallel sends with a ring all-reduce of 2 ranks: its
-gradients once."""
-THREADS_NOTES = [
-    "The first GPU stores the inputs of both, all outputs and the optimizer's states.",
-    "At every step it sends all weights and half of the inputs, and receives all gradients.",
-    "DistributedDataParallel keeps the weights on each GPU and sends only gradients, during backward.",
-]
-LARGE_TEXT = """Forecasts by `zerofit plan`, which ranks the layouts of the engine; the best one is shown. The
-document's GPU is not given, so ResNet-50 is planned for V100. 300 billion tokens and 3.1 million tokens a step
-are those of Brown et al. (2020)."""
 
 
-def document(bench: Bench) -> TeachingDocument:
+def repeat(document: DocumentRun) -> TeachingDocument:
     """Train the document's network with each of its strategies, and forecast the experiments that need GPUs."""
-    costs, large = _data_parallel(bench), _large_trainings(bench)
+    costs, plans = document.keep("data-parallel", _simulate_data_parallel), document.plans()
+    done = document.compare("ways", data=f"imagefolder:{enlarged_digits(document.folder / 'digits-112')}")
     small = costs["simplecnn-112"]
-    one, eight = large["ResNet-50, 1 GPU"], large["ResNet-50, 8 GPUs"]
-    gpt = NAMED["gpt-3-175b"].parameters
-    uneven = f"{shown_bytes(small['peak'][0])} against {shown_bytes(small['peak'][1])}"
-    fewer = "No figure of the document is known here; ours are forecasts for V100 in fp16."
-    return TeachingDocument(
-        number="000",
-        title="ways to train in parallel",
-        network="`simplecnn-112`: 64 convolutions 3x3, a 2x2 max-pooling, linear to 10 classes, on 3x112x112 images.",
-        experiment="Batch 32, SGD with learning rate 0.001 and momentum 0.9, 10 epochs.",
-        figures=[
-            Figure(name="parameters", theirs="2,008,842", ours=f"{NAMED['simplecnn-112'].parameters:,}"),
-            Figure(
-                name="DataParallel: memory of the first GPU against the second",
-                theirs="a drawback",
-                ours=uneven,
-                why="Forecast of tensors for two GPUs, without kernels' workspaces.",
-            ),
-            Figure(
-                name="DataParallel: sent by the first GPU in a step",
-                theirs="a drawback",
-                ours=f"{shown_bytes(small['sent'][0])}, and {shown_bytes(small['received'][0])} received",
-                why="Forecast.",
-            ),
-            Figure(name="ResNet-50, 1.4 million images, 90 epochs, 1 GPU", theirs="-", ours=_hours(one), why=fewer),
-            Figure(name="the same on 8 GPUs", theirs="-", ours=_hours(eight), why=fewer),
-            Figure(
-                name="GPT-3's parameters",
-                theirs="175 B",
-                ours=f"{gpt / 1e9:.1f} B (`gpt-3-175b`)",
-                why="Counted with the word and position embeddings; 175 is rounded.",
-            ),
-        ],
-        evidence=[_ways(bench), _data_parallel_table(costs), _large_table(large)],
-    )
+    values: dict[str, Any] = {
+        name: [shown_bytes(size) for size in small[name]] for name in ("peak", "sent", "received")
+    }
+    values["hours"] = {name: _hours(plan) for name, plan in plans.items()}
+    evidence = [
+        document.comparison_table("ways", done),
+        _data_parallel_table(document, costs),
+        document.plan_table(plans, _plan_cells),
+    ]
+    return document.page({**values, "gpt_billions": NAMED["gpt-3-175b"].parameters / 1e9}, evidence)
 
 
-def _data_parallel(bench: Bench) -> dict[str, Any]:
-    """Simulate DataParallel on two GPUs with the document's batch, and with a larger network."""
+def _simulate_data_parallel() -> dict[str, Any]:
+    """Simulate DataParallel on two GPUs with the document's network and with a larger one."""
     from zerofit.models.build import build
     from zerofit.models.catalog import find
     from zerofit.models.inputs import ImageInputs
     from zerofit.simulate.costs.data_parallel import data_parallel_costs
 
-    def simulate(model: str, inputs: ImageInputs, batch: int) -> dict[str, Any]:
-        costs = data_parallel_costs(partial(build, find(model), inputs, {}), inputs, batch)
-        return {"batch": batch, **asdict(costs)}
-
-    def both() -> dict[str, Any]:
-        images = ImageInputs(channels=3, size=224, classes=1000)
-        small = simulate("simplecnn-112", ImageInputs(channels=3, size=SIDE, classes=CLASSES), BATCH)
-        return {"simplecnn-112": small, "resnet50": simulate("resnet50", images, BATCH)}
-
-    return bench.keep("000-data-parallel", both)
+    networks = {
+        "simplecnn-112": ImageInputs(channels=3, size=SIDE, classes=CLASSES),
+        "resnet50": ImageInputs(channels=3, size=224, classes=1000),
+    }
+    return {
+        model: {"batch": BATCH, **asdict(data_parallel_costs(partial(build, find(model), inputs, {}), inputs, BATCH))}
+        for model, inputs in networks.items()
+    }
 
 
-def _data_parallel_table(costs: dict[str, Any]) -> Evidence:
+def _data_parallel_table(document: DocumentRun, costs: dict[str, Any]) -> Evidence:
     rows = []
-    for model, found in costs.items():
+    for model, cost in costs.items():
         for gpu in range(2):
-            sizes = [found[name][gpu] for name in ("peak", "sent", "received")]
-            rows.append(
-                [model, str(found["batch"]), str(gpu), *map(shown_bytes, [*sizes, 4 * NAMED[model].parameters])]
-            )
-    return Evidence(
-        title="DataParallel's two drawbacks",
-        text=THREADS_TEXT,
-        columns=["network", "batch", "GPU", "peak of tensors", "sent a step", "received a step", "DDP sends a step"],
-        rows=rows,
-        notes=THREADS_NOTES,
-        figures=costs,
-    )
+            sizes = [cost[name][gpu] for name in ("peak", "sent", "received")] + [4 * NAMED[model].parameters]
+            rows.append([model, str(cost["batch"]), str(gpu), *map(shown_bytes, sizes)])
+    return document.table("data-parallel", rows=rows, figures=costs)
 
 
-def _large_trainings(bench: Bench) -> dict[str, Any]:
-    """Plan ResNet-50 and GPT-3."""
-    found = {}
-    for gpus in (1, 8):
-        work = {"global_batch": 256, "samples": IMAGES, "epochs": PASSES}
-        name = f"ResNet-50, {gpus} GPU{'s' if gpus > 1 else ''}"
-        found[name] = planned(bench, f"000-resnet50-{gpus}", "resnet50", GPU, gpus, **work)
-    for nodes in (1, 4, 128):
-        work = {"global_batch": 1536, "seq_len": 2048, "tokens": "300B"}
-        found[f"GPT-3, {8 * nodes} GPUs"] = planned(
-            bench, f"000-gpt-3-{nodes}", "gpt-3-175b", "a100-80gb", 8, nodes, **work
-        )
-    return found
+def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
+    """Return the memory of a GPU, the step time and the time of the training."""
+    step = f"{plan['step_s']:.3g} s" if plan["step_s"] < 100 else f"{plan['step_s']:,.0f} s"
+    return [shown_bytes(plan["peak_bytes"]), step, _hours(plan)]
 
 
-def _large_table(large: dict[str, Any]) -> Evidence:
-    rows = []
-    for name, found in large.items():
-        step = f"{found['step_s']:.3g} s" if found["step_s"] < 100 else f"{found['step_s']:,.0f} s"
-        figures = [shown_bytes(found["peak_bytes"]), step, _hours(found)]
-        rows.append([name, found["layout"], *figures, f"`{found['command']}`"])
-    columns = ["training", "best layout", "memory of a GPU", "step", "time", "command"]
-    return Evidence(title="Hours of large trainings", text=LARGE_TEXT, columns=columns, rows=rows, figures=large)
-
-
-def _hours(found: dict[str, Any]) -> str:
-    if not found["fits"]:
+def _hours(plan: Mapping[str, Any]) -> str:
+    if not plan["fits"]:
         return "does not fit"
-    return f"{found['hours']:.1f} h" if found["hours"] < 1000 else f"{found['hours'] / 24:,.0f} days"
-
-
-def _ways(bench: Bench) -> Evidence:
-    """Train in each way: each sees the same images in the same order."""
-    images = enlarged_digits(bench.folder / "digits-112")
-    done = bench.compare(
-        "000-ways",
-        "simplecnn-112",
-        "strategies",
-        data=f"imagefolder:{images}",
-        image_size=SIDE,
-        strategies=WAYS,
-        ranks=2,
-        global_batch=BATCH,
-        steps=STEPS,
-        lr=0.001,
-    )
-    return bench.evidence(done, "The ways, 10 epochs each", text=WAYS_TEXT, notes=[ROUNDING])
+    return f"{plan['hours']:.1f} h" if plan["hours"] < 1000 else f"{plan['hours'] / 24:,.0f} days"
 
 
 def enlarged_digits(folder: Path) -> Path:

@@ -209,7 +209,7 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
         first = entry.damage[0]
         report.note(f"skipping damaged checkpoint {entry.path}: {first.file}: {first.kind} {first.message}".rstrip())
 
-    found = Store(checkpoints).newest_whole(passed_over, report.status)
+    found = Store(checkpoints).newest_complete(passed_over, report.status)
     if found is None and damaged:
         message = f"all checkpoints in {checkpoints} are damaged: {', '.join(e.path.name for e in damaged)}"
         hint = "`zerofit ckpt verify` lists the damage; to start over use --resume never and another --output"

@@ -5,7 +5,7 @@ from typing import cast
 from accelerate import Accelerator
 from torch import nn
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 
 
 def train(work: BenchmarkTask):
@@ -18,4 +18,4 @@ def train(work: BenchmarkTask):
         accelerator.backward(work.loss(model(x), y))
         optimizer.step()
     plain = cast(nn.Module, accelerator.unwrap_model(model))  # its return type is too wide
-    return whole_state(plain) if accelerator.is_main_process else None
+    return state_on_cpu(plain) if accelerator.is_main_process else None

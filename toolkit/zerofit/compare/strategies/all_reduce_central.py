@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.compare.strategies.parameter_server import gradients, set_gradients
 
 
@@ -32,7 +32,7 @@ def train_with(work: BenchmarkTask, all_reduce: Callable[[Tensor, int, int], Non
         all_reduce(total, rank, ranks)
         set_gradients(model, total / ranks)
         optimizer.step()
-    return whole_state(model) if rank == 0 else None
+    return state_on_cpu(model) if rank == 0 else None
 
 
 def central(vector: Tensor, rank: int, ranks: int) -> None:
@@ -42,8 +42,8 @@ def central(vector: Tensor, rank: int, ranks: int) -> None:
         dist.recv(vector, 0)
         return
     theirs = torch.empty_like(vector)
-    for other in range(1, ranks):
-        dist.recv(theirs, other)
+    for peer in range(1, ranks):
+        dist.recv(theirs, peer)
         vector += theirs
-    for other in range(1, ranks):
-        dist.send(vector, other)
+    for peer in range(1, ranks):
+        dist.send(vector, peer)

@@ -16,11 +16,13 @@ def halving(vector: Tensor, rank: int, ranks: int) -> None:
     """Exchange halves with a partner, quarters with the next one, then reassemble: 2 log2 N rounds."""
     if ranks & (ranks - 1):
         raise NotHereError(f"halving needs a power of two of ranks, not {ranks}")
-    mine, given = vector, []
+    own, exchanges = vector, []
+    # With 8 ranks the partners are 4, 2 and 1 apart. Each round halves the part that a rank still adds up, so in total
+    # it sends as little as in a ring, in log2 N instead of N - 1 rounds.
     for distance in [2**n for n in reversed(range(ranks.bit_length() - 1))]:
-        low, high = mine.tensor_split(2)
-        mine, theirs = (high, low) if rank & distance else (low, high)
-        mine += exchanged(theirs, rank ^ distance, mine, rank ^ distance)
-        given.append((mine, theirs, rank ^ distance))
-    for mine, theirs, partner in reversed(given):
-        theirs.copy_(exchanged(mine, partner, theirs, partner))
+        low, high = own.tensor_split(2)
+        own, theirs = (high, low) if rank & distance else (low, high)
+        own += exchanged(theirs, rank ^ distance, own, rank ^ distance)
+        exchanges.append((own, theirs, rank ^ distance))
+    for own, theirs, partner in reversed(exchanges):
+        theirs.copy_(exchanged(own, partner, theirs, partner))

@@ -19,6 +19,8 @@ def ring(vector: Tensor, rank: int, ranks: int) -> None:
     Then send them round: 2 (N - 1) rounds.
     """
     parts, left, right = vector.tensor_split(ranks), (rank - 1) % ranks, (rank + 1) % ranks
+    # In round t rank r sends part r - t and adds what arrives to part r - t - 1. After N - 1 rounds part r + 1 is
+    # complete on rank r. In each round all links of the ring are busy, and each carries only 1 / N of the vector.
     for turn in range(ranks - 1):
         part = parts[(rank - turn - 1) % ranks]
         part += exchanged(parts[(rank - turn) % ranks], right, part, left)

@@ -3,7 +3,7 @@
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
 
 def train(work: BenchmarkTask, fp16: bool = False):
@@ -24,4 +24,4 @@ def train(work: BenchmarkTask, fp16: bool = False):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    return whole_state(model)
+    return state_on_cpu(model)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.compare.strategies.parameter_server import set_gradients
 from zerofit.compare.strategies.parameter_server_async import push_and_pull, running_statistics
 
@@ -50,7 +50,7 @@ def serve(work: BenchmarkTask, workers: int, needed: int):
     work.notes["dropped"] = dropped
     for statistics in running_statistics(model):
         dist.recv(statistics, 0)
-    return whole_state(model)
+    return state_on_cpu(model)
 
 
 def answer(model, version, worker):

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 
 
 def train(work: BenchmarkTask):
@@ -23,7 +23,7 @@ def train(work: BenchmarkTask):
             dist.all_reduce(gradient)
             gradient.div_(ranks)
         optimizer.step()
-    return whole_state(model) if rank == 0 else None
+    return state_on_cpu(model) if rank == 0 else None
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -31,9 +31,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def scattered(whole, rank, ranks):
+def scattered(full, rank, ranks):
     """Return this rank's share of rank 0's tensor."""
-    shares = list(whole.chunk(ranks)) if rank == 0 else None
-    mine = torch.empty_like(whole[: len(whole) // ranks])
-    dist.scatter(mine, shares, src=0)
-    return mine
+    shares = list(full.chunk(ranks)) if rank == 0 else None
+    share = torch.empty_like(full[: len(full) // ranks])
+    dist.scatter(share, shares, src=0)
+    return share

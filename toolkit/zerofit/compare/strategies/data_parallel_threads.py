@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
 NEEDS = """needs two CUDA devices in one process, but there are fewer. On a CPU it only calls the model, and its parts
 fail (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `threads` does the same by hand"""
@@ -12,10 +12,11 @@ def train(work: BenchmarkTask):
     """Train as on one device, with one more line."""
     if len(work.devices) < 2:
         raise NotHereError(" ".join(NEEDS.split()))
+    # each forward copies the weights to all devices and the outputs back, hence the memory of the first device
     model = torch.nn.DataParallel(work.model(), device_ids=work.devices)
     optimizer = work.optimizer(model.parameters())
     for x, y in work.batches():
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
         optimizer.step()
-    return whole_state(model.module)
+    return state_on_cpu(model.module)

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 
 
 def train(work: BenchmarkTask):
@@ -16,4 +16,4 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
         optimizer.step()
-    return whole_state(model.module) if rank == 0 else None
+    return state_on_cpu(model.module) if rank == 0 else None

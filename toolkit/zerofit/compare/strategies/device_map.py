@@ -3,7 +3,7 @@
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
 NEEDS = """needs two devices of one kind in one process, but there is one. On a CPU, maps of cpu and cpu:1, or of cpu
 and disk, were tried: Accelerate treats the second as offloaded and keeps its weights on the meta device. They get no
@@ -28,4 +28,4 @@ def train(work: BenchmarkTask):
         output = model(x)
         work.loss(output, y.to(getattr(output, "logits", output).device)).backward()
         optimizer.step()
-    return whole_state(model)
+    return state_on_cpu(model)

@@ -15,6 +15,7 @@ def train(work: BenchmarkTask):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))
     model = work.model()
+    # A shared parameter must be in one group of shards, and both networks of a GAN run in one forward
     for layer in [] if tied(model) or work.task == "gan" else model.children():
         if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList | nn.ModuleDict):
             fully_shard(layer, mesh=mesh)
@@ -25,5 +26,5 @@ def train(work: BenchmarkTask):
         work.loss(model(x), y).backward()
         optimizer.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)
-    return whole if rank == 0 else None
+    full = get_model_state_dict(model, options=options)
+    return full if rank == 0 else None

@@ -4,7 +4,7 @@ import os
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
 HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 unchanged:
 horovod/torch/CMakeLists.txt:23 requires the CUDA toolkit if torch is built for CUDA, and CMakeLists.txt:19 sets
@@ -31,7 +31,7 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
         optimizer.step()
-    return whole_state(model) if hvd.rank() == 0 else None
+    return state_on_cpu(model) if hvd.rank() == 0 else None
 
 
 def _place(rank: int, ranks: int, server: str, port: str) -> dict[str, str]:

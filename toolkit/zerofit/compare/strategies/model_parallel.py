@@ -17,6 +17,8 @@ def train(work: BenchmarkTask):
     optimizer = work.optimizer(stage.parameters())
     for x, y in work.batches():
         optimizer.zero_grad()
+        # The graph ends at the border of the ranks: the next rank's input is a new leaf, whose gradient is sent back
+        # and fed into this rank's backward.
         inputs = x if rank == 0 else receive(rank - 1, work.device).requires_grad_()
         output = stage(inputs)
         if rank < last:
@@ -28,4 +30,4 @@ def train(work: BenchmarkTask):
             assert inputs.grad is not None  # set by backward
             send(inputs.grad, rank - 1)
         optimizer.step()
-    return gathered(stage.whole_state())
+    return gathered(stage.state_on_cpu())

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 
 
 def train(work: BenchmarkTask):
@@ -47,7 +47,7 @@ def push_and_pull(work: BenchmarkTask, server: int):
         pulled = parameters_to_vector(model.parameters()).detach().cpu()
         dist.recv(pulled, server)
         vector_to_parameters(pulled.to(work.device), model.parameters())
-    return whole_state(model) if dist.get_rank() == 0 else None  # with a worker's own running statistics
+    return state_on_cpu(model) if dist.get_rank() == 0 else None  # with a worker's own running statistics
 
 
 def gradients(model):

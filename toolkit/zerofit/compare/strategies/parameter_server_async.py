@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.compare.strategies.parameter_server import gradients, set_gradients
 
 
@@ -22,6 +22,7 @@ def serve(work: BenchmarkTask, workers: int):
     """Step on each gradient with the worker's share of the learning rate, and send that worker the new weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
+    # the server makes one step per worker where the synchronous one makes one for all, so each step counts 1 / workers
     optimizer.param_groups[0]["lr"] /= workers
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and the weights' version
     staleness = []
@@ -38,7 +39,7 @@ def serve(work: BenchmarkTask, workers: int):
     work.notes["staleness"] = staleness
     for statistics in running_statistics(model):  # from a worker: the server sees no samples
         dist.recv(statistics, 0)
-    return whole_state(model)
+    return state_on_cpu(model)
 
 
 def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.compare.strategies.parameter_server import set_gradients
 from zerofit.compare.strategies.parameter_server_async import push_and_pull, running_statistics
 
@@ -37,11 +37,11 @@ def serve(work: BenchmarkTask, workers: int, bound: int):
         clocks[worker] += 1
         held.append(worker)
         weights = parameters_to_vector(model.parameters()).detach()
-        for one in [w for w in held if clocks[w] - min(clocks) <= bound]:
-            held.remove(one)
-            dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), one)
+        for waiting in [w for w in held if clocks[w] - min(clocks) <= bound]:
+            held.remove(waiting)
+            dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), waiting)
     work.keep(model, work.job.steps)
     work.notes["staleness"] = staleness
     for statistics in running_statistics(model):
         dist.recv(statistics, 0)
-    return whole_state(model)
+    return state_on_cpu(model)

@@ -11,6 +11,10 @@ def train(work: BenchmarkTask):
     """Train with two micro batches per stage; during the first and last ones some ranks are idle (the bubble)."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Time goes right, F and B are forward and backward of a micro batch, dots are the bubble:
+    #
+    #     rank 0   F F F F . . B B B B
+    #     rank 1   . F F F F B B B B .
     micro_batches = 2 * ranks
     if work.job.global_batch % micro_batches:
         raise NotHereError(f"--global-batch {work.job.global_batch} is not a multiple of {micro_batches} micro batches")
@@ -27,4 +31,4 @@ def train(work: BenchmarkTask):
         else:
             schedule.step()
         optimizer.step()
-    return gathered(layers.whole_state())
+    return gathered(layers.state_on_cpu())

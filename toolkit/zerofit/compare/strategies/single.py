@@ -1,6 +1,6 @@
 """Train on one device: the reference for all other strategies."""
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 
 
 def train(work: BenchmarkTask):
@@ -11,4 +11,4 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
         optimizer.step()
-    return whole_state(model)
+    return state_on_cpu(model)

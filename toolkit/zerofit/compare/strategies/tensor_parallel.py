@@ -24,8 +24,8 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         work.loss(model(x), y).backward()
         optimizer.step()
-    whole = {key: full(value).detach().cpu() for key, value in model.state_dict().items()}
-    return whole if dist.get_rank() == 0 else None
+    weights = {key: full(value).detach().cpu() for key, value in model.state_dict().items()}
+    return weights if dist.get_rank() == 0 else None
 
 
 def full(tensor):

@@ -11,7 +11,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, state_on_cpu
 
 
 def train(work: BenchmarkTask):
@@ -31,19 +31,19 @@ def train(work: BenchmarkTask):
     with ThreadPoolExecutor(ranks) as pool:
         for x, y in work.batches():
             list(pool.map(share, replicas, x.chunk(ranks), y.chunk(ranks)))
-            for together in zip(*(one.parameters() for one in replicas), strict=True):
+            for together in zip(*(replica.parameters() for replica in replicas), strict=True):
                 _add_up(together)
             optimizer.step()
             with torch.no_grad():
-                for first, *others in zip(*(one.parameters() for one in replicas), strict=True):
+                for first, *others in zip(*(replica.parameters() for replica in replicas), strict=True):
                     for other in others:
                         other.copy_(first)
-    return whole_state(model)
+    return state_on_cpu(model)
 
 
 def _add_up(together: Sequence[Tensor]) -> None:
     """Store the sum of all replicas' gradients in the first replica."""
-    first, *others = (one.grad for one in together)
+    first, *others = (parameter.grad for parameter in together)
     for gradient in others:
         if first is not None and gradient is not None:
             first += gradient

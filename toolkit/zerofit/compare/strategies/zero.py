@@ -3,7 +3,7 @@
 import deepspeed
 import torch.distributed as dist
 
-from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, state_on_cpu
 from zerofit.train.engines import import_muon
 
 
@@ -13,6 +13,7 @@ def train(work: BenchmarkTask, stage: int, offload: bool = False):
     deepspeed.init_distributed(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+    # DeepSpeed warns about, or replaces, optimizers that it does not know; all strategies must use the same SGD
     config = {"train_micro_batch_size_per_gpu": work.job.global_batch // ranks, "zero_optimization": zero}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1.0
@@ -23,4 +24,4 @@ def train(work: BenchmarkTask, stage: int, offload: bool = False):
         engine.backward(work.loss(engine(x), y))
         engine.step()
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-        return whole_state(model) if rank == 0 else None
+        return state_on_cpu(model) if rank == 0 else None

@@ -35,8 +35,7 @@ from zerofit.spec.errors import reason_of
 from zerofit.spec.model_facts import Precision, Task
 from zerofit.spec.profile import NOTHING_SAVED, ZERO3, LayerCost, LayerRun, Linear, Profile, Savings, setting
 from zerofit.train import loss as train_loss
-from zerofit.train.head_loss import head_loss
-from zerofit.train.loss import weighted_cross_entropy
+from zerofit.train.loss import head_loss, weighted_cross_entropy
 from zerofit.train.probe import expert_count
 
 

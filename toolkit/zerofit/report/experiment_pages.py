@@ -1,4 +1,4 @@
-"""Write the page on the documents: network, experiment, the document's figures and ours, and our measurements."""
+"""Write pages of experiments in Markdown: the teaching documents', and a laboratory's."""
 
 from __future__ import annotations
 
@@ -9,48 +9,6 @@ from typing import Any
 
 from zerofit.spec.files import write_text
 from zerofit.spec.local_machine import usable_cores, versions
-
-PAGE = """# The documents, to the letter
-
-Made with {{ versions }}, on {{ cores }} processor cores, by:
-
-```bash
-zerofit compare documents --output {{ name }}
-```
-
-After a kill the same command continues; it keeps what it has measured.
-{% for document in documents %}
-## {{ document.number }}: {{ document.title }}
-
-**Network.** {{ document.network }}
-
-**Experiment.** {{ document.experiment }}
-
-| figure | the document | here | why they differ |
-|---|---|---|---|
-{% for figure in document.figures -%}
-{{ line([figure.name, figure.theirs, figure.ours, figure.why]) }}
-{% endfor %}
-{%- for one in document.evidence %}
-### {{ one.title }}
-{% if one.text %}
-{{ one.text }}
-{% endif %}{% if one.command %}
-```bash
-{{ one.command }}
-```
-{% endif %}
-{{ line(one.columns) }}
-|{{ "---|" * (one.columns | length) }}
-{% for row in one.rows -%}
-{{ line(row) }}
-{% endfor %}
-{%- if one.picture %}
-![{{ one.title }}]({{ one.picture.relative_to(home) }})
-{% endif %}{% for note in one.notes %}
-- {{ note.split() | join(" ") | replace("<", "&lt;") }}
-{%- endfor %}
-{% endfor %}{% endfor %}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +49,8 @@ class TeachingDocument:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         data = asdict(self)
-        for one in data["evidence"]:
-            one["picture"] = str(one["picture"]) if one["picture"] else None
+        for evidence in data["evidence"]:
+            evidence["picture"] = str(evidence["picture"]) if evidence["picture"] else None
         return data
 
 
@@ -103,18 +61,27 @@ def _line(cells: Sequence[str]) -> str:
 
 def write_documents(page: Path, documents: Sequence[TeachingDocument]) -> None:
     """Write the page, with pictures linked relative to it."""
-    from jinja2 import Environment
+    _write(page, "documents.md.jinja", documents=documents, cores=usable_cores(), name=page.name)
 
+
+def write_laboratory(folder: Path, title: str, sections: Sequence[Evidence]) -> Path:
+    """Write README.md into the folder of the sections' pictures; return its path."""
+    _write(folder / "README.md", "laboratory.md.jinja", title=title, sections=sections)
+    return folder / "README.md"
+
+
+def _write(page: Path, template: str, **content: Any) -> None:
     used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    text = Environment(keep_trailing_newline=True).from_string(PAGE)
-    about = {
-        "versions": used,
-        "cores": usable_cores(),
-        "name": page.name,
-        "home": page.parent.absolute(),
-        "line": _line,
-    }
-    write_text(page, text.render(documents=documents, **about))
+    write_text(page, render(template, **content, versions=used, home=page.parent.absolute(), line=_line))
+
+
+def render(template: str, **content: Any) -> str:
+    """Return a page from a file in `templates/`."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    environment = Environment(loader=loader, autoescape=".html" in template, keep_trailing_newline=True)
+    return environment.get_template(template).render(**content)
 
 
 def draw_epochs(lines: Mapping[str, Sequence[Sequence[float]]], label: str, out: Path) -> None:
