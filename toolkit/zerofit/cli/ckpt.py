@@ -13,7 +13,7 @@ from rich.console import Console
 
 from zerofit.cli.answer import R
 from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
-from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
+from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Group
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
@@ -35,7 +35,7 @@ SHARD = "1GiB"
 FEW = 12  # tensors to print
 
 
-@click.group()
+@click.group(cls=Group)
 def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
@@ -56,7 +56,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
-    """Print step, model, layout, precision, versions and size."""
+    """Print the step, model, layout, precision, versions and size of a checkpoint."""
     _answer(path, lambda it, on_event: it.describe(on_event=on_event), as_json, show_description)
 
 
@@ -108,7 +108,10 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--states", is_flag=True, help="compare the optimizer's states too")
 @AS_JSON
 def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
-    """Compare two checkpoints or exported folders tensor by tensor. Exit code 0: equal, 1: different."""
+    """Compare two checkpoints or exported folders tensor by tensor.
+
+    Exit code 0: equal, 1: different.
+    """
     result = _answer(a, lambda it, on_event: it.diff(b, states=states, on_event=on_event), as_json, show_difference)
     sys.exit(0 if result.equal else DIFFERENT)
 

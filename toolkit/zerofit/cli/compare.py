@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
-from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Number, add_options, given, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Group, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import RunRequest, load_run
 
@@ -49,7 +49,7 @@ step_options = add_options(  # of comparisons that train for some steps
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def compare() -> None:
     """Measure ways to train on the same model, data, initial weights and order of samples."""
 
@@ -96,7 +96,9 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply the time of its steps")
 @click.option("--straggle", type=float, default=0.0, metavar="P", help="probability that a step is 5 times slower")
 @click.option("--target", type=Number(0, 1, min_open=True), help="report when parameter servers reach this accuracy")
-@click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
+@click.option(
+    "--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="list the strategies"
+)
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
@@ -111,7 +113,7 @@ def strategies(
     target: float | None,
     **options: Any,
 ) -> None:
-    """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
+    """Train MODEL in every classic way on the same samples, and compare speed, memory, traffic and weights.
 
     A strategy that fails, or that these devices cannot run, gets a row with the reason. Repeat the command to resume.
     """
@@ -213,7 +215,7 @@ def all_experiments(
 @click.option("--output", type=PATH, help="the page; results go to a folder of the same name [runs/documents.md]")
 @AS_JSON
 def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> None:
-    """Repeat the experiments of documents 000 to 003, or of those named, and compare the figures on one page.
+    """Repeat the experiments of documents 000 to 003, and compare the figures on one page.
 
     Repeat the command to resume.
     """

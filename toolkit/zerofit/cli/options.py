@@ -90,6 +90,16 @@ class Number(click.FloatRange):
         return number
 
 
+class Group(click.Group):
+    """A group of commands, whose --help lists the first paragraph of each without cutting it."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the names and first paragraphs; click itself would end them with "..." at 45 letters."""
+        rows = [(name, (command.help or "").partition("\n\n")[0]) for name, command in sorted(self.commands.items())]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.split())) for name, text in rows])
+
+
 def add_options(*options: Decorator) -> Decorator:
     """Return a decorator that adds these options to a command, in this order."""
 

@@ -15,7 +15,7 @@ import click
 from zerofit.app.requests import read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
-from zerofit.cli.console import EventConsole, fitting_table, make_table, print_facts
+from zerofit.cli.console import EventConsole, fitting_table, print_facts, print_verdict
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.launch.meeting import quiet_torch
@@ -144,13 +144,19 @@ def show(result: TrainingResult) -> None:
     on_cpu = "reserved_bytes" not in result.against_forecast  # where the forecast is of the whole process
     names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
     figures |= {names[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
-    figures["run folder"] = result.run_dir
+    figures["run folder"] = _from_here(result.run_dir)
     if shutil.which("zerofit") is None:
-        figures["next"] = f"source {sys.prefix}/bin/activate"
+        figures["next"] = f"source {_from_here(sys.prefix)}/bin/activate"
     print_facts(stdout(), figures.items(), indent=23)
     if result.sample:
         click.echo("\nA sample of generated text:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
+
+
+def _from_here(path: str) -> str:
+    """Return a path within the current folder as a relative one; any other unchanged."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _beside(name: str, pair: Mapping[str, float | None]) -> str:
@@ -207,14 +213,19 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
 
 
 def _show_traces(found: TraceComparison) -> None:
-    ratio = found.measured_step_s / found.forecast_step_s
-    console = stdout()
-    console.print(f"a step took {found.measured_step_s:.3g} s, {ratio:.3g} times the forecast")
-    table = make_table("busy in a step", "forecast", "measured", "difference", right=(1, 2, 3))
-    for row in found.rows[:ROWS]:
-        milliseconds = (row.forecast_s, row.measured_s, row.off_s)
-        table.add_row(
-            row.what, *(f"{1e3 * one:{sign}.3f} ms" for one, sign in zip(milliseconds, ("", "", "+"), strict=True))
-        )
-    console.print(table)
-    click.echo(found.picture)
+    console, times = stdout(), found.measured_step_s / found.forecast_step_s
+    step = f"{found.measured_step_s:.3g} s a step, {times:.3g} times the forecast"
+    print_verdict(console, True, "MEASURED", "", step)
+    rows = [
+        {
+            "busy in a step": row.what,
+            "forecast": f"{1e3 * row.forecast_s:.3f} ms",
+            "measured": f"{1e3 * row.measured_s:.3f} ms",
+            "difference": f"{1e3 * row.off_s:+.3f} ms",
+        }
+        for row in found.rows[:ROWS]
+    ]
+    if rows:
+        name, *figures = rows[0]
+        console.print(fitting_table(console, rows, figures, tuple(rows[0]), name))
+    print_facts(console, [("picture", str(found.picture))], 9)
