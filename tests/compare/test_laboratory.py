@@ -16,7 +16,7 @@ from zerofit.app.comparing.rows import Comparison, Row, ScalingRow, SizeRow, Siz
 from zerofit.cli.compare import compare
 from zerofit.compare.job import CompareJob
 
-COMMITTED = Path(__file__).parents[2] / "docs" / "laboratory"
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results" / "laboratory"
 JOB = CompareJob(strategy="", model="lenet", data="digits", ranks=4, global_batch=64, lr=0.02)
 
 
