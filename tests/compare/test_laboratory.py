@@ -70,7 +70,7 @@ def test_commands_are_read_as_they_were_meant():
         read = compare.commands[one.kind].make_context(one.kind, words[3:]).params
         assert (read["model"], read["data"]) == ("lenet", "digits")
         for name, value in one.options.items():
-            found = read["names"].split(",") if name == "strategies" else read[name]
+            found = read[name]
             close = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
             assert (list(found) if isinstance(value, list) else found) == close, (one, name)
 

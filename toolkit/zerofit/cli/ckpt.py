@@ -149,7 +149,8 @@ def show_list(result: CheckpointList) -> None:
     console, damaged = out(), len([style for style in styles if style])
     count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
     words = f"{damaged} of {count} in" if damaged else f"{count} in"
-    print_verdict(console, not damaged, "COMPLETE" if rows else "NONE", "DAMAGED", f"{words} {result.folder}")
+    verdict = "DAMAGED" if damaged else "COMPLETE" if rows else "NONE"
+    print_verdict(console, verdict, f"{words} {result.folder}", good=not damaged)
     if rows:
         keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
         console.print(fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state", styles))
@@ -179,7 +180,8 @@ def show_description(result: CheckpointDescription) -> None:
 def show_verdict(result: VerifyResult) -> None:
     """Print that the checkpoint is complete, or every file that is not."""
     console = out()
-    print_verdict(console, result.ok, "COMPLETE", "DAMAGED", f"step {result.step}, {result.path}")
+    verdict = "COMPLETE" if result.ok else "DAMAGED"
+    print_verdict(console, verdict, f"step {result.step}, {result.path}", good=result.ok)
     for problem in result.problems:
         more = f" ({problem.message})" if problem.message else ""
         print_facts(console, [("", f"{problem.file}: {problem.kind}{more}")], indent=2, hang=2)
@@ -189,7 +191,7 @@ def show_converted(result: ConvertResult) -> None:
     """Print its path, and how to load it."""
     console = out()
     written = f"{result.out}, universal checkpoint {result.tag}, {shown_bytes(result.bytes)}"
-    print_verdict(console, True, "WRITTEN", "", written)
+    print_verdict(console, "WRITTEN", written)
     use = 'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)'
     print_facts(console, [("to load", use)], indent=9)
 
@@ -197,7 +199,7 @@ def show_converted(result: ConvertResult) -> None:
 def show_export(result: ExportResult) -> None:
     """Print its path and its files."""
     console = out()
-    print_verdict(console, True, "WRITTEN", "", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
+    print_verdict(console, "WRITTEN", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
     print_facts(console, [("files", ", ".join(result.files))], indent=9)
 
 
@@ -206,7 +208,7 @@ def show_difference(result: CheckpointDiff) -> None:
     console, apart = out(), result.apart
     same, compared = len(result.rows) - len(apart), len(result.rows)
     words = f"{same} of {compared} tensors are the same bit for bit"
-    print_verdict(console, result.equal, "EQUAL", "DIFFERENT", words)
+    print_verdict(console, "EQUAL" if result.equal else "DIFFERENT", words, good=result.equal)
     for side, names in ((result.a, result.only_in_a), (result.b, result.only_in_b)):
         for name in names[:FEW]:
             console.print(f"only in {side}: {name}", soft_wrap=True)

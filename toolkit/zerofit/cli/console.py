@@ -6,7 +6,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from math import inf
@@ -60,18 +60,10 @@ def out(width: int | None = None) -> Console:
     return SafeConsole(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
 
 
-def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
-    """Return a table with these column names; the columns whose numbers are in `right` are set flush right."""
-    table = Table(*names, **look)
-    for number in right:
-        table.columns[number].justify = "right"
-    return table
-
-
 def fitting_table(
     console: Console,
     rows: Sequence[Mapping[str, str]],
-    right: Iterable[str],
+    right: Collection[str],
     keep: Sequence[str],
     wraps: str,
     styles: Sequence[str | None] | None = None,
@@ -91,11 +83,9 @@ def fitting_table(
         expendable += [name for name in keep[3:0:-1] if name in names and name != wraps]
     while sum(widths[name] + GAP for name in names) - GAP > console.width and expendable:
         names.remove(expendable.pop(0))
-    numbers = set(right)
-    table = make_table(*names, right=[n for n, name in enumerate(names) if name in numbers], box=None, pad_edge=False)
-    table.padding = (0, GAP, 0, 0)
-    for column, name in zip(table.columns, names, strict=True):
-        column.no_wrap = name != wraps
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wraps)
     for row, style in zip(rows, styles or [None] * len(rows), strict=True):
         table.add_row(*(row[name] for name in names), style=style)
     return table
@@ -125,11 +115,10 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
     return wrapped.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def print_verdict(console: Console, good: bool, yes: str, no: str, text: str) -> None:
+def print_verdict(console: Console, verdict: str, text: str, good: bool = True) -> None:
     """Print the first line of an answer: its verdict in capitals, then what it is about."""
-    word, style = (yes, "bold green") if good else (no, "bold red")
-    line = Text(_wrapped(console, word, text, indent=len(word) + 2, hang=0))
-    line.stylize(style, 0, len(word))
+    line = Text(_wrapped(console, verdict, text, indent=len(verdict) + 2, hang=0))
+    line.stylize("bold green" if good else "bold red", 0, len(verdict))
     console.print(line, soft_wrap=True)
 
 

@@ -39,7 +39,7 @@ def data(path: str, show: int, as_json: bool, **options: Any) -> None:
 
 def _show(view: DataView) -> None:
     console, count = out(), f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate"
-    print_verdict(console, view.train_samples > 0, "READABLE", "EMPTY", count)
+    print_verdict(console, "READABLE" if view.train_samples else "EMPTY", count, good=view.train_samples > 0)
     print_facts(console, [("", note) for note in view.notes], 0, hang=2)
     for number, sample in enumerate(view.samples, 1):
         click.echo(style(f"\nsample {number}", bold=True))

@@ -67,7 +67,7 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 def _show_scores(result: Evaluation) -> None:
     console = out()
-    print_verdict(console, True, "EVALUATED", "", f"{result.samples:,} samples of {result.data}, {result.model}")
+    print_verdict(console, "EVALUATED", f"{result.samples:,} samples of {result.data}, {result.model}")
     names = ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES)
     scores = {name.replace("_", " "): getattr(result, name) for name in names}
     facts = {name: f"{score:.4f}" for name, score in scores.items() if score is not None}

@@ -139,7 +139,7 @@ def _show(result: TrainingResult | JobFile | dict[str, Any]) -> None:
     if isinstance(result, TrainingResult):
         show(result)
     elif isinstance(result, JobFile):
-        print_verdict(out(), True, "WRITTEN" if result.new else "UNCHANGED", "", str(result.written))
+        print_verdict(out(), "WRITTEN" if result.new else "UNCHANGED", str(result.written))
         print_facts(out(), [("next", result.hand_in)], 9)
     elif "command" in result:
         click.echo(shlex.join(result["command"]))

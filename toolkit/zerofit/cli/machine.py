@@ -83,7 +83,7 @@ def _show_findings(result: dict[str, Any]) -> None:
     count = {status: sum(check.status == status for check in checks) for status in (FAIL, WARN, OK)}
     warnings = "1 warning" if count[WARN] == 1 else f"{count[WARN]} warnings"
     total = f"{count[FAIL]} failed, {warnings}, {count[OK]} ok"
-    print_verdict(console, not count[FAIL], "READY", "NOT READY", total)
+    print_verdict(console, "NOT READY" if count[FAIL] else "READY", total, good=not count[FAIL])
     show_checks(checks, result["hosts"], console)
     print_facts(console, [("next", "zerofit calibrate measures more, for `zerofit plan`, `tune` and `--fit`")], 6)
 
@@ -163,7 +163,7 @@ def _show_speeds(result: dict[str, Any]) -> None:
         known = ((words, result[name]) for name, words in names.items() if result[name] is not None)
         rows += [(words, f"{_three_digits(value * scale)} {unit}") for words, value in known]
     ranks = "1 rank" if result["devices"] == 1 else f"{result['devices']} ranks"
-    print_verdict(console, True, "MEASURED", "", f"{result['device_name']}, {ranks}")
+    print_verdict(console, "MEASURED", f"{result['device_name']}, {ranks}")
     table = [{"": words, "one rank reaches": figure} for words, figure in rows]
     console.print(fitting_table(console, table, ("one rank reaches",), tuple(table[0]), ""))
     print_facts(console, [("written", f"{result['file']} in {result['seconds']:.0f} s")], 9)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerofit.cli.console import fitting_table, make_table, out, print_facts, stage_table
+from zerofit.cli.console import fitting_table, out, print_facts, stage_table
 from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
@@ -142,7 +142,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
 def _print_mesh(console: Console, layout: PlannedLayout) -> None:
     """Print the ranks by pipeline stage, data and sequence rank, tensor ranks together."""
     titles, *rows = mesh_table(Layout(**{axis: getattr(layout, axis) for axis in AXES}))
-    table = make_table(*titles, box=None, pad_edge=False)
+    table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console.print(f"\nlayout 1, {layout.world_size} ranks")

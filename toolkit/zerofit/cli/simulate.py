@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from click.core import ParameterSource
 from zerofit.app.releases import go_on_with
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
-from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
+from zerofit.cli.check_show import workflow_command
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import (
     AS_JSON,
@@ -52,7 +53,27 @@ RUN_FIELDS = (
 SCRIPT = "zerofit.script"  # words after --, in click's context
 RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
 PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
+FAIL_ABOVE = 0.01
+FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
+
+
+class Percent(click.ParamType):
+    """A share, written like 1% or 0.5%."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse; anything but a number of percent is a usage error (exit code 2)."""
+        if isinstance(value, float):
+            return value
+        try:
+            share = float(str(value).strip().removesuffix("%")) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < float("inf"):
+            self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
+        return share
 
 
 class CommandAfterDashes(click.Command):
@@ -80,7 +101,8 @@ class CommandAfterDashes(click.Command):
 @click.option("--write-config", type=PATH, help="write the DeepSpeed JSON of the first change that fits")
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
-@baseline_options
+@click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds")
+@click.option("--fail-above", type=Percent(), metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON
@@ -100,7 +122,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
         releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
         with EventConsole() as console:
             go_on_with(releases, PLACES, Reporter(console), own=words is None)
-        options["base"] = read_asked_baseline(options)
+        options["base"] = _read_baseline(options)
         if options["write_config"]:
             _refuse_place(options["write_config"], options["knobs"])
         try:
@@ -113,10 +135,23 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
             raise UserError(_unknown_release(releases, error)) from error
 
     result = answer(work, as_json, lambda result: show_knobs(result, options["details"]))
-    annotate(result)
+    _annotate(result)
     if options["write_config"]:
         _write_config(result, options["write_config"])
     sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
+
+
+def _read_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the simulation to compare with; None without --baseline. Raises UserError before any work."""
+    if options["baseline"] is None:
+        if options["fail_above"] is not None:
+            hint = "pass the output of --json from before the change"
+            message = "--fail-above needs --baseline"
+            raise UserError(Problem(kind="usage", message=message, hint=hint, where="--fail-above"))
+        return None
+    from zerofit.simulate.baseline import read_baseline
+
+    return read_baseline(options["baseline"])
 
 
 def _refuse_place(path: Path, knobs: bool) -> None:
@@ -255,3 +290,17 @@ def one_cluster(hardware: dict[str, Any]) -> Cluster:
         hint = "`zerofit plan` compares several"
         raise UserError(Problem(kind="usage", message="--gpu has several kinds", hint=hint, where="--gpu"))
     return found[0]
+
+
+def _annotate(result: Simulation) -> None:
+    """Print what a change adds as an annotation of its line, on GitHub only."""
+    compared = result.against
+    if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    kind = "error" if compared.exceeded else "notice"
+    properties = {"title": "zerofit simulate"}
+    file, _, line = result.peak_at.own.rpartition(":")
+    root = Path(os.environ.get("GITHUB_WORKSPACE", ".")).resolve()
+    if file and Path(file).resolve().is_relative_to(root):
+        properties = {"file": str(Path(file).resolve().relative_to(root)), "line": line, **properties}
+    click.echo(workflow_command(kind, compared.because, **properties), err=True)

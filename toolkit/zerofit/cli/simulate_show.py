@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from zerofit.cli.console import make_table, out, print_facts
+from zerofit.cli.console import fitting_table, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
 from zerofit.simulate.result import KnobResult, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.verdict import FITS, NOT
@@ -17,6 +16,8 @@ from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
+Rows = Iterator[Mapping[str, str]]
+FIGURES = ("at start", "peak", "at end", "bytes", "share", "calls")  # columns flush right
 COLOURS = {FITS: "bold green", NOT: "bold red"}
 FEW = 8  # collectives in a table
 KINDS = 3  # of memory at the peak in one line
@@ -146,9 +147,10 @@ def _details(console: Console, result: Simulation) -> None:
         facts += [("layers", f"extrapolated from {' and '.join(map(str, counts))}; {off} (--exact simulates all)")]
     console.print()
     print_facts(console, facts)
-    for table in (_phases(result), _breakdown(result), _collectives(result)):
-        console.print()
-        console.print(table)
+    for rows in map(list, (_phases(result), _breakdown(result), _collectives(result))):
+        if rows:
+            console.print()
+            console.print(fitting_table(console, rows, FIGURES, tuple(rows[0]), next(iter(rows[0]))))
 
 
 def _ahead(result: Simulation) -> str:
@@ -157,27 +159,24 @@ def _ahead(result: Simulation) -> str:
     return f" (up to {shown_bytes(result.reserved_ahead_bytes)} if the host runs ahead of the device)"
 
 
-def _phases(result: Simulation) -> Table:
-    table = make_table("phase", "at start", "peak", "at end", right=(1, 2, 3), box=None, pad_edge=False)
+def _phases(result: Simulation) -> Rows:
     for row in result.phases:
         name = row.name + (f" (step {row.step + 1})" if row.step >= 0 else "")
-        table.add_row(name, *(shown_bytes(getattr(row, f"{key}_bytes")) for key in ("start", "peak", "end")))
-    return table
+        sizes = {"at start": row.start_bytes, "peak": row.peak_bytes, "at end": row.end_bytes}
+        yield {"phase": name, **{title: shown_bytes(size) for title, size in sizes.items()}}
 
 
-def _breakdown(result: Simulation) -> Table:
-    table = make_table("allocated at the peak", "bytes", "share", right=(1, 2), box=None, pad_edge=False)
+def _breakdown(result: Simulation) -> Rows:
     for kind, size in result.breakdown.items():
         if size:
-            table.add_row(kind, shown_bytes(size), f"{size / result.peak_bytes:.1%}")
-    return table
+            share = f"{size / result.peak_bytes:.1%}"
+            yield {"allocated at the peak": kind, "bytes": shown_bytes(size), "share": share}
 
 
-def _collectives(result: Simulation) -> Table:
-    table = make_table("collective, a step", "ranks", "in", "calls", "bytes", right=(3, 4), box=None, pad_edge=False)
+def _collectives(result: Simulation) -> Rows:
     for row in sorted(result.comm, key=lambda r: -r.bytes)[:FEW]:
-        table.add_row(row.op, str(row.group_size), row.phase, str(row.count), shown_bytes(row.bytes))
-    return table
+        figures = {"ranks": str(row.group_size), "in": row.phase, "calls": str(row.count)}
+        yield {"collective, a step": row.op, **figures, "bytes": shown_bytes(row.bytes)}
 
 
 def show_knobs(result: Simulation, details: bool) -> None:

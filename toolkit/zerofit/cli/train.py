@@ -215,7 +215,7 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
 def _show_traces(found: TraceComparison) -> None:
     console, times = stdout(), found.measured_step_s / found.forecast_step_s
     step = f"{found.measured_step_s:.3g} s a step, {times:.3g} times the forecast"
-    print_verdict(console, True, "MEASURED", "", step)
+    print_verdict(console, "MEASURED", step)
     rows = [
         {
             "busy in a step": row.what,

@@ -85,7 +85,7 @@ def show(result: TuneResult) -> None:
     """Print the trials, the best, and what may have been missed."""
     console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
-    print_verdict(console, True, "BEST", "", f"{_seconds(result.step_s)} a step, {rate}")
+    print_verdict(console, "BEST", f"{_seconds(result.step_s)} a step, {rate}")
     rows = [
         {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
         for number, row in enumerate(result.trials, start=1)
