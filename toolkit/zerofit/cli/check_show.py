@@ -35,18 +35,18 @@ class UnreadFile:
         return {"file": self.file, "error": self.problem.as_dict()}
 
 
-def show_findings(result: CheckResult, every: bool, on_stderr: bool) -> None:
+def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
     """Print a file's findings under two headings, by line, the same finding of several places once."""
     console, shown = err() if on_stderr else out(), 0
     listed = _grouped(result.findings)
     for title, stops in ((STOPS, True), (DIFFERS, False)):
         groups = [group for group in listed if (group[0].effect == "stops") == stops]
-        groups = groups if every else groups[: SCREEN - shown]
+        groups = groups if show_all else groups[: SCREEN - shown]
         shown += len(groups)
         if groups:
             console.print(f"\n{title}", style="bold")
         for group in groups:
-            _show_group(console, result.file, group, every)
+            _show_group(console, result.file, group, show_all)
     if shown < len(listed):
         print_facts(console, [("", f"\n{len(listed) - shown} more findings with --all")], indent=0)
 
@@ -59,8 +59,8 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _show_group(console: Console, file: str, group: Sequence[Finding], every: bool) -> None:
-    first, most = group[0], len(group) if every else LINES
+def _show_group(console: Console, file: str, group: Sequence[Finding], show_all: bool) -> None:
+    first, most = group[0], len(group) if show_all else LINES
     colour = "red" if first.severity == "error" else "yellow"
     head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
     fixes = [f"fix: {fix}" for fix in dict.fromkeys(finding.fix for finding in group[:most])]
@@ -99,6 +99,7 @@ def workflow_command(kind: str, text: str, **properties: object) -> str:
 
 
 def _escaped(text: str, signs: str = "") -> str:
+    # "%" first: the escapes of the others contain it
     for sign in f"%\r\n{signs}":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text
@@ -106,10 +107,10 @@ def _escaped(text: str, signs: str = "") -> str:
 
 def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
     """Return a SARIF 2.1.0 log, which code scanning reads."""
-    found = [_sarif(*row) for row in _rows(results)]
-    rules = [{"id": code} for code in sorted({one["ruleId"] for one in found})]
+    logged = [_sarif(*row) for row in _rows(results)]
+    rules = [{"id": code} for code in sorted({result["ruleId"] for result in logged})]
     driver = {"name": "zerofit check", "version": version("zerofit"), "rules": rules}
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": found}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": logged}
     return json.dumps({"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]})
 
 

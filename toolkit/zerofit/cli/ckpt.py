@@ -49,7 +49,7 @@ def ckpt() -> None:
 @AS_JSON
 def ls(path: Path, deep: bool, as_json: bool) -> None:
     """List the checkpoints of a run, damaged ones too."""
-    _answer(path, lambda it, on_event: it.list(path, deep=deep, on_event=on_event), as_json, show_list)
+    _answer(path, lambda saved, on_event: saved.list(path, deep=deep, on_event=on_event), as_json, show_list)
 
 
 @ckpt.command()
@@ -57,7 +57,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
     """Print the step, model, layout, precision, versions and size of a checkpoint."""
-    _answer(path, lambda it, on_event: it.describe(on_event=on_event), as_json, show_description)
+    _answer(path, lambda saved, on_event: saved.describe(on_event=on_event), as_json, show_description)
 
 
 @ckpt.command()
@@ -68,7 +68,7 @@ def verify(path: Path, as_json: bool) -> None:
 
     Exit code 0: complete, 2: damaged.
     """
-    result = _answer(path, lambda it, on_event: it.verify(on_event=on_event), as_json, show_verdict)
+    result = _answer(path, lambda saved, on_event: saved.verify(on_event=on_event), as_json, show_verdict)
     sys.exit(0 if result.ok else DAMAGED)
 
 
@@ -81,13 +81,13 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 
     DeepSpeed loads it on any number of ranks.
     """
-    _answer(path, lambda it, on_event: it.convert(out, on_event=on_event), as_json, show_converted)
+    _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event), as_json, show_converted)
 
 
 @ckpt.command()
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="of the parameters (default: the run's precision)")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the parameters [the run's precision]")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
 @TRUST_MODEL_CODE
@@ -99,7 +99,7 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 
     Adapters (--lora) are written as a peft folder. With --merge, PATH may also be a peft folder.
     """
-    _answer(path, lambda it, on_event: it.export(out, on_event=on_event, **options), as_json, show_export)
+    _answer(path, lambda saved, on_event: saved.export(out, on_event=on_event, **options), as_json, show_export)
 
 
 @ckpt.command()
@@ -112,7 +112,9 @@ def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
 
     Exit code 0: equal, 1: different.
     """
-    result = _answer(a, lambda it, on_event: it.diff(b, states=states, on_event=on_event), as_json, show_difference)
+    result = _answer(
+        a, lambda saved, on_event: saved.diff(b, states=states, on_event=on_event), as_json, show_difference
+    )
     sys.exit(0 if result.equal else DIFFERENT)
 
 
@@ -145,6 +147,7 @@ def show_list(result: CheckpointList) -> None:
                 "samples": f"{row.samples:,}" if known else "?",
             }
         )
+        # a damaged checkpoint is skipped by a resume, so it must stand out
         styles.append(None if row.whole else "red")
     console, damaged = out(), len([style for style in styles if style])
     count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
@@ -213,8 +216,8 @@ def show_difference(result: CheckpointDiff) -> None:
         for name in names[:FEW]:
             console.print(f"only in {side}: {name}", soft_wrap=True)
         _rest(console, names)
-    for name, one, other in result.shapes:
-        console.print(f"{name}: shape {list(one)} and {list(other)}", soft_wrap=True)
+    for name, a, b in result.shapes:
+        console.print(f"{name}: shape {list(a)} and {list(b)}", soft_wrap=True)
     if apart:
         rows = [
             {

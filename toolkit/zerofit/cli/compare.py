@@ -1,4 +1,4 @@
-"""`zerofit compare`: ways to train in parallel, batch sizes and numbers of ranks, side by side on the same work."""
+"""`zerofit compare`: measure ways to train in parallel, batch sizes and numbers of ranks on the same work."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ common_options = add_options(
 )
 step_options = add_options(  # of comparisons that train for some steps
     click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples of a step")),
-    click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "of SGD")),
-    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "of the validation data")),
+    click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "optimizer steps of each strategy")),
+    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "validation samples of an evaluation")),
 )
 
 
@@ -98,7 +98,7 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 @compare.command()
 @click.argument("model")
 @click.option("--strategies", metavar="NAME,...", callback=_names, help="only these [all]")
-@click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply the time of its steps")
+@click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply this rank's step time")
 @click.option("--straggle", type=float, default=0.0, metavar="P", help="probability that a step is 5 times slower")
 @click.option("--target", type=Number(0, 1, min_open=True), help="report when parameter servers reach this accuracy")
 @click.option(
@@ -128,7 +128,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
     "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="use SIZE samples a step in the last epochs of every run"
 )
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
-@click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="of every run")
+@click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="epochs of every run")
 @click.option("--eval-samples", type=POSITIVE, help="validation samples of an evaluation [all]")
 @run_options(FIELDS)
 @common_options
@@ -160,7 +160,7 @@ def scaling(model: str, as_json: bool, **options: Any) -> None:
 @click.argument("model", default="lenet")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.9, show_default=True, help="accuracy")
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each batch size")
-@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="of every run of a batch size")
+@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="epochs of every run of a batch size")
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
@@ -300,6 +300,7 @@ def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bo
 
 def _print_rows(console: Console, result: Comparison[Any]) -> None:
     names, rows = result.table()
+    # rows without figures are shorter; their reasons follow below the table
     filled = [dict(zip(names, [*row, *["-"] * (len(names) - len(row))], strict=True)) for row in rows]
     styles = [STYLES.get(row.status) for row in result.rows]
     console.print(fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0], styles))

@@ -44,8 +44,8 @@ LATENCIES = {
 
 
 @click.command()
-@click.option("--hostfile", type=PATH, help="check all its hosts, over ssh")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), help="of the hosts [default: as ssh is configured]")
+@click.option("--hostfile", type=PATH, help="check all hosts of this file, over ssh")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of the hosts [from ~/.ssh/config]")
 @click.option("--build-ops", is_flag=True, help="compile DeepSpeed's C++ ops now, for this environment")
 @click.option("--quick", is_flag=True, help="skip the measurements")
 @click.option("--report", is_flag=True, help="print versions and checks as Markdown for an issue, without measurements")
@@ -58,16 +58,17 @@ def doctor(
     Exit code 1: a check failed.
     """
     show = _show_report if report else _show_findings
-    found = answer(lambda: _examined(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
+    found = answer(lambda: _examine(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
     if any(check["status"] == "fail" for check in found["checks"]):
         raise SystemExit(FINDING)
 
 
-def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
+def _examine(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
     from zerofit.doctor.examine import ExamineOptions, examine
     from zerofit.doctor.system import gpus
     from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
+    # a machine without GPUs is measured with as many ranks as a training would use, because they share its cores
     if hostfile:
         hosts = read_hostfile(hostfile)
     else:  # with the ranks that `zerofit train` would start on this machine
@@ -102,7 +103,7 @@ def _show_report(result: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("--seconds", type=Number(min=0), default=0.8, show_default=True, help="of each measurement")
+@click.option("--seconds", type=Number(min=0), default=0.8, show_default=True, help="seconds for each measurement")
 @AS_JSON
 def calibrate(seconds: float, as_json: bool) -> None:
     """Measure this machine's kernels by shape, collectives by size, host copies and the disk (under a minute).
@@ -118,7 +119,7 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
 
     cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
-    found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
+    found = _measure(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     about = {
         "kind": cluster.device.kind,
         "device_name": found.pop("device_name") or f"CPU ({platform.machine()})",
@@ -131,7 +132,7 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
     return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
+def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     """Return the measurements of the ranks. Raises RunFailed."""
     from zerofit.doctor.measured import MeasurementJob, measured, together
 
@@ -146,10 +147,10 @@ def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
 def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:
     """Return for each kind and dtype the slowest and the fastest shape, with the unit."""
     rates: dict[tuple[str, str], list[float]] = {}
-    for one in kernels:
-        per_s = one["flops"] / 1e12 if one["flops"] else one["moved_bytes"] / 1e9
-        rates.setdefault((one["kind"], one["dtype"]), []).append(per_s / one["seconds"])
-    computing = {(one["kind"], one["dtype"]) for one in kernels if one["flops"]}
+    for kernel in kernels:
+        amount = kernel["flops"] / 1e12 if kernel["flops"] else kernel["moved_bytes"] / 1e9
+        rates.setdefault((kernel["kind"], kernel["dtype"]), []).append(amount / kernel["seconds"])
+    computing = {(kernel["kind"], kernel["dtype"]) for kernel in kernels if kernel["flops"]}
     return {key: (min(of), max(of), "TFLOP/s" if key in computing else "GB/s") for key, of in rates.items()}
 
 

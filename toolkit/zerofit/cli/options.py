@@ -131,6 +131,7 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
     if kind is bool:
         return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
     if get_origin(kind) is tuple:
+        # click passes () if the option is missing; None means that a run file's value stays
         return click.option(name, field, multiple=True, callback=lambda c, p, v: v or None, help=info.description)
     if get_origin(kind) is Literal:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
@@ -185,6 +186,7 @@ def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
 
     named = given(sizes)
     names = list(dict.fromkeys(k.strip() for word in kinds for k in word.split(",") if k.strip()))
+    # `zerofit plan` without hardware is about this machine, also with some sizes of another one
     if not names:
         return [replace(Cluster.here(), **named)]
     problems: list[Problem] = []

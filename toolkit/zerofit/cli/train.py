@@ -70,6 +70,7 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
     Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that these start.
     """
     drop_settings(os.environ)
+    # A launcher has started this process. It becomes the guard of one rank, and rank 0's process supervises.
     if not is_first(os.environ):
         _follow()
     answer(lambda: _train(target, given(options), anyway, trust_model_code), as_json, show)
@@ -80,19 +81,20 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
     earlier = ""
     if not (target or flags):
         flags, earlier = _default_job(Path("runs")) if world is None else (DEFAULT_JOB, "")
-    asked = read_request(target, flags, trusted)
-    with EventConsole(asked.run.log_every) as console:
+    request = read_request(target, flags, trusted)
+    with EventConsole(request.run.log_every) as console:
         if earlier:
             console.say(earlier)
         console.say("checking the run, the model and the data ...")  # importing torch takes seconds
         if world:
+            # torch logs every attempt to connect, in each process
             with quiet_torch():
                 from zerofit.app.joined import lead
 
-            return lead(asked, world, on_event=console, anyway=anyway)
+            return lead(request, world, on_event=console, anyway=anyway)
         from zerofit.app.training import train as train_here
 
-        return train_here(asked, on_event=console, handle_signals=True, anyway=anyway)
+        return train_here(request, on_event=console, handle_signals=True, anyway=anyway)
 
 
 def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
@@ -143,7 +145,7 @@ def show(result: TrainingResult) -> None:
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
     on_cpu = "reserved_bytes" not in result.against_forecast  # where the forecast is of the whole process
     names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
-    figures |= {names[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
+    figures |= {names[name]: _against_forecast(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = _from_here(result.run_dir)
     if shutil.which("zerofit") is None:
         figures["next"] = f"source {_from_here(sys.prefix)}/bin/activate"
@@ -159,7 +161,7 @@ def _from_here(path: str) -> str:
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
-def _beside(name: str, pair: Mapping[str, float | None]) -> str:
+def _against_forecast(name: str, pair: Mapping[str, float | None]) -> str:
     """Return a measured figure with its forecast and the difference."""
     unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else shown_bytes
     measured, forecast, difference = (pair[key] for key in ("measured", "forecast", "difference"))
@@ -209,7 +211,7 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
         answer(lambda: compare_traces(traces, out or Path("trace.png")), as_json, _show_traces)
     else:
         pictures = out or Path("runs.png")
-        answer(lambda: draw(list(runs), pictures), as_json, lambda result: click.echo(result["picture"]))
+        answer(lambda: draw(list(runs), pictures), as_json, lambda drawn: click.echo(drawn["picture"]))
 
 
 def _show_traces(found: TraceComparison) -> None:
