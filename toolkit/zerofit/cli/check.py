@@ -52,14 +52,14 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON for one file."""
-        found = self.result.to_dict()
+        shown = self.result.to_dict()
         if self.explained is not None:
-            found["explained"] = [row.as_dict() for row in self.explained]
+            shown["explained"] = [row.as_dict() for row in self.explained]
         if self.migrated:
-            found |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
+            shown |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
         if self.new_text is not None:
-            found |= {"written": self.written, "undecided": list(self.undecided)}
-        return found | (self.resolved.to_dict() if self.resolved else {})
+            shown |= {"written": self.written, "undecided": list(self.undecided)}
+        return shown | (self.resolved.to_dict() if self.resolved else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class CheckReports:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON for `--json`."""
-        found = [report.to_dict() for report in self.reports]
-        return {"files": found} if self.several else found[0]
+        files = [report.to_dict() for report in self.reports]
+        return {"files": files} if self.several else files[0]
 
 
 @click.command()
@@ -124,7 +124,7 @@ def check(
     companions = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
     if not files and not companions:
         raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")
-    wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
+    outputs = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
     # --resolve prints what zerofit would pass on, unless the arguments of another program are given
     reader = reader or ("zerofit" if options["resolve"] and not companions else None)  # which fills the file in
     form = "json" if as_json else options["form"]
@@ -137,7 +137,7 @@ def check(
 
         def check_file(name: str | None) -> CheckReport | UnreadFile:
             try:
-                return _report(run_check(name, run, gpu, reader=reader, on_event=console, **companions), **wanted)
+                return _report(run_check(name, run, gpu, reader=reader, on_event=console, **companions), **outputs)
             except UserError as error:
                 if not several and form in ("text", "json"):
                     raise

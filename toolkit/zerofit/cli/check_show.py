@@ -37,18 +37,18 @@ class UnreadFile:
 
 def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
     """Print a file's findings under two headings, by line, the same finding of several places once."""
-    console, shown = err() if on_stderr else out(), 0
+    console, printed = err() if on_stderr else out(), 0
     listed = _grouped(result.findings)
     for title, stops in ((STOPS, True), (DIFFERS, False)):
         groups = [group for group in listed if (group[0].effect == "stops") == stops]
-        groups = groups if show_all else groups[: SCREEN - shown]
-        shown += len(groups)
+        groups = groups if show_all else groups[: SCREEN - printed]
+        printed += len(groups)
         if groups:
             console.print(f"\n{title}", style="bold")
         for group in groups:
             _show_group(console, result.file, group, show_all)
-    if shown < len(listed):
-        print_facts(console, [("", f"\n{len(listed) - shown} more findings with --all")], indent=0)
+    if printed < len(listed):
+        print_facts(console, [("", f"\n{len(listed) - printed} more findings with --all")], indent=0)
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -74,14 +74,14 @@ def _without_key(finding: Finding) -> str:
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
     """Yield the other places of a finding, in one line if only the key differs."""
-    shown, left = group[1:most], len(group[most:])
-    if shown and len({_without_key(finding) for finding in group[:most]}) == 1:
-        more = f", and at {left} more places" if left else ""
-        yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in shown)}{more}"
+    others, unlisted = group[1:most], len(group[most:])
+    if others and len({_without_key(finding) for finding in group[:most]}) == 1:
+        rest = f", and at {unlisted} more places" if unlisted else ""
+        yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in others)}{rest}"
         return
-    yield from (f"also line {finding.line}: {finding.message}" for finding in shown)
-    if left:
-        yield f"and at {left} more places"
+    yield from (f"also line {finding.line}: {finding.message}" for finding in others)
+    if unlisted:
+        yield f"and at {unlisted} more places"
 
 
 def github(results: Iterable[CheckResult | UnreadFile]) -> str:

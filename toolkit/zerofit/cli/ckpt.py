@@ -134,12 +134,12 @@ def show_list(result: CheckpointList) -> None:
     rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         known = row.layout is not None
         rows.append(
             {
                 "step": str(row.step),
-                "state": "complete" if row.whole else f"damaged: {wrong[0]}{more}",
+                "state": "complete" if row.whole else f"damaged: {wrong[0]}{others}",
                 "saved": _moment(row.created) if known else "?",
                 "size": shown_bytes(row.bytes or 0) if known else "?",
                 "ranks": str(row.world_size) if known else "?",
@@ -186,8 +186,8 @@ def show_verdict(result: VerifyResult) -> None:
     verdict = "COMPLETE" if result.ok else "DAMAGED"
     print_verdict(console, verdict, f"step {result.step}, {result.path}", good=result.ok)
     for problem in result.problems:
-        more = f" ({problem.message})" if problem.message else ""
-        print_facts(console, [("", f"{problem.file}: {problem.kind}{more}")], indent=2, hang=2)
+        details = f" ({problem.message})" if problem.message else ""
+        print_facts(console, [("", f"{problem.file}: {problem.kind}{details}")], indent=2, hang=2)
 
 
 def show_converted(result: ConvertResult) -> None:

@@ -61,16 +61,16 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(word) for word in value.split(","))
+        numbers = tuple(int(word) for word in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 16,32,64") from None
-    if min(found) < 1 or len(set(found)) < len(found):
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise click.BadParameter(f"{value!r}: numbers of 1 or more, each once")
-    return found
+    return numbers
 
 
-def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    if not wanted or context.resilient_parsing:
+def _list(context: click.Context, parameter: click.Parameter, listing: bool) -> None:
+    if not listing or context.resilient_parsing:
         return
     from zerofit.compare.job import STRATEGIES
 

@@ -338,8 +338,8 @@ def _step_line(event: Event) -> str:
     if event.total:
         step += f" of {event.total}"
     if event.total and seconds is not None:
-        left = timedelta(seconds=round(seconds * (event.total - event.done)))
-        step += f", {str(left).removeprefix('0:').removeprefix('0')} left"
+        remaining = timedelta(seconds=round(seconds * (event.total - event.done)))
+        step += f", {str(remaining).removeprefix('0:').removeprefix('0')} left"
     return f"{step}: {figures}"
 
 
@@ -356,8 +356,8 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
         names = [check.host for check in same]
         others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:NAMED]) + others
-        wanted = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
-        text = first.value + wanted + (f"; on {where}" if hosts > 1 else "")
+        expected = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
+        text = first.value + expected + (f"; on {where}" if hosts > 1 else "")
         print_facts(console, [(f"{first.status:4} {first.name}", text)], indent, style=STYLES[first.status])
         print_facts(console, [("", f"try: {first.hint}")] if first.hint else [], indent)
 

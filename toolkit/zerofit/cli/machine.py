@@ -58,8 +58,8 @@ def doctor(
     Exit code 1: a check failed.
     """
     show = _show_report if report else _show_findings
-    found = answer(lambda: _examine(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
-    if any(check["status"] == "fail" for check in found["checks"]):
+    result = answer(lambda: _examine(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
+    if any(check["status"] == "fail" for check in result["checks"]):
         raise SystemExit(FINDING)
 
 
@@ -98,8 +98,8 @@ def _show_report(result: dict[str, Any]) -> None:
     )
     for check in result["checks"]:
         if check["name"] != "processes":
-            found = check["value"].replace(str(Path.home()), "~").replace("|", "\\|")
-            print(f"| {check['name']} | {check['status']} | {found} |")
+            value = check["value"].replace(str(Path.home()), "~").replace("|", "\\|")
+            print(f"| {check['name']} | {check['status']} | {value} |")
 
 
 @click.command()
@@ -119,15 +119,15 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
 
     cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
-    found = _measure(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
+    measurements = _measure(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     about = {
         "kind": cluster.device.kind,
-        "device_name": found.pop("device_name") or f"CPU ({platform.machine()})",
+        "device_name": measurements.pop("device_name") or f"CPU ({platform.machine()})",
         "devices": cluster.gpus,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
     }
-    calibration = Calibration.from_dict({**about, **found})
+    calibration = Calibration.from_dict({**about, **measurements})
     path = write_calibration(calibration)
     return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
@@ -140,8 +140,8 @@ def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("", total=None)
         job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
-        found = measured(job, ranks, lambda phase: bar.update(task, description=phase))
-    return {**together(found), "device_name": found[0]["device_name"]}
+        by_rank = measured(job, ranks, lambda phase: bar.update(task, description=phase))
+    return {**together(by_rank), "device_name": by_rank[0]["device_name"]}
 
 
 def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:

@@ -78,7 +78,7 @@ class Commands(click.Group):
         ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
         return super().parse_args(ctx, args)
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Run the command line with safe output; under a launcher only the first rank prints."""
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in (sys.argv if args is None else args))
@@ -87,7 +87,7 @@ class Commands(click.Group):
                 null = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(null))
                 stack.enter_context(redirect_stderr(null))
-            return super().main(args, *rest, **more)
+            return super().main(args, *arguments, **options)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command. click's errors exit with code 2, errors of zerofit itself with 70."""

@@ -190,12 +190,12 @@ def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
     if not names:
         return [replace(Cluster.here(), **named)]
     problems: list[Problem] = []
-    found = []
+    hardware = []
     for name in names:
         try:
-            found.append(Cluster(name, **named))
+            hardware.append(Cluster(name, **named))
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return found
+    return hardware

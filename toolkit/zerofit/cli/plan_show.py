@@ -47,23 +47,23 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         console.print(_boxes(console, plan.boxes))
     if plan.answer:
         console.print(str(plan.answer), style="bold")
-    shown = (*result.layouts, *result.misfits)
-    if shown:
-        rows = [_row(number, layout) for number, layout in enumerate(shown, start=1)]
+    listed = (*result.layouts, *result.misfits)
+    if listed:
+        rows = [_row(number, layout) for number, layout in enumerate(listed, start=1)]
         console.print()
-        styles = ["red" if layout.fit.exceeded else None for layout in shown]
+        styles = ["red" if layout.fit.exceeded else None for layout in listed]
         keep = MISFIT if result.misfits else KEEP  # what these lack is among their first columns
         if columns:
             keep = ("", "layout", *columns)
             rows = [{name: row.get(name, "-") for name in keep} for row in rows]
         table = fitting_table(console, rows, RIGHT, keep, "layout", styles)
         console.print(table)
-        drawn = {str(column.header) for column in table.columns}
-        hidden = [name for name in keep if name not in drawn and any(row.get(name, "-") != "-" for row in rows)]
+        printed = {str(column.header) for column in table.columns}
+        left_out = [name for name in keep if name not in printed and any(row.get(name, "-") != "-" for row in rows)]
         console.print()
-        if hidden:
+        if left_out:
             how = "in a wider terminal" if columns else "in a wider terminal, or with --columns"
-            print_facts(console, [("more columns", f"{', '.join(hidden)} {how}")])
+            print_facts(console, [("more columns", f"{', '.join(left_out)} {how}")])
     print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
     if result.layouts and mesh:
         best = result.layouts[0].layout

@@ -58,24 +58,6 @@ FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no long
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
 
-class Percent(click.ParamType):
-    """A share, written like 1% or 0.5%."""
-
-    name = "percent"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse; anything but a number of percent is a usage error (exit code 2)."""
-        if isinstance(value, float):
-            return value
-        try:
-            share = float(str(value).strip().removesuffix("%")) / 100
-        except ValueError:
-            share = -1.0
-        if not 0 <= share < float("inf"):
-            self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
-        return share
-
-
 class CommandAfterDashes(click.Command):
     """A command whose words after `--` are another program's command line (`ctx.meta[SCRIPT]`)."""
 
@@ -85,6 +67,19 @@ class CommandAfterDashes(click.Command):
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[SCRIPT] = args[cut + 1 :] if cut < len(args) else None
         return super().parse_args(ctx, args[:cut])
+
+
+def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Return 0.01 for "1%". Raises BadParameter for anything but a number of percent."""
+    if value is None:
+        return None
+    try:
+        share = float(value.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise click.BadParameter(f"{value!r} is not a percentage such as 1%")
+    return share
 
 
 @click.command(cls=CommandAfterDashes)
@@ -103,7 +98,7 @@ class CommandAfterDashes(click.Command):
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds")
-@click.option("--fail-above", type=Percent(), metavar="PERCENT", help=FAIL_HELP)
+@click.option("--fail-above", callback=_share, metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON

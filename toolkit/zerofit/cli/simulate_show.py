@@ -43,14 +43,16 @@ def show(result: Simulation, details: bool) -> None:
 
 def _needs(result: Simulation) -> str:
     """Return the line with needed and available memory: of the device, or of the host if that is too small."""
-    needed, there = _needed(result), result.device_total_bytes
-    of = f"needs {shown_bytes(needed)} of {shown_bytes(there)} on {result.device}"
+    needed, available = _needed(result), result.device_total_bytes
+    of = f"needs {shown_bytes(needed)} of {shown_bytes(available)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
         return f"needs {host} of host memory on a node ({HOST_RESERVE:.0%} is reserved for the system)"
     if result.verdict == NOT:
-        return f"{of}, {shown_bytes(needed - there)} too much"
-    return f"{of}, " + (f"{shown_bytes(there - needed)} free" if result.verdict == FITS else "it may run out of memory")
+        return f"{of}, {shown_bytes(needed - available)} too much"
+    return f"{of}, " + (
+        f"{shown_bytes(available - needed)} free" if result.verdict == FITS else "it may run out of memory"
+    )
 
 
 def _needed(result: Simulation) -> int:
@@ -115,10 +117,10 @@ def _seen(run: SimulatedScript) -> str:
 
 def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
     """Yield the memory of the longest batches, how the script ended, and the parts of it that were replaced."""
-    found = run.longest
-    if found:
-        fits = "fits" if found.fits else "does not fit"
-        yield f"{found.tokens} tokens", f"peak {shown_bytes(found.peak_bytes)} in {found.peak_phase}, {fits}"
+    longest = run.longest
+    if longest:
+        fits = "fits" if longest.fits else "does not fit"
+        yield f"{longest.tokens} tokens", f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
     exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
     yield "script", f"{run.facts.ended}; {exact}"
     notes = run.facts.notes if every else run.facts.notes[:NOTES]
@@ -132,18 +134,20 @@ def _details(console: Console, result: Simulation) -> None:
     """Print the memory outside of torch, the phases, the breakdown of the peak, and the collectives."""
     facts = [("verdict", result.because)]
     if result.device != "cpu":
-        shown = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"
-        facts += [("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {shown}")]
+        by_driver = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"
+        facts += [
+            ("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {by_driver}")
+        ]
     host = result.host_bytes
     if sum(host.values()):
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
-        kept = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
-        facts += [("host memory", f"{kinds}{kept}; the process needs about {shown_bytes(HOST_PROCESS_BYTES)} more")]
+        cached = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
+        facts += [("host memory", f"{kinds}{cached}; the process needs about {shown_bytes(HOST_PROCESS_BYTES)} more")]
     if result.nvme_bytes:
         facts += [("NVMe", shown_bytes(result.nvme_bytes))]
     if result.layers_simulated:
         check, *counts = result.layers_simulated
-        off = f"the peak of {check} layers differs from it by {abs(result.extension_error):.2%}"
+        off = f"the peak with {check} layers is off by {abs(result.extension_error):.2%}"
         facts += [("layers", f"extrapolated from {' and '.join(map(str, counts))}; {off} (--exact simulates all)")]
     console.print()
     print_facts(console, facts)

@@ -214,9 +214,9 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
         answer(lambda: draw(list(runs), pictures), as_json, lambda drawn: click.echo(drawn["picture"]))
 
 
-def _show_traces(found: TraceComparison) -> None:
-    console, times = stdout(), found.measured_step_s / found.forecast_step_s
-    step = f"{found.measured_step_s:.3g} s a step, {times:.3g} times the forecast"
+def _show_traces(traces: TraceComparison) -> None:
+    console, times = stdout(), traces.measured_step_s / traces.forecast_step_s
+    step = f"{traces.measured_step_s:.3g} s a step, {times:.3g} times the forecast"
     print_verdict(console, "MEASURED", step)
     rows = [
         {
@@ -225,9 +225,9 @@ def _show_traces(found: TraceComparison) -> None:
             "measured": f"{1e3 * row.measured_s:.3f} ms",
             "difference": f"{1e3 * row.off_s:+.3f} ms",
         }
-        for row in found.rows[:ROWS]
+        for row in traces.rows[:ROWS]
     ]
     if rows:
         name, *figures = rows[0]
         console.print(fitting_table(console, rows, figures, tuple(rows[0]), name))
-    print_facts(console, [("picture", str(found.picture))], 9)
+    print_facts(console, [("picture", str(traces.picture))], 9)
