@@ -31,12 +31,12 @@ import transformers
 from meter.planned import traced
 from transformers.models.auto import modeling_auto
 
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.models.catalog import ModelError
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
+from zerofit.simulate.forecast.run import simulate
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.run import simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError, reason_of
 from zerofit.spec.run import Run, RunRequest
@@ -201,7 +201,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="limit for each")
     parser.add_argument("--out", type=Path, help="JSON of all rows; those that it has stay, but for what is done again")
     asked = parser.parse_args()
-    for name in ("transformers.integrations.deepspeed", "transformers.modeling_layers", "zerofit.simulate.profile"):
+    for name in (
+        "transformers.integrations.deepspeed",
+        "transformers.modeling_layers",
+        "zerofit.simulate.costs.profile",
+    ):
         import_module(name)
     signal.signal(signal.SIGALRM, _ended)
     kept = json.loads(asked.out.read_text())["each"] if asked.out and asked.out.is_file() else []

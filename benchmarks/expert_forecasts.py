@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofit.app.planning.profiles import ProfileRequest, trace
-from zerofit.app.simulation import simulate
+from zerofit.app.simulation.runs import simulate
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster

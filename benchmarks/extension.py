@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.simulation import PreparedSimulation, prepare_simulation
+from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
+from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run, RunRequest
@@ -107,7 +107,7 @@ def compare(extended: SimulatedRank, whole: SimulatedRank, one: PreparedSimulati
     for kind in dict.fromkeys(name for peak in peaks for name in peak):
         differs[f"kind: {kind}"] = (peaks[0].get(kind, 0) - peaks[1].get(kind, 0)) / exact["device"]
     return Compared(
-        run=one.asked.run.model_dump(exclude_defaults=True, mode="json"),
+        run=one.request.run.model_dump(exclude_defaults=True, mode="json"),
         gpus=one.cluster.gpus * one.cluster.nodes,
         gpu=one.cluster.device.kind,
         layers=extended.layers,

@@ -18,7 +18,7 @@ from typing import Any
 from meter.planned import planned
 
 import zerofit as zf
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.spec.run import RunRequest
 
 HERE = Path(__file__).parent

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.meter.planned import planned
-from zerofit.app.simulation import prepare_simulation
-from zerofit.simulate.allocator import replay
-from zerofit.simulate.run import SimulatedRank, simulate
+from zerofit.app.simulation.runs import prepare_simulation
+from zerofit.simulate.forecast.run import SimulatedRank, simulate
+from zerofit.simulate.memory.allocator import replay
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.run import Run, RunRequest

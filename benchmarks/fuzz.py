@@ -435,8 +435,8 @@ def _be_the_command(arguments: list[str], folder: Path) -> None:
 
 def _resolve(arguments: list[str]) -> None:
     """Resolve a run, with `train`'s options and answers to errors."""
-    from zerofit.app.requests import read_request
-    from zerofit.app.resolve import resolve_job
+    from zerofit.app.job.requests import read_request
+    from zerofit.app.job.resolve import resolve_job
     from zerofit.cli.answer import answer, fail_internally
     from zerofit.cli.options import given
     from zerofit.cli.train import train

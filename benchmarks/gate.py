@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zerofit.app.forecasts import forecast
-from zerofit.app.gate import judge, simulated
-from zerofit.app.requests import as_request
-from zerofit.app.resolve import ResolvedJob, resolve_job
-from zerofit.app.room import HostRoom
-from zerofit.simulate.verdict import FITS, NOT, WITHIN
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import ResolvedJob, resolve_job
+from zerofit.app.training.free_memory import HostMemory
+from zerofit.app.training.memory_forecast import forecast_ranks
+from zerofit.app.training.memory_gate import judge, prepared_for
+from zerofit.simulate.forecast.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -131,12 +131,12 @@ def started(number: int, name: str, request: RunRequest, resolved: ResolvedJob, 
     """Start a run with so much of what it needs free, and see whether it comes to its end."""
     ranks, began = resolved.job.layout.world_size, time.monotonic()
     cluster = Cluster("cpu", gpus=ranks)
-    found = forecast(simulated(request, resolved, cluster), cluster, Reporter())
+    found = forecast_ranks(prepared_for(request, resolved, cluster), cluster, Reporter())
     if isinstance(found, Problem):
         raise RuntimeError(found.message)
     needs = [found.host_need(found.of(rank)) for rank in range(ranks)]
     free = CPU_LIBRARY_BYTES + int(limit * sum(needs))
-    verdict = judge(found, HostRoom(name="", ranks=range(ranks), host_bytes=free, gpu_bytes=None)).word
+    verdict = judge(found, HostMemory(name="", ranks=range(ranks), host_bytes=free, gpu_bytes=None)).word
     shares = [int((free - CPU_LIBRARY_BYTES) * need / sum(needs)) for need in needs]
     run = place / "run.json"
     run.write_text(request.run.model_copy(update={"output": None}).model_dump_json())

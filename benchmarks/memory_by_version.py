@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from meter.report import surroundings
 from meter.script_cases import SCRIPTS, save_tokenizer
 
-from zerofit.app.releases import python_with
+from zerofit.app.simulation.other_releases import python_with
 from zerofit.spec.events import Reporter
 
 RESULTS = Path(__file__).parent / "results"

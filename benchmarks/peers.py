@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
 import zerofit as zf
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find, source_config
 from zerofit.spec.run import RunRequest

@@ -22,12 +22,12 @@ from typing import Any, get_args
 
 from meter.planned import planned
 
-from zerofit.app.simulation import PreparedSimulation, prepare_simulation
+from zerofit.app.simulation.runs import PreparedSimulation, prepare_simulation
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
-from zerofit.simulate.assess import assess
-from zerofit.simulate.run import SimulatedRank, heaviest_of, simulate
-from zerofit.simulate.verdict import FITS
+from zerofit.simulate.forecast.assess import assess
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of, simulate
+from zerofit.simulate.forecast.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.mesh import heaviest_of_stages

@@ -33,7 +33,7 @@ from zerofit.spec.profile import Profile
 
 ROOT = Path(__file__).parents[1]
 FINGERPRINT = shipped.FOLDER / "fingerprint.txt"
-TRACER = "zerofit.simulate.profile"
+TRACER = "zerofit.simulate.costs.profile"
 ROOMS = ("models", "simulate", "train")  # whose code a trace runs; `spec` has only types for it
 # device, precision, length; the usual ones first
 SETTINGS = (("cuda", "bf16", None), ("cpu", "fp32", None), ("cuda", "fp16", None), ("cuda", "bf16", 4096))

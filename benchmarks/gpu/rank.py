@@ -50,7 +50,7 @@ CLASSES = {
 
 
 class DeviceMeter:
-    """torch's own count of the current GPU's memory (`zerofit.simulate.phases.MemoryMeter`)."""
+    """torch's own count of the current GPU's memory (`zerofit.simulate.engine.phases.MemoryMeter`)."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0  # the most so far
@@ -122,8 +122,8 @@ def measure(asked: SimulationTarget) -> dict[str, Any]:
     the device, the driver's part included. Times are seconds: "step_s" of some steps, "kernels" of one step's by class,
     "ops" of torch's ops by the shapes of their inputs, "host" what ops and calls of the driver take of the host.
     """
-    from zerofit.simulate.drivers import empty_batches, start, train_steps
-    from zerofit.simulate.phases import PhaseLog
+    from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
+    from zerofit.simulate.engine.phases import PhaseLog
     from zerofit.train import process_group
 
     used_before = int(sys.stdin.readline())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zerofit.models.catalog import source_of
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.memory import Forecaster
-from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.costs.profile import TraceSetting, profile_model
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.profile import Profile, Savings
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofit.simulate.op_costs import scratch_on
+from zerofit.simulate.ops.costs import scratch_on
 
 from .meter import AllocatorMeter
 
@@ -44,7 +44,7 @@ BATCH_NORM = "aten::native_batch_norm_backward"
 class KernelScratch:
     """Bytes that an op takes and gives back while it runs; each kind of call is measured once.
 
-    Of ops that are not measured, the known ones (`zerofit.simulate.op_costs.scratch_on`).
+    Of ops that are not measured, the known ones (`zerofit.simulate.ops.costs.scratch_on`).
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class KernelScratch:
         self._known: dict[Any, int] = {}
 
     def __call__(self, op: str, args: Any, kwargs: Any, out: Any) -> int:
-        """The scratch of this call (`zerofit.simulate.op_costs.Scratch`); its tensors may be fakes."""
+        """The scratch of this call (`zerofit.simulate.ops.costs.Scratch`); its tensors may be fakes."""
         if op not in TAKING:
             return self._unmeasured(op, args, kwargs, out)
         key = (op, *(_described(leaf) for leaf in tree_leaves((args, kwargs))))

@@ -31,7 +31,7 @@ def metered(task: ScriptTask) -> dict[str, Any]:
     import deepspeed
     import torch.distributed as dist
 
-    from zerofit.simulate.phases import PhaseLog
+    from zerofit.simulate.engine.phases import PhaseLog
     from zerofit.simulate.script.phases import ScriptPhases
 
     from .meter import AllocatorMeter

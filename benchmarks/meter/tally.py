@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from zerofit.simulate import rank
-from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.engine import rank
+from zerofit.simulate.ops.costs import Scratch
+from zerofit.simulate.ops.tracker import AllocationTracker, CallSite
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.tracker import AllocationTracker, CallSite
 from zerofit.spec.files import plain_data
 
 from .scratch import KernelScratch

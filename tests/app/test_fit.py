@@ -17,11 +17,11 @@ from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
 from zerofit.app.fitting.options import LayoutOption, decided
-from zerofit.app.gate import MemoryGate
-from zerofit.app.requests import as_request, read_request
+from zerofit.app.job.requests import as_request, read_request
+from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.launch.hostfile import Host
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead
+from zerofit.simulate.forecast.verdict import FITS, NOT, WITHIN, Overhead
 from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES, CPU_PROCESS_HIGH_BYTES
@@ -187,7 +187,7 @@ def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_che
     run = {"model": "greedy:Net", "data": "digits", "loss": "cross-entropy", "steps": 5, "save_every": "2"}
     told: list[Event] = []
     result = RestartingRun(
-        asked=as_request(zf.Run(**run, fit=True, output=tmp_path / "run", eval_samples=8)),
+        request=as_request(zf.Run(**run, fit=True, output=tmp_path / "run", eval_samples=8)),
         hosts=(Host("node-0", RANKS),),
         options=HostRequest(no_ssh=True, nodes=1, slots=RANKS, node_rank=0, master_addr="127.0.0.1"),
         report=Reporter(told.append),

@@ -18,17 +18,17 @@ from tests.plan.stub import make_profile
 from zerofit.app.beside import read as read_beside
 from zerofit.app.checking import check
 from zerofit.app.fitting.fit import read_choice
-from zerofit.app.hub_models import missing_files
+from zerofit.app.job.hub_models import missing_files
+from zerofit.app.job.requests import is_run_file
 from zerofit.app.planning.profiles import read_profile
 from zerofit.app.planning.request import read_tuned
-from zerofit.app.requests import is_run_file
 from zerofit.app.tuning.job import read_space
 from zerofit.checkpoint.store import FORMAT, MANIFEST, ManifestError, checksum_of, read_manifest
 from zerofit.config.ds_json import bundled
 from zerofit.models.inputs import TableInputs, inputs_to_dict
 from zerofit.report.trace_kernels import measured_kernels
 from zerofit.report.traces import read_trace
-from zerofit.simulate.baseline import read_baseline
+from zerofit.simulate.forecast.baseline import read_baseline
 from zerofit.spec.device_file import read_device
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import calibration_file, read_calibration

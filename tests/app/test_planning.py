@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 import zerofit as zf
 from tests.plan.stub import make_profile
+from zerofit.app.job.requests import as_request
 from zerofit.app.planning.methods import compare_methods, read_methods
 from zerofit.app.planning.request import PlanningRequest
-from zerofit.app.requests import as_request
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.cli.main import main
 from zerofit.plan.layout import PlannedLayout
 

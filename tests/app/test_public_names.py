@@ -64,7 +64,7 @@ def test_the_example_of_each_runs(name, tmp_path, monkeypatch):
     found = [one for one in doctest.DocTestFinder().find(value, name) if one.examples]
     assert found
     if name == "Session":  # joins a process group, and leaves a launcher's variables in the environment
-        module = "zerofit.app.session"
+        module = "zerofit.app.training.session"
         assert (
             said(f"import doctest, {module} as m; print('failed', doctest.testmod(m))")
             .splitlines()[-1]

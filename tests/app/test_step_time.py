@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import zerofit as zf
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import resolve_job
 from zerofit.app.planning import step_time
-from zerofit.app.requests import as_request
-from zerofit.app.resolve import resolve_job
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration, write_calibration

@@ -20,8 +20,8 @@ from tests.checkpoint.made import JOB, Made, make
 from tests.plan.stub import make_profile
 from tests.report.test_traces import event
 from zerofit.app.fitting.fit import read_choice
+from zerofit.app.job.requests import as_request, read_request
 from zerofit.app.planning.from_trace import calibrated
-from zerofit.app.requests import as_request, read_request
 from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.cli.main import main
 from zerofit.models.build import build

@@ -91,7 +91,7 @@ def test_from_a_stored_profile_no_torch_is_imported(stored, tmp_path):
 
 
 def test_the_second_plan_finds_the_profile(traced, monkeypatch):
-    from zerofit.simulate import profile
+    from zerofit.simulate.costs import profile
 
     monkeypatch.setattr(profile, "profile_model", None)
     again = asked("llama-tiny", "--model-args", ARGS, "--seq-len", 1024, *H100, "--global-batch", 64)

@@ -20,8 +20,8 @@ from zerofit.app.comparing.rows import Comparison, StrategyRow
 from zerofit.app.data_view import DataView
 from zerofit.app.inference import Evaluation
 from zerofit.app.planning.planner import plan
-from zerofit.app.simulation import simulate
-from zerofit.app.supervision import TrainingResult
+from zerofit.app.simulation.runs import simulate
+from zerofit.app.training.result import TrainingResult
 from zerofit.checkpoint.diff import CheckpointDiff, TensorRow
 from zerofit.checkpoint.export import ExportResult
 from zerofit.checkpoint.store import Damage
@@ -43,7 +43,7 @@ from zerofit.doctor.check import Check
 from zerofit.infer.evaluate import EvalScores
 from zerofit.models.names import model_table
 from zerofit.report.trace_comparison import TraceComparison, TraceRow
-from zerofit.simulate.result import KnobResult
+from zerofit.simulate.forecast.result import KnobResult
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Batch, Layout

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from zerofit.app.supervision import TrainingResult
+from zerofit.app.training.result import TrainingResult
 from zerofit.cli.train import DEFAULT_JOB, _default_job, show
 from zerofit.spec.run import Run
 

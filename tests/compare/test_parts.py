@@ -20,7 +20,7 @@ from zerofit.app.comparing.rows import (
     strategy_row,
     summarize_sizes,
 )
-from zerofit.app.room import HostRoom
+from zerofit.app.training.free_memory import HostMemory
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
 from zerofit.compare.epochs import Noise
 from zerofit.compare.job import STRATEGIES, CompareJob, code_lines
@@ -174,8 +174,8 @@ def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
     gate = StateGate(parameters=parameters, folder=tmp_path, anyway=False)
 
     def lacks(name: str, free_bytes: int, one: StateGate = gate, job: CompareJob = job) -> str | None:
-        there = HostRoom(name="", ranks=range(4), host_bytes=free_bytes, gpu_bytes=free_bytes)
-        monkeypatch.setattr(comparing_room, "room_here", lambda ranks, run: there)
+        there = HostMemory(name="", ranks=range(4), host_bytes=free_bytes, gpu_bytes=free_bytes)
+        monkeypatch.setattr(comparing_room, "memory_here", lambda ranks, run: there)
         return one.lacks(STRATEGIES[name], job)
 
     state = 12 * parameters

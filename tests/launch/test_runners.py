@@ -14,7 +14,7 @@ import pytest
 
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import GUARD
-from zerofit.launch.runner import PLAIN, RUNNERS, check, runner, runner_environment
+from zerofit.launch.runner import PLAIN, RUNNERS, Runner, runner_environment
 from zerofit.spec.errors import Problems
 
 ORDERS = "b3JkZXJz"
@@ -63,11 +63,11 @@ def made(tmp_path_factory):
         for name, hosts in (("even", EVEN), ("uneven", UNEVEN)):
             place = logs / kind / name
             place.mkdir(parents=True)
-            asked[kind, name] = runner(kind, hosts, place, ("10.0.0.1", 29500), ORDERS)
+            asked[kind, name] = Runner(kind=kind).command(hosts, place, ("10.0.0.1", 29500), ORDERS)
     (logs / "more").mkdir()
-    asked["pdsh", "picked"] = runner("pdsh", PICKED, logs / "more", ("10.0.0.1", 29500), ORDERS)
+    asked["pdsh", "picked"] = Runner().command(PICKED, logs / "more", ("10.0.0.1", 29500), ORDERS)
     mca = "--mca btl_tcp_if_include ib0 --mca plm_rsh_args '-p 2222'"
-    asked["openmpi", "network"] = runner("openmpi", EVEN, logs, ("10.0.0.1", 29500), ORDERS, runner_args=mca)
+    asked["openmpi", "network"] = Runner(kind="openmpi", arguments=mca).command(EVEN, logs, ("10.0.0.1", 29500), ORDERS)
     environment = os.environ | HOSTILE
     with pytest.MonkeyPatch.context() as patch:
         for name, value in HOSTILE.items():
@@ -123,7 +123,7 @@ def test_devices_are_picked_by_pdsh_alone(made):
     assert world(made["pdsh", "picked"]["cmd"]) == {"n1": [0, 3], "n2": [1, 2]}
     for kind in ("slurm", "openmpi", "mpich"):
         problems = Problems()
-        check(kind, PICKED, "", problems)
+        Runner(kind=kind).check(PICKED, problems)
         assert problems
 
 
@@ -166,5 +166,5 @@ def test_mpich(made):
 @pytest.mark.parametrize("kind", RUNNERS)
 def test_uneven_hosts_are_refused_by_us_where_deepspeed_refuses_them(made, kind):
     problems = Problems()
-    check(kind, UNEVEN, "", problems)
+    Runner(kind=kind).check(UNEVEN, problems)
     assert bool(problems) == ("error" in made[kind, "uneven"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from zerofit.app.requests import assumed_inputs, input_option
+from zerofit.app.job.requests import assumed_inputs, input_option
 from zerofit.models import denoisers
 from zerofit.models.build import batch_keys, build, check_forward, empty_batch, forward_loss, parameter_count
 from zerofit.models.catalog import ModelError, find, shape_named

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 
 from tests.models.small import NAMED
-from zerofit.app.requests import assumed_inputs, input_option, parse_input
+from zerofit.app.job.requests import assumed_inputs, input_option, parse_input
 from zerofit.data.synthetic import SyntheticNamed
 from zerofit.models.build import batch_keys, build, check_forward, empty_batch, forward_loss, parameter_count
 from zerofit.models.catalog import ModelError, find

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zerofit.app.hub_models import missing_files
+from zerofit.app.job.hub_models import missing_files
 from zerofit.infer.saved_model import read_weights
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.weight_index import weight_names

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zerofit.simulate.kernels import call_of
-from zerofit.simulate.layer_costs import is_kernel
-from zerofit.simulate.rank import simulate
+from zerofit.simulate.costs.kernels import call_of
+from zerofit.simulate.costs.layers import is_kernel
+from zerofit.simulate.engine.rank import simulate
+from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.tracker import AllocationTracker
 
 WATCH = AllocationTracker.__torch_dispatch__
 

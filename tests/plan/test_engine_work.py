@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerofit as zf
-from zerofit.app.requests import as_request
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.job.requests import as_request
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.config.ds_json import read_for_run
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.layout import PlannedLayout

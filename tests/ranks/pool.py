@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerofit.app.prepare_folder import Gate, make_ready, prepare
+from zerofit.app.training.prepare_folder import Gate, make_ready, prepare
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.ops import build_ops, needed_ops

@@ -70,12 +70,12 @@ def main(device: str) -> None:
     if device == "simgpu":
         from torch import _dynamo  # noqa: F401  # looks at what is patched
 
-        from zerofit.simulate import device as simulated
-        from zerofit.simulate import patches
+        from zerofit.simulate.fakes import device as simulated
+        from zerofit.simulate.fakes import gpu_patches
 
         simulated.register()
-        patches.backend_keys()
-        patches.autocast()
+        gpu_patches.backend_keys()
+        gpu_patches.autocast()
     name = "privateuseone" if device == "simgpu" else device
     found = {}
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -42,7 +42,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def simulated(cache: Any) -> dict[str, Any]:
     """Name of a target -> its record, or the Problem that stopped it."""
-    from zerofit.simulate.processes import simulate_all
+    from zerofit.simulate.forecast.processes import simulate_all
 
     targets = [target(**spec) for spec in TARGETS.values()]
     return dict(zip(TARGETS, simulate_all(targets, lambda text: None), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerofit.app.simulation import prepare_simulation
+from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import cpu_device, find_device

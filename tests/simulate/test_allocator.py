@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofit.simulate.alloc_conf import MIB, AllocatorSettings, alloc_conf_of, read_alloc_conf
-from zerofit.simulate.allocator import EmptyCache, PhaseEnd, RecordStream, Synchronized, replay
-from zerofit.simulate.caching import CachingAllocator, segment_bytes
-from zerofit.simulate.expandable import ExpandableAllocator
+from zerofit.simulate.memory.alloc_conf import MIB, AllocatorSettings, alloc_conf_of, read_alloc_conf
+from zerofit.simulate.memory.allocator import EmptyCache, PhaseEnd, RecordStream, Synchronized, replay
+from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocator, segment_bytes
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import pinned_bytes
 

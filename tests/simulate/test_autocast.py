@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.simulate.targets import target
-from zerofit.simulate.autocast import policies
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.fakes.autocast import policies
+from zerofit.simulate.forecast.processes import simulate_all
 
 # registered for CUDA in autocast_mode.cpp itself: cuDNN's ops, which nothing here comes to, one that raises, and one
 # that no torch has

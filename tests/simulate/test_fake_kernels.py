@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofit.simulate.fake_kernels import as_on
+from zerofit.simulate.fakes.kernels import as_on
 
 
 class Ops(TorchDispatchMode):

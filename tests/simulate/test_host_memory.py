@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zerofit.simulate.host_memory import extended, highest, host_moments
-from zerofit.simulate.ledger import HOST, LOCKED, PINNED, Ledger, Storage
+from zerofit.simulate.memory.host import extended, highest, host_moments
+from zerofit.simulate.memory.ledger import HOST, LOCKED, PINNED, Ledger, Storage
 from zerofit.simulate.record import HostMoment
 
 

@@ -11,8 +11,8 @@ from zerofit.models.batch_norm import batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
-from zerofit.simulate.categories import LOGITS
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.simulate.memory.categories import LOGITS
 from zerofit.simulate.record import RankRecord
 
 RANKS, MICRO, ARGS = 2, 2, {"width": 4}

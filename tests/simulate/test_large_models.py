@@ -9,8 +9,8 @@ import pytest
 from transformers import JambaConfig
 
 from tests.simulate.targets import TINY, target
-from zerofit.simulate import run
-from zerofit.simulate.run import SimulatedRank, layer_counts, simulate
+from zerofit.simulate.forecast import run
+from zerofit.simulate.forecast.run import SimulatedRank, layer_counts, simulate
 
 DENSE, LAYERS = 2, 12  # of them have no experts, in all
 SMALL_DEEPSEEK: dict[str, Any] = {

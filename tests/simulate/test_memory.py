@@ -14,9 +14,9 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
-from zerofit.simulate.categories import KINDS
-from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.costs.profile import TraceSetting, profile_model
+from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.simulate.memory.categories import KINDS
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem
 

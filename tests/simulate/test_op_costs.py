@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from zerofit.simulate.op_costs import scratch_on
-from zerofit.simulate.tracker import AllocationTracker
+from zerofit.simulate.ops.costs import scratch_on
+from zerofit.simulate.ops.tracker import AllocationTracker
 
 FLOAT, HALF, WHOLE = (torch.ones(100, 100, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64))
 COLUMN, TRUTH = HALF[:, :1], FLOAT > 0

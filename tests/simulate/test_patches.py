@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.torch_version import TorchVersion
 
 from tests.simulate.targets import target
-from zerofit.simulate import patches
-from zerofit.simulate.fake_kernels import cuda_attention
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.fakes import gpu_patches, patches
+from zerofit.simulate.fakes.kernels import cuda_attention
+from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.record import RankRecord
 
 pytestmark = pytest.mark.versions
@@ -292,7 +292,8 @@ def test_the_reason_for_a_patch_is_still_in_the_library(reason):
 
 
 def test_every_patch_is_listed():
-    everywhere = [p.__name__ for p in (*patches.EVERYWHERE, *patches.ON_GPU)]
+    applied = (*patches.ALWAYS, *gpu_patches.ON_EVERY_GPU, *gpu_patches.OF_RUNS, *gpu_patches.OF_RUNS_ON_GPU)
+    everywhere = [patch.__name__ for patch in applied]
     assert {*everywhere, "compiled_ops", "item", "rng_state", "record_stream"} == set(PATCHES)
 
 

@@ -12,17 +12,17 @@ import torch
 import transformers
 from torch import nn
 
-from zerofit.app.requests import assumed_inputs
+from zerofit.app.job.requests import assumed_inputs
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import Timer, model_flops
-from zerofit.simulate.fake_kernels import as_on
-from zerofit.simulate.kernels import KernelCall, kernels_of
-from zerofit.simulate.layer_costs import envelope
-from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.costs.kernels import KernelCall, kernels_of
+from zerofit.simulate.costs.layers import envelope
+from zerofit.simulate.costs.profile import TraceSetting, profile_model
+from zerofit.simulate.fakes.kernels import as_on
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Linear, Profile, Savings, setting
 from zerofit.spec.run import Run

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.meter.planned import planned
 from tests.simulate.targets import target
 from tests.simulate.test_optimizers import H100, SEQ_LEN, SHAPE
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.forecast.processes import simulate_all
 
 BITS = {"config": "zero3", "lora": 8, "quantize": "nf4", "double_quant": True, "precision": "bf16", "kind": H100}
 CASES: list[dict[str, Any]] = [

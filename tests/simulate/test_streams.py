@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from zerofit.simulate.allocator import RecordStream, Synchronized, replay
-from zerofit.simulate.caching import MIB
-from zerofit.simulate.ledger import DEVICE, Ledger, Storage, device_events
-from zerofit.simulate.streams import Streams
+from zerofit.simulate.memory.allocator import RecordStream, Synchronized, replay
+from zerofit.simulate.memory.caching import MIB
+from zerofit.simulate.memory.ledger import DEVICE, Ledger, Storage, device_events
+from zerofit.simulate.ops.streams import Streams
 
 
 def allocate(streams: Streams, size: int) -> int:

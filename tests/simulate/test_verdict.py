@@ -12,11 +12,10 @@ from benchmarks.meter.planned import planned
 from tests.simulate.targets import cluster, target
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
-from zerofit.simulate.assess import assess
-from zerofit.simulate.caching import MIB
-from zerofit.simulate.result import severity
-from zerofit.simulate.run import SimulatedRank, simulate
-from zerofit.simulate.verdict import (
+from zerofit.simulate.forecast.assess import assess
+from zerofit.simulate.forecast.result import severity
+from zerofit.simulate.forecast.run import SimulatedRank, simulate
+from zerofit.simulate.forecast.verdict import (
     FITS,
     NOT,
     WITHIN,
@@ -26,6 +25,7 @@ from zerofit.simulate.verdict import (
     judge_events,
     overheads,
 )
+from zerofit.simulate.memory.caching import MIB
 from zerofit.spec.devices import DEVICES, cpu_device
 from zerofit.spec.overhead import blas_workspace_bytes
 

@@ -14,8 +14,8 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import forecast
 from zerofit.plan.timeline import timeline
 from zerofit.plan.zero3_gather import fetches
-from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.costs.profile import TraceSetting, profile_model
+from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.spec.profile import ZERO3, Profile, setting
 
 

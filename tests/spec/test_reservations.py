@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from zerofit.spec import reservations
-from zerofit.spec.reservations import free_for, gpu_claims, host_claims, is_reserved, release, reserve
+from zerofit.spec.reservations import free_for, is_reserved, release, reserve, reserved_on_gpus, reserved_on_host
 
 MIB = 2**20
 # stands for a rank: its command line, and memory of its own
@@ -41,32 +41,32 @@ def test_what_its_ranks_have_taken_is_no_longer_claimed(tmp_path, monkeypatch):
     run = tmp_path / "run"
     reserve(run, 512 * MIB, {"GPU-0": 3, "GPU-1": 4})
     reserve(tmp_path / "other", 100, {"GPU-1": 1})
-    assert host_claims() == 512 * MIB + 100 and host_claims(but=run) == 100
-    assert gpu_claims() == {"GPU-0": 3, "GPU-1": 5} and gpu_claims(but=run) == {"GPU-1": 1}
+    assert reserved_on_host() == 512 * MIB + 100 and reserved_on_host(except_run=run) == 100
+    assert reserved_on_gpus() == {"GPU-0": 3, "GPU-1": 5} and reserved_on_gpus(except_run=run) == {"GPU-1": 1}
     rank = started(RANK, "zerofit.worker", str(run))
     try:
         memory = psutil.Process(rank.pid).memory_info()
-        assert host_claims() == 512 * MIB + 100 - (memory.rss - memory.shared)
-        assert host_claims() < (512 - 64) * MIB
+        assert reserved_on_host() == 512 * MIB + 100 - (memory.rss - memory.shared)
+        assert reserved_on_host() < (512 - 64) * MIB
         monkeypatch.setattr(reservations, "host_memory", lambda: (0, 1000 * MIB))
         assert free_for(run) == 1000 * MIB + (memory.rss - memory.shared) - 100
-        assert free_for(tmp_path / "third") == 1000 * MIB - host_claims()
+        assert free_for(tmp_path / "third") == 1000 * MIB - reserved_on_host()
     finally:
         rank.kill()
         rank.wait()
     release(run)
-    assert host_claims() == 100 and not is_reserved(run) and is_reserved(tmp_path / "other")
+    assert reserved_on_host() == 100 and not is_reserved(run) and is_reserved(tmp_path / "other")
 
 
 def test_a_process_that_is_gone_reserves_nothing(tmp_path):
     run = tmp_path / "run"
     keeper = started(KEEPER, str(run))
-    assert is_reserved(run) and host_claims() == 512 * MIB and gpu_claims() == {"GPU-1": 2**30}
+    assert is_reserved(run) and reserved_on_host() == 512 * MIB and reserved_on_gpus() == {"GPU-1": 2**30}
     release(run)  # it is not this process's to give back
     assert is_reserved(run)
     keeper.kill()
     keeper.wait()
-    assert not is_reserved(run) and host_claims() == 0 and not gpu_claims()
+    assert not is_reserved(run) and reserved_on_host() == 0 and not reserved_on_gpus()
     assert not list(Path(tmp_path, "cache").rglob("*.json"))
 
 
@@ -74,4 +74,4 @@ def test_a_cache_that_cannot_be_written_reserves_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "file"))
     reserve(tmp_path / "run", 1, {})
-    assert host_claims() == 0
+    assert reserved_on_host() == 0

@@ -127,7 +127,7 @@ def test_averages_are_torchs_and_resume_exactly(pools, tmp_path, reference, stag
 
 
 def test_what_cannot_go_together_is_refused(tmp_path):
-    from zerofit.app.resolve import resolve_job
+    from zerofit.app.job.resolve import resolve_job
     from zerofit.spec.run import RunRequest
 
     def said(**options) -> str:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from zerofit.spec.measured import MeasuredMemory
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 from zerofit.spec.run_folder import MemoryForecast
+from zerofit.train.measured import MeasuredMemory
 from zerofit.train.memory import MemoryWatch
 
 MIB = 2**20

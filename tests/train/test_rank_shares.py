@@ -14,13 +14,13 @@ from torch.torch_version import TorchVersion
 
 import zerofit as zf
 from tests.train.own_models import Unequal
-from zerofit.app.resolve import resolve_job
+from zerofit.app.job.resolve import InputSource, resolve_job
 from zerofit.config.shares import shared_out
 from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.plan.layout import PlannedLayout
-from zerofit.simulate.result import SimulatedRun
+from zerofit.simulate.forecast.result import SimulatedRun
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run, RunRequest
@@ -118,5 +118,5 @@ def test_plan_and_simulation_know_them(cache):
     angles = 2 * 32 * 40 // 2 if older else 0  # of 32 tokens and half of a head's 40 places
     assert heavy.flops == 3 * light.flops - 2 * angles
     auto = Run(model="llama-tiny", seq_len=32, ranks=2, micro_batch=4, micro_batch_by_rank="auto")
-    job = resolve_job(RunRequest.of(auto), inputs="assumed").job
+    job = resolve_job(RunRequest.of(auto), inputs=InputSource(kind="assumed")).job
     assert PlannedLayout.of(job).micro_batch == 8  # a rank may get twice its share

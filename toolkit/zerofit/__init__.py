@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from zerofit.app.inference import generate as generate
     from zerofit.app.planning.answers import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
-    from zerofit.app.script_simulation import simulate_script as simulate_script
-    from zerofit.app.session import Session as Session
-    from zerofit.app.simulation import simulate as simulate
-    from zerofit.app.supervision import TrainingResult as TrainingResult
-    from zerofit.app.training import TrainingRun as TrainingRun
-    from zerofit.app.training import train as train
+    from zerofit.app.simulation.runs import simulate as simulate
+    from zerofit.app.simulation.scripts import simulate_script as simulate_script
+    from zerofit.app.training.result import TrainingResult as TrainingResult
+    from zerofit.app.training.session import Session as Session
+    from zerofit.app.training.train import TrainingRun as TrainingRun
+    from zerofit.app.training.train import train as train
     from zerofit.app.tuning.tune import tune as tune
-    from zerofit.simulate.result import Simulation as Simulation
+    from zerofit.simulate.forecast.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import DoesNotFit as DoesNotFit
     from zerofit.spec.errors import Problem as Problem
@@ -93,14 +93,14 @@ _MODULES = {
     "zerofit.app.inference": ("ChatResult", "Evaluation", "Generation", "chat", "evaluate", "generate"),
     "zerofit.app.planning.answers": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
-    "zerofit.app.script_simulation": ("simulate_script",),
-    "zerofit.app.session": ("Session",),
-    "zerofit.app.simulation": ("simulate",),
-    "zerofit.app.supervision": ("TrainingResult",),
-    "zerofit.app.training": ("TrainingRun", "train"),
+    "zerofit.app.simulation.scripts": ("simulate_script",),
+    "zerofit.app.training.session": ("Session",),
+    "zerofit.app.simulation.runs": ("simulate",),
+    "zerofit.app.training.result": ("TrainingResult",),
+    "zerofit.app.training.train": ("TrainingRun", "train"),
     "zerofit.app.tuning.tune": ("tune",),
     "zerofit.hf": ("hf",),
-    "zerofit.simulate.result": ("Simulation",),
+    "zerofit.simulate.forecast.result": ("Simulation",),
     "zerofit.spec.cluster": ("Cluster",),
     "zerofit.spec.errors": ("DoesNotFit", "Problem", "RunFailed", "Stopped", "UserError"),
     "zerofit.spec.events": ("Event",),

@@ -40,12 +40,12 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from zerofit.app.resolve import ASSUMED_STEPS
-from zerofit.app.simulation import simulate as simulate_run
+from zerofit.app.job.resolve import ASSUMED_STEPS
+from zerofit.app.simulation.runs import simulate as simulate_run
 from zerofit.check.dotted import autos, get
 from zerofit.config.ds_json import read_document
 from zerofit.models.catalog import ModelError, find
-from zerofit.simulate.result import Simulation
+from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
@@ -166,11 +166,11 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
 
 def _optimizer(args: TrainingArguments, problems: Problems) -> str | None:
     """Return the run's name for the Trainer's optimizer."""
-    asked = str(getattr(args.optim, "value", args.optim))
-    if asked not in OPTIMIZERS:
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIMIZERS:
         hint = f"use {', '.join(OPTIMIZERS)}, or an optimizer block in the DeepSpeed JSON"
-        problems.add("trainer", f"args.optim {asked} cannot be simulated", hint, "args.optim")
-    return OPTIMIZERS.get(asked)
+        problems.add("trainer", f"args.optim {name} cannot be simulated", hint, "args.optim")
+    return OPTIMIZERS.get(name)
 
 
 def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
@@ -210,29 +210,29 @@ def _filled(
     written: dict[str, Any], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
 ) -> dict[str, Any]:
     """Let transformers fill the JSON's "auto" values. Raises UserError if JSON and arguments disagree."""
-    mine = getattr(args, "hf_deepspeed_config", None)
+    trainers = getattr(args, "hf_deepspeed_config", None)
     try:
         filler = HfTrainerDeepSpeedConfig(written)  # replaces the Trainer's for from_pretrained
-        seen = _AsOnCluster(args, ranks)
-        filler.trainer_config_process(seen)
-        filler.trainer_config_finalize(seen, SimpleNamespace(config=config), steps)  # only reads model.config
-        if left := list(autos(filler.config)):
-            raise ValueError(f'{", ".join(left)} is "auto", and the Trainer does not fill it in')
+        cluster_args = _AsOnCluster(args, ranks)
+        filler.trainer_config_process(cluster_args)
+        filler.trainer_config_finalize(cluster_args, SimpleNamespace(config=config), steps)  # only reads model.config
+        if unfilled := list(autos(filler.config)):
+            raise ValueError(f'{", ".join(unfilled)} is "auto", and the Trainer does not fill it in')
         return dict(filler.config)
     except ValueError as error:
         hint = 'write "auto" where the Trainer has an argument, and values elsewhere'
         problem = Problem(kind="trainer", message=str(error), hint=hint, where="args.deepspeed")
         raise UserError(problem) from None
     finally:
-        set_hf_deepspeed_config(mine) if mine is not None else unset_hf_deepspeed_config()
+        set_hf_deepspeed_config(trainers) if trainers is not None else unset_hf_deepspeed_config()
 
 
 # --- callbacks ---
 
 
-def _folder(asked: Path | str | None, args: TrainingArguments) -> Path:
+def _folder(chosen: Path | str | None, args: TrainingArguments) -> Path:
     """Create and return the folder that a callback writes to."""
-    folder = Path(asked or args.output_dir or ".")
+    folder = Path(chosen or args.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -297,7 +297,7 @@ class NanReport(TrainerCallback):
         self.folder, self.stop = folder, stop
         self.finding: NanFinding | None = None
         self._drawn: _RecordedBatches | None = None
-        self._seen: list[tuple[int, torch.Tensor, dict[str, Any]]] = []  # of this step: number, loss, batch
+        self._losses: list[tuple[int, torch.Tensor, dict[str, Any]]] = []  # of this step: number, loss, batch
         self._count = 0
         self._hook: Any = None
 
@@ -311,7 +311,7 @@ class NanReport(TrainerCallback):
         **_: Any,
     ) -> None:
         """Start to record the model's losses and the loader's indices."""
-        self._count, self._seen = 0, []
+        self._count, self._losses = 0, []
         self._hook = model.register_forward_hook(self._forward, with_kwargs=True)
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's
         sampler = getattr(loader, "batch_sampler", None)
@@ -327,16 +327,16 @@ class NanReport(TrainerCallback):
         if module.training and self.finding is None:
             loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
             if isinstance(loss, torch.Tensor):
-                self._seen.append((self._count, loss.detach(), batch))
+                self._losses.append((self._count, loss.detach(), batch))
             self._count += 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Check the losses of the forward passes since the last call."""
-        seen, self._seen = self._seen, []
-        for number, loss, batch in seen:
+        losses, self._losses = self._losses, []
+        for number, loss, batch in losses:
             value = float(loss.float().sum())
             if not math.isfinite(value) and self.finding is None:
-                self.finding = self._kept(args, number, value, batch)
+                self.finding = self._save(args, number, value, batch)
                 samples = self.finding.indices if self.finding.indices is not None else "unknown"
                 warnings.warn(
                     f"rank {self.finding.rank}: the loss is {value} at step {self.finding.step}; samples {samples}, "
@@ -347,7 +347,7 @@ class NanReport(TrainerCallback):
 
     on_substep_end = on_step_end
 
-    def _kept(self, args: TrainingArguments, number: int, loss: float, batch: dict[str, Any]) -> NanFinding:
+    def _save(self, args: TrainingArguments, number: int, loss: float, batch: dict[str, Any]) -> NanFinding:
         stem = _folder(self.folder, args) / f"nan-rank-{args.process_index}"
         tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
         torch.save(tensors, f"{stem}.pt")
@@ -420,16 +420,16 @@ class HangWatch(TrainerCallback):
     on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = _mark
 
     def _watch(self, args: TrainingArguments) -> None:
-        told = False
+        reported = False
         while not self._ended.is_set():
             if self._progress.wait(self.seconds):
                 self._progress.clear()
-                told = False
-            elif not told:
-                told = True
-                self._tell(args)
+                reported = False
+            elif not reported:
+                reported = True
+                self._report(args)
 
-    def _tell(self, args: TrainingArguments) -> None:
+    def _report(self, args: TrainingArguments) -> None:
         self.file = _folder(self.folder, args) / f"hang-rank-{args.process_index}.txt"
         with self.file.open("a", encoding="utf-8") as file:
             words = f"rank {args.process_index}, process {os.getpid()}: no step has ended for {self.seconds:.0f} s"

@@ -10,7 +10,7 @@ from zerofit.app.comparing.laboratory import flags
 from zerofit.app.documents import shared_models
 from zerofit.app.documents.bench import Bench
 from zerofit.app.documents.shared_models import COMMON, TRAININGS, drawing, train_all, trained
-from zerofit.app.supervision import TrainingResult
+from zerofit.app.training.result import TrainingResult
 from zerofit.cli.options import given
 from zerofit.cli.train import train
 from zerofit.spec.errors import Problem, RunFailed

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.app.script_simulation import simulate_script
-from zerofit.simulate.result import SimulatedScript
+from zerofit.app.simulation.scripts import simulate_script
+from zerofit.simulate.forecast.result import SimulatedScript
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 

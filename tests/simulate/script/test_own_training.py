@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulate.targets import cluster, target
 from zerofit.config.ds_json import read_for_run
-from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.command import read_command
 from zerofit.simulate.script.target import ScriptTarget
@@ -19,7 +19,7 @@ SCRIPT = """\
 import json, sys
 from datetime import timedelta
 import torch.distributed as dist
-from zerofit.simulate.drivers import empty_batches
+from zerofit.simulate.engine.drivers import empty_batches
 from zerofit.simulate.record import SimulationTarget
 from zerofit.train import process_group
 from zerofit.train.engines import ZeroTrainer

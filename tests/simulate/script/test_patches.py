@@ -1,4 +1,4 @@
-"""What simulations of scripts change in libraries beside `simulate.patches`: still there, and still needed."""
+"""What simulations of scripts change in libraries beside `simulate.fakes.patches`: still there, and still needed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.torch_version import TorchVersion
 
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
-from zerofit.simulate import bits
-from zerofit.simulate.ledger import Ledger
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lazy, lengths, pretrained, writes
-from zerofit.simulate.streams import Streams
+from zerofit.simulate.fakes import quantized as bits
+from zerofit.simulate.memory.ledger import Ledger
+from zerofit.simulate.ops.streams import Streams
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lengths, pretrained, writes
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
@@ -198,7 +198,7 @@ def test_every_patch_is_listed():
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lazy, lengths):
+    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tests.simulate.script.scripts import CONFIG, facts, refused, simulated
-from zerofit.app.script_simulation import simulate_script
+from zerofit.app.simulation.scripts import simulate_script
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError

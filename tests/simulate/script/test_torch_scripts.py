@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulate.script.scripts import facts, simulated
-from zerofit.app.script_simulation import simulate_script
+from zerofit.app.simulation.scripts import simulate_script
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.meter.script_cases import SCRIPTS, save_tokenizer
-from zerofit.app.script_simulation import simulate_script
-from zerofit.simulate.result import SimulatedScript, Simulation
+from zerofit.app.simulation.scripts import simulate_script
+from zerofit.simulate.forecast.result import SimulatedScript, Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 

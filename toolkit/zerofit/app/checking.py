@@ -145,14 +145,14 @@ class CheckResult:
         if self.hardware.facts is None:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes depend on it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
-        from zerofit.app.resolve import cluster_machine, resolve_job
+        from zerofit.app.job.resolve import PUBLISHED, cluster_machine, resolve_job
         from zerofit.config.resolve import reasons
 
         config = self.document.config if self.document.generated else self.file
         run = self.request.run.model_copy(update={"ds_config": config})
         machine = cluster_machine(self.cluster) if self.cluster else None
         asked = RunRequest(run=run, places=self.request.places)
-        found = resolve_job(asked, machine=machine, inputs="published")
+        found = resolve_job(asked, machine=machine, inputs=PUBLISHED)
         plain = found.job.ds_config
         return ResolvedConfig(
             config=plain, reasons=reasons(self.document.config, plain, found.decision, self.hardware.facts)
@@ -314,8 +314,8 @@ def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
     if "model" not in request.run.model_fields_set:
         return None
     Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
-    from zerofit.app.model_facts import facts_of
-    from zerofit.app.resolve import find_model
+    from zerofit.app.job.model_facts import facts_of
+    from zerofit.app.job.resolve import find_model
 
     return facts_of(*find_model(request), None, request.run)
 

@@ -12,8 +12,8 @@ import click
 
 from zerofit.app.clusters.hosts import HostRequest, find_hosts, launcher_command
 from zerofit.app.clusters.job_files import JobFile, JobFileRequest, write_job_file
-from zerofit.app.requests import is_run_file, read_request
-from zerofit.app.supervision import TrainingResult
+from zerofit.app.job.requests import is_run_file, read_request
+from zerofit.app.training.result import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
 from zerofit.cli.options import (
@@ -116,7 +116,7 @@ def _launch(
         from zerofit.app.clusters.restarts import RestartingRun
 
         return RestartingRun(
-            asked=request,
+            request=request,
             hosts=hosts,
             options=host_request,
             report=report,

@@ -26,7 +26,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.events import Event, OnEvent
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
 
 INSTRUCTIONS = """Forecasts of GPU memory and step time for PyTorch and DeepSpeed training, and checks of DeepSpeed
 JSONs. No GPU is needed. Sizes are bytes, times seconds. Read `fits` first. If it is false, take the entry of `knobs`

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zerofit.app.releases import go_on_with
-from zerofit.app.requests import read_request
+from zerofit.app.job.requests import read_request
+from zerofit.app.simulation.other_releases import rerun_with
 from zerofit.cli.answer import answer
 from zerofit.cli.check_show import workflow_command
 from zerofit.cli.console import EventConsole
@@ -36,7 +36,7 @@ from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
@@ -119,7 +119,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     def work() -> Simulation:
         releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
         with EventConsole() as console:
-            go_on_with(releases, PLACES, Reporter(console), own=words is None)
+            rerun_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = _read_baseline(options)
         if options["write_config"]:
             _refuse_place(options["write_config"], options["knobs"])
@@ -148,7 +148,7 @@ def _read_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
             message = "--fail-above needs --baseline"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--fail-above"))
         return None
-    from zerofit.simulate.baseline import read_baseline
+    from zerofit.simulate.forecast.baseline import read_baseline
 
     return read_baseline(options["baseline"])
 
@@ -204,7 +204,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
     with EventConsole() as console:
         console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
-        from zerofit.app.script_simulation import STEPS, simulate_script
+        from zerofit.app.simulation.scripts import STEPS, simulate_script
         from zerofit.simulate.script.command import read_command
 
         command = problems.attempt(lambda: read_command(words))
@@ -236,7 +236,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
     request, cluster = _read_run(target, options)
     with EventConsole() as console:
         console(Event(kind="status", text="checking the run and the model ..."))  # importing torch takes seconds
-        from zerofit.app.simulation import simulate as run
+        from zerofit.app.simulation.runs import simulate as run
 
         exact = options["exact"] or options["plot"] is not None
         settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace")}
@@ -256,7 +256,7 @@ def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
     """Show the result; return it with its picture and comparison."""
     if options["base"] is not None:
-        from zerofit.simulate.baseline import compare_with
+        from zerofit.simulate.forecast.baseline import compare_with
 
         allowed = FAIL_ABOVE if options["fail_above"] is None else options["fail_above"]
         result = replace(result, against=compare_with(options["base"], result, options["baseline"], allowed))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from zerofit.app.requests import read_request
-from zerofit.app.supervision import TrainingResult
+from zerofit.app.job.requests import read_request
+from zerofit.app.training.result import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
 from zerofit.cli.console import EventConsole, fitting_table, print_facts, print_verdict
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
-from zerofit.launch.meeting import quiet_torch
+from zerofit.launch.rendezvous import quiet_torch
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.world import drop_settings, given_world, is_first
 from zerofit.models.names import model_table
@@ -89,10 +89,10 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
         if world:
             # torch logs every attempt to connect, in each process
             with quiet_torch():
-                from zerofit.app.joined import lead
+                from zerofit.app.training.from_launcher import lead
 
             return lead(request, world, on_event=console, anyway=anyway)
-        from zerofit.app.training import train as train_here
+        from zerofit.app.training.train import train as train_here
 
         return train_here(request, on_event=console, handle_signals=True, anyway=anyway)
 

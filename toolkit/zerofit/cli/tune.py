@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerofit.app.requests import read_request
+from zerofit.app.job.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, fitting_table, out, print_facts, print_verdict
 from zerofit.cli.options import (

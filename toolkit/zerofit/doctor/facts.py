@@ -24,7 +24,7 @@ from zerofit.doctor import software, system
 from zerofit.doctor.serve import Say, serve
 from zerofit.launch.host import end_all
 from zerofit.spec.local_machine import host_memory, libaio
-from zerofit.spec.reservations import gpu_claims, host_claims
+from zerofit.spec.reservations import reserved_on_gpus, reserved_on_host
 
 LIFE_S = 120
 
@@ -54,7 +54,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
         }
         if question.get("compilers"):
             found["compilers"] = system.compilers(found["tools"])
-        seen, claims = graphics.result(), gpu_claims()
+        seen, claims = graphics.result(), reserved_on_gpus()
         seen["gpus"] = [{**gpu, "reserved_bytes": claims.get(gpu["uuid"], 0)} for gpu in seen["gpus"]]
         return found | seen
 
@@ -62,7 +62,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
 def _memory() -> dict[str, int]:
     """Return bytes of host memory: total, free now, and reserved by other zerofit runs but not allocated yet."""
     total, free = host_memory()
-    return {"total_bytes": total, "free_bytes": free, "reserved_bytes": host_claims()}
+    return {"total_bytes": total, "free_bytes": free, "reserved_bytes": reserved_on_host()}
 
 
 def _of(path: str | None, work: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from zerofit.launch.host import interface_of, others, run_id_of
+from zerofit.launch.host import interface_of, run_id_of, unrelated_processes
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
@@ -58,7 +58,7 @@ def tools() -> dict[str, str | None]:
 def strays() -> list[dict[str, Any]]:
     """Return the processes of zerofit runs and of DeepSpeed's launcher on this host that this user may see."""
     found = []
-    for process in others():
+    for process in unrelated_processes():
         try:
             run, argv = run_id_of(process.pid), process.cmdline()
             if run is None and not any(word in RANKS for word in argv):

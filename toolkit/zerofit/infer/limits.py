@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.overhead import blas_workspace_bytes
-from zerofit.spec.reservations import free_for, gpu_claims, host_claims
+from zerofit.spec.reservations import free_for, reserved_on_gpus, reserved_on_host
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
@@ -43,14 +43,14 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
 
     gpus = torch.cuda.device_count()
     if limits is None:
-        reserved, seen = gpu_claims(), gpu_memory(gpus)
+        reserved, seen = reserved_on_gpus(), gpu_memory(gpus)
         most = [gpu.total_bytes - reserved[gpu.uuid] for gpu in seen] if len(seen) == gpus else [NO_LIMIT] * gpus
         free: dict[Device, int] = {
             n: int(SHARE * max(0, min(torch.cuda.mem_get_info(n)[0], most[n]))) for n in range(gpus)
         }
         taken: dict[Device, int] = {n: reserved[gpu.uuid] for n, gpu in enumerate(seen)}
         memory = {**free, "cpu": int(SHARE * free_for())}
-        return MemoryLimits(memory=memory, named=False, reserved={**taken, "cpu": host_claims()})
+        return MemoryLimits(memory=memory, named=False, reserved={**taken, "cpu": reserved_on_host()})
     found: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())

@@ -19,7 +19,7 @@ from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError
 from zerofit.spec.errors import DoesNotFit, Problem, UserError
-from zerofit.spec.reservations import beside_reserved
+from zerofit.spec.reservations import reserved_note
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def refuse_misfit(placement: Placement, limits: MemoryLimits, knobs: str) -> Non
             asked = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
             hint = f"{asked} or more, {knobs} or --dtype bf16"
             if not limits.named:
-                message += f", {SHARE:.0%} of what is free{beside_reserved(limits.reserved.get(row.device, 0))}"
+                message += f", {SHARE:.0%} of what is free{reserved_note(limits.reserved.get(row.device, 0))}"
                 hint = f"{knobs} or --dtype bf16; {asked} starts it anyway"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 

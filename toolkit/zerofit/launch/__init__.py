@@ -1,1 +1,1 @@
-"""Starting ranks through the deepspeed launcher, and the outcome of a start."""
+"""Start ranks on this machine, on many hosts or through a scheduler."""

@@ -95,11 +95,11 @@ def interface_to(other: str) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this host's interface with this address."""
-    plain, rows = address.split("%")[0], psutil.net_if_addrs().items()
-    return next((name for name, found in rows if any(one.address.split("%")[0] == plain for one in found)), None)
+    plain, rows = address.split("%")[0], psutil.net_if_addrs().items()  # "%" begins the scope of an IPv6 address
+    return next((name for name, own in rows if any(a.address.split("%")[0] == plain for a in own)), None)
 
 
-def others() -> Iterator[psutil.Process]:
+def unrelated_processes() -> Iterator[psutil.Process]:
     """Return all processes on this host except this one and its ancestors."""
     spared = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     return (process for process in psutil.process_iter() if process.pid not in spared)
@@ -112,15 +112,15 @@ def run_id_of(pid: int) -> str | None:
     except OSError:
         return None
     key = f"{RUN_ID}=".encode()
-    values = [one[len(key) :] for one in raw.split(b"\0") if one.startswith(key)]
+    values = [entry[len(key) :] for entry in raw.split(b"\0") if entry.startswith(key)]
     return os.fsdecode(values[0]) if values else None
 
 
 def end_all(run_id: str) -> int:
     """Kill every process of a start on this host except this one and its ancestors; return their number."""
-    found = [process for process in others() if run_id_of(process.pid) == run_id]
-    for process in found:
+    left_over = [process for process in unrelated_processes() if run_id_of(process.pid) == run_id]
+    for process in left_over:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=WAIT_S)
-    return len(found)
+    psutil.wait_procs(left_over, timeout=WAIT_S)
+    return len(left_over)

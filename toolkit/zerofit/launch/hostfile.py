@@ -96,21 +96,21 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
     problems = Problems()
     named = _picked(include or exclude or "", {h.name: h for h in hosts}, flag, problems)
     problems.raise_if_any()
-    left = []
+    selected = []
     for host in hosts:
         picked = named.get(host.name, ())
-        keep = [i for i in host.ids if (i in picked) == bool(include)]
-        if keep:
-            whole = tuple(keep) == tuple(range(len(keep)))
-            left.append(replace(host, slots=len(keep), devices=None if whole else tuple(keep)))
-    if not left:
+        ids = tuple(i for i in host.ids if (i in picked) == bool(include))
+        if ids:
+            first_devices = ids == tuple(range(len(ids)))  # they need no filter, which some launchers lack
+            selected.append(replace(host, slots=len(ids), devices=None if first_devices else ids))
+    if not selected:
         raise UserError(Problem(kind="hostfile", message=f"{flag} leaves no host", hint="", where=flag))
-    return tuple(left)
+    return tuple(selected)
 
 
 def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems) -> dict[str, set[int]]:
     """Return the devices that a filter names, by host; parts for the same host add up, as in DeepSpeed."""
-    picked, whole = dict[str, set[int]](), set[str]()
+    picked, complete = dict[str, set[int]](), set[str]()
     for part in text.split("@"):
         name, colon, ids = part.partition(":")
         if name not in hosts:
@@ -120,16 +120,16 @@ def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems)
             message = f"{part!r}: device ids have to follow the colon, as in {name}:0,2"
             problems.add("hostfile", message, "use no spaces and no ranges", flag)
             continue
-        if name in picked and (not colon or name in whole):  # DeepSpeed would use only the listed devices
+        if name in picked and (not colon or name in complete):  # DeepSpeed would use only the listed devices
             message = f"{name} is named twice, once without devices"
             problems.add("hostfile", message, "name it once, or only with devices", flag)
-        whole |= set() if colon else {name}
-        wanted = {int(i) for i in ids.split(",")} if colon else set(hosts[name].ids)
-        beyond = sorted(wanted.difference(hosts[name].ids))
-        if beyond:
-            message = f"{name} has devices 0 to {hosts[name].slots - 1}, not {', '.join(map(str, beyond))}"
+        complete |= set() if colon else {name}
+        devices = {int(i) for i in ids.split(",")} if colon else set(hosts[name].ids)
+        missing = sorted(devices.difference(hosts[name].ids))
+        if missing:
+            message = f"{name} has devices 0 to {hosts[name].slots - 1}, not {', '.join(map(str, missing))}"
             problems.add("hostfile", message, "raise its slots in the hostfile, or use other devices", flag)
-        picked[name] = picked.get(name, set()) | wanted
+        picked[name] = picked.get(name, set()) | devices
     return picked
 
 

@@ -111,20 +111,20 @@ def _pod(job: KubernetesJob, name: str, container: Data) -> Data:
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
-    whole = {"name": name, "image": job.image, **container, "workingDir": job.mount, "volumeMounts": mounts}
-    return {"terminationGracePeriodSeconds": job.grace_s, "containers": [whole], "volumes": volumes}
+    full = {"name": name, "image": job.image, **container, "workingDir": job.mount, "volumeMounts": mounts}
+    return {"terminationGracePeriodSeconds": job.grace_s, "containers": [full], "volumes": volumes}
 
 
 def _command(job: KubernetesJob, kind: Kind) -> Data:
     rank, address, port = (f"$({name})" for name in VARIABLES[kind])
-    asked = ["launch", "--no-ssh", f"--nodes={job.nodes}", f"--slots={job.slots}"]
+    command = ["launch", "--no-ssh", f"--nodes={job.nodes}", f"--slots={job.slots}"]
     place = [f"--node-rank={rank}", f"--master-addr={address}", f"--master-port={port}"]
     names = [f"--env={name}" for name in (*job.env, *job.secret_env)]
-    mine = [f"--output={job.output}", *names, *job.flags, "--", job.run]
+    literals = [f"--output={job.output}", *names, *job.flags, "--", job.run]
     env: list[Data] = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
     for name in job.secret_env:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": job.secret, "key": name}}})
-    args = [*asked, *place, *(_literal(word) for word in mine)]
+    args = [*command, *place, *(_literal(word) for word in literals)]
     return {"command": ["zerofit"], "args": args} | ({"env": env} if env else {})
 
 

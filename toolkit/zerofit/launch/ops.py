@@ -29,6 +29,14 @@ QUIET_S = 600.0  # time without changes after which a build on another host coun
 POLL_S = 0.5
 
 
+# DeepSpeed compiles its C++ ops when an engine first needs them: minutes, in each rank, without a word. So:
+#
+#   1. `needed_ops` reads from the JSON which ops the engine will load. Nothing else is compiled.
+#   2. A marker file says that an op was compiled here after torch and DeepSpeed were installed (`_is_built`).
+#   3. One process at a time compiles what is missing, each op in a session of its own, which can be killed as a whole.
+#   4. Locks that killed builds have left are removed first, or all later builds would wait for them forever.
+
+
 def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
     """Return the names of the op builders that the engine needs with this DeepSpeed JSON."""
     zero = config.get("zero_optimization", {})
@@ -52,10 +60,10 @@ def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None 
     """Return what this JSON's NVMe offload needs but lacks; `found`: parts on another machine, else here."""
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
-    nvme = [part for part, one in blocks.items() if isinstance(one, Mapping) and one.get("device") == "nvme"]
+    nvme = [part for part, block in blocks.items() if isinstance(block, Mapping) and block.get("device") == "nvme"]
     if not nvme or _prebuilt("async_io"):
         return []
-    missing = [part for part, there in (libaio() if found is None else found).items() if not there]
+    missing = [part for part, is_there in (libaio() if found is None else found).items() if not is_there]
     if not missing:
         return []
     message = f"NVMe offload needs libaio, but the compiler does not find its {' and '.join(missing)}"

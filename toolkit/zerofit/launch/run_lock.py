@@ -11,6 +11,9 @@ from pathlib import Path
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import RunFolder
 
+# Two locks of the kernel, which releases them when their holder dies, however it dies:
+# - run.lock: exclusive, of the command that supervises the run;
+# - ranks.lock: shared by the living ranks. A command takes it exclusively for an instant, to learn that none is left.
 PATIENCE_S = 60.0  # the kernel kills ranks whose command was killed, but a device may delay it
 PROBE_S = 3.0  # other commands hold the lock for an instant to probe it
 POLL_S = 0.1

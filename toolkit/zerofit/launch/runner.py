@@ -1,9 +1,4 @@
-"""Many hosts through DeepSpeed's multi-node runner: its arguments and a clean environment for it.
-
-The runner puts at most double quotes around exported values, and none around paths (multinode_runner.py, add_export and
-PDSHRunner.get_cmd). A value with `$(...)` would run on every host, so the runner gets no user text. It starts in / with
-an environment of plain words, and reads what the ranks need from a file.
-"""
+"""Many hosts through DeepSpeed's multi-node runner: its arguments and a clean environment for it."""
 
 from __future__ import annotations
 
@@ -12,16 +7,23 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.hostfile import Host, write_hostfile
 from zerofit.launch.local import GUARD
 from zerofit.spec.errors import Problem, Problems, UserError
 
+# A user's text must never reach the runner. It puts at most double quotes around exported values, and none around
+# paths (deepspeed/launcher/multinode_runner.py, add_export and PDSHRunner.get_cmd). A value with `$(...)` would run
+# on every host. Therefore:
+# 1. the runner starts in `/` with an environment of plain words only (`runner_environment`);
+# 2. its last argument is the encoded path of the launch spec, a file in the run folder;
+# 3. the guard of each rank reads the user's values from that file, without a shell.
 RUNNERS = ("pdsh", "slurm", "openmpi", "mpich")
 PLAIN = re.compile(r"[\w@%+=:,./-]*")  # safe without quotes
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")  # prefixes that the runner exports, and CUDA's
-# also variables that training reads
+# prefixes of variables that training reads, on top of what the runner exports
 FORWARDED = (
     *EXPORTED,
     *("GLOO_", "TORCH_", "CUDA_", "DEEPSPEED_", "DS_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
@@ -32,54 +34,55 @@ ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # ssh exits if its
 ENV_FILES = (Path("~/.deepspeed_env"), Path(".deepspeed_env"))  # places where the deepspeed launcher looks
 
 
-def runner(
-    kind: str,
-    hosts: Sequence[Host],
-    logs: Path,
-    master: tuple[str, int],
-    spec: str,
-    *,
-    runner_args: str = "",
-    ssh_port: int | None = None,
-    node_rank: int | None = None,
-) -> list[str]:
-    """Return the command that starts a guard for each rank on all hosts, or only on host `node_rank` (without ssh).
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """One of DeepSpeed's multi-node runners with its options."""
 
-    `logs`: folder for its hostfile. `spec`: result of `watch.launch_spec.as_argument`.
-    """
-    hostfile = logs / "hostfile"
-    write_hostfile(hostfile, hosts)
-    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "deepspeed.launcher.runner"]
-    argv += ["--hostfile", str(hostfile), "--launcher", kind, "--no_local_rank", "--no_ssh_check"]
-    if any(host.devices is not None for host in hosts):
-        argv += ["--include", "@".join(f"{h.name}:{','.join(map(str, h.ids))}" for h in hosts)]
-    elif kind == "slurm":  # otherwise srun uses any nodes of the allocation (SlurmRunner.get_cmd)
-        argv += ["--include", "@".join(h.name for h in hosts)]
-    argv += [f"--launcher_args={runner_args}"] if runner_args else []
-    argv += ["--ssh_port", str(ssh_port)] if ssh_port else []
-    argv += ["--no_ssh", "--node_rank", str(node_rank)] if node_rank is not None else ["--force_multi"]
-    return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), spec]
+    kind: str = "pdsh"  # one of RUNNERS
+    arguments: str = ""  # further arguments of srun, mpirun or pdsh
+    ssh_port: int | None = None
+    node_rank: int | None = None  # start ranks only on this host, without ssh
 
+    def command(self, hosts: Sequence[Host], logs: Path, master: tuple[str, int], spec: str) -> list[str]:
+        """Return the command that starts a guard for each rank.
 
-def check(kind: str, hosts: Sequence[Host], runner_args: str, problems: Problems) -> None:
-    """Add problems for what this runner does not support on these hosts."""
-    picked = [h.name for h in hosts if h.devices is not None]
-    if picked and kind != "pdsh":
-        message = f"--launcher {kind} cannot select devices, but the devices of {', '.join(picked)} are filtered"
-        problems.add("launcher", message, "filter full hosts, or use --launcher pdsh", "--launcher")
-    slots = {h.slots for h in hosts}
-    if len(slots) > 1 and kind in ("slurm", "mpich"):
-        message = f"--launcher {kind} needs the same number of slots on every host, got {sorted(slots)}"
-        problems.add("launcher", message, "make them equal, or use --launcher pdsh", "--launcher")
-    try:
-        shlex.split(runner_args)
-    except ValueError as error:
-        message = f"--launcher-args {runner_args!r}: {error}"
-        problems.add("launcher", message, "close the quotes", "--launcher-args")
-    for path, what in ((sys.executable, "Python"), (str(GUARD), "zerofit")):
-        if not PLAIN.fullmatch(path):
-            message = f"{what} is in {path}, but DeepSpeed's runners pass that path to shells without quotes"
-            problems.add("launcher", message, "install it in a path with only letters, digits and . _ - /", what)
+        `logs`: folder for its hostfile. `master`: address and port of rank 0. `spec`: result of
+        `watch.launch_spec.as_argument`.
+        """
+        hostfile = logs / "hostfile"
+        write_hostfile(hostfile, hosts)
+        argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "deepspeed.launcher.runner"]
+        argv += ["--hostfile", str(hostfile), "--launcher", self.kind, "--no_local_rank", "--no_ssh_check"]
+        if any(host.devices is not None for host in hosts):
+            argv += ["--include", "@".join(f"{h.name}:{','.join(map(str, h.ids))}" for h in hosts)]
+        elif self.kind == "slurm":  # otherwise srun uses any nodes of the allocation (SlurmRunner.get_cmd)
+            argv += ["--include", "@".join(h.name for h in hosts)]
+        argv += [f"--launcher_args={self.arguments}"] if self.arguments else []
+        argv += ["--ssh_port", str(self.ssh_port)] if self.ssh_port else []
+        argv += ["--force_multi"] if self.node_rank is None else ["--no_ssh", "--node_rank", str(self.node_rank)]
+        return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), spec]
+
+    def check(self, hosts: Sequence[Host], problems: Problems) -> None:
+        """Add problems for what this runner does not support on these hosts."""
+        filtered = [host.name for host in hosts if host.devices is not None]
+        if filtered and self.kind != "pdsh":
+            message = (
+                f"--launcher {self.kind} cannot select devices, but the devices of {', '.join(filtered)} are filtered"
+            )
+            problems.add("launcher", message, "filter full hosts, or use --launcher pdsh", "--launcher")
+        slots = {host.slots for host in hosts}
+        if len(slots) > 1 and self.kind in ("slurm", "mpich"):
+            message = f"--launcher {self.kind} needs the same number of slots on every host, got {sorted(slots)}"
+            problems.add("launcher", message, "make them equal, or use --launcher pdsh", "--launcher")
+        try:
+            shlex.split(self.arguments)
+        except ValueError as error:
+            message = f"--launcher-args {self.arguments!r}: {error}"
+            problems.add("launcher", message, "close the quotes", "--launcher-args")
+        for path, what in ((sys.executable, "Python"), (str(GUARD), "zerofit")):
+            if not PLAIN.fullmatch(path):
+                message = f"{what} is in {path}, but DeepSpeed's runners pass that path to shells without quotes"
+                problems.add("launcher", message, "install it in a path with only letters, digits and . _ - /", what)
 
 
 def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
@@ -97,14 +100,14 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
-    """Return the ranks' environment: variables that training reads, .deepspeed_env files, and those in `asked`.
+def forwarded(variables: Sequence[str]) -> dict[str, str]:
+    """Return the environment for `--env`: NAME, with its value here, or NAME=VALUE.
 
-    `asked`: NAME or NAME=VALUE. Raises UserError for a name that is not set.
+    Raises UserError for a name that is not set.
     """
-    env, problems = {} if only_asked else _usual(), Problems()
-    for one in asked:
-        name, equals, value = one.partition("=")
+    env, problems = dict[str, str](), Problems()
+    for variable in variables:
+        name, equals, value = variable.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             problems.add("environment", f"{name!r} is not a valid variable name", "use NAME or NAME=VALUE", "--env")
         elif not equals and name not in os.environ:
@@ -115,8 +118,8 @@ def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
     return env
 
 
-def _usual() -> dict[str, str]:
-    """Return the variables that are always forwarded."""
+def forwarded_always() -> dict[str, str]:
+    """Return the environment that each launch forwards: variables that training reads, and .deepspeed_env files."""
     env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
     for file in ENV_FILES:
         path = file.expanduser()

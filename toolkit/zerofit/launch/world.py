@@ -1,7 +1,7 @@
 """The ranks that a launcher has started this process with, read from its environment.
 
 deepspeed, torchrun and accelerate set RANK and related variables, Open MPI OMPI_COMM_WORLD_*, MPICH and Intel MPI
-PMI_*, and srun SLURM_PROCID. The innermost launcher counts: torchrun started by srun sets RANK.
+PMI_*, and srun SLURM_PROCID.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ KIND = "world"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torch's default
 NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range and IANA's dynamic ports
+
+
+# Which variables count. A process may have those of several launchers, if one starts another: torchrun within srun, or
+# mpirun within a Slurm job. The innermost has started this process, so NAMES lists the inner ones first. Exceptions:
+# - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher;
+# - Slurm's PMI sets PMI_RANK too, but no local rank;
+# - a Slurm step of a single task is a shell (`srun --pty`), where `zerofit train` uses all devices of the node.
 
 
 class Names(NamedTuple):
@@ -66,7 +73,7 @@ class World:
     rank: int
     size: int
     local_rank: int
-    master: tuple[str, int]  # address of rank 0's host, and the port for the meeting
+    master: tuple[str, int]  # address of rank 0's host, and the port of the rendezvous
     job: str = ""  # identifies this job among those at the same port
     attempt: int = 1  # 1, plus 1 for each restart by torchrun
     agent_store: bool = False  # torchrun itself listens on the port
@@ -139,10 +146,10 @@ def drop_settings(env: MutableMapping[str, str]) -> None:
     torchrun sets one thread per process unless OMP_NUM_THREADS is set, and accelerate sets a number too. zerofit
     divides the cores of a host among its ranks.
     """
-    theirs = ACCELERATE in env
-    if theirs or ("TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1"):
+    by_accelerate = ACCELERATE in env
+    if by_accelerate or ("TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1"):
         env.pop("OMP_NUM_THREADS", None)
-    for name in [name for name in env if theirs and name.startswith(ACCELERATES)]:
+    for name in [name for name in env if by_accelerate and name.startswith(ACCELERATES)]:
         del env[name]
 
 

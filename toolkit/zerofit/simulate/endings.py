@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -20,6 +20,7 @@ T = TypeVar("T")
 OUT_OF_MEMORY, EXITED, KILLED, CRASHED = "out-of-memory", "exit", "killed", "crashed"  # kinds of problems
 _FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of what was simulated
 LINES = 6  # of output that are shown
+ERROR_LINES = 3  # of an exception's message
 HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 _SAID = re.compile(
@@ -82,7 +83,7 @@ def why_it_failed(error: Exception) -> str:
     return f"zerofit failed ({type(error).__name__}: {next(iter(last_lines(str(error), 1)), '')})"
 
 
-def note_failed(outcomes: Sequence[Any], what: str, report: Reporter) -> None:
+def note_failed(outcomes: Sequence[object], what: str, report: Reporter) -> None:
     """Report how many optional simulations were killed or crashed, and why the first one was."""
     failed = [one for one in outcomes if isinstance(one, Problem) and one.kind in _FAILED]
     if failed:
@@ -129,6 +130,11 @@ def with_output(problem: Problem, output: str) -> Problem:
     if not lines:
         return problem
     return replace(problem, message="\n".join([f"{problem.message}; its last output:", *(f"  {one}" for one in lines)]))
+
+
+def first_lines(error: BaseException) -> str:
+    """Return the first lines of an exception's message as one line."""
+    return "; ".join(line.strip() for line in str(error).strip().splitlines()[:ERROR_LINES])
 
 
 def last_lines(text: str, count: int) -> list[str]:

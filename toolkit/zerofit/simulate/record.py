@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
-from zerofit.simulate.allocator import Event
-from zerofit.simulate.issued import IssuedWait, IssuedWork
+from zerofit.simulate.memory.allocator import Event
+from zerofit.simulate.ops.issued import IssuedWait, IssuedWork
 from zerofit.spec.files import field_data
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.run_folder import Job

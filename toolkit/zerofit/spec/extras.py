@@ -40,7 +40,7 @@ def extras() -> dict[str, str]:
 
     found = dict[str, str]()
     for line in importlib.metadata.requires("zerofit") or ():
-        one = Requirement(line)
-        if one.marker and one.name != "zerofit":  # setuptools writes `extra == "train"`
-            found.setdefault(one.name.lower(), str(one.marker).rpartition("== ")[2].strip('"'))
+        requirement = Requirement(line)
+        if requirement.marker and requirement.name != "zerofit":  # setuptools writes `extra == "train"`
+            found.setdefault(requirement.name.lower(), str(requirement.marker).rpartition("== ")[2].strip('"'))
     return found

@@ -22,6 +22,10 @@ def stays_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
+# A reader sees the old file or the new one, never a part, and a power failure leaves one of both:
+#   write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the folder.
+
+
 @contextmanager
 def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends, or is removed if the block fails.

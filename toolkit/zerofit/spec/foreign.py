@@ -129,6 +129,7 @@ def decoded(text: str | bytes) -> str:
         raise Unreadable(f"byte {error.start} is not UTF-8") from None
 
 
+# Without recursion, since the nesting may be deeper than Python's stack
 def _nested(value: Any) -> Iterator[tuple[Any, int]]:
     stack = [(value, 1)]
     while stack:

@@ -33,6 +33,11 @@ def cpu_ranks(cores: int) -> int:
     return max(1, min(cores, max(2, nodes)))
 
 
+# In a container the kernel shows the host's memory, but kills at the limit of the control group, or of one of its
+# parents. So all of them count. Pages of the file cache count as used in a group and are free all the same: the kernel
+# drops inactive ones before it kills.
+
+
 def host_memory() -> tuple[int, int]:
     """Return total and free host memory in bytes, within the limits of this process's control groups."""
     host = psutil.virtual_memory()

@@ -1,8 +1,4 @@
-"""The memory limit of a CPU rank: on its data segment, and on a control group if one may be created.
-
-Beyond the data segment's limit, allocations fail with an error that the rank can report. The control group also counts
-memory that this limit does not see; beyond it, the kernel kills the rank.
-"""
+"""The memory limit of a CPU rank: on its data segment, and on a control group if one may be created."""
 
 from __future__ import annotations
 
@@ -16,6 +12,11 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.local_machine import memory_groups
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
+# Without a limit, a rank that allocates too much makes the kernel kill some process of the host. Two limits, since each
+# sees what the other does not:
+# - the data segment (RLIMIT_DATA): an allocation beyond it fails in the rank, which can report it;
+# - a control group: it also counts shared memory and page tables; beyond it the kernel kills this rank, not another.
+#
 # Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, plus
 # a thread's stack per core
 RESERVED_BYTES = (1 << 30) + (os.cpu_count() or 1) * (8 << 20)

@@ -1,11 +1,4 @@
-"""The mesh of ranks: the coordinates of each rank, and the groups of ranks along an axis. No other code maps ranks.
-
-Axes from the outermost to the innermost: pipeline stage, data, sequence, tensor. Tensor parallel ranks communicate
-most, so they are neighbours within a node. Experts are spread over the data x sequence ranks, which have different
-tokens. DeepSpeed's pipeline has the same order (`PipeModelDataParallelTopology`: pipe, data, model), and so have its
-own groups with tensor or sequence parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state).
-The trainers check this when they start.
-"""
+"""The mesh of ranks: the coordinates of each rank, and the groups of ranks along an axis. No other code maps ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +10,15 @@ from typing import TypeVar
 from zerofit.spec.run import PipelineSchedule
 from zerofit.spec.run_folder import Batch, Layout
 
+# A rank's number is its coordinates in a number system with a digit for each axis:
+#
+#   rank = ((stage * dp + data) * sp + sequence) * tp + tensor
+#
+# Tensor parallel ranks communicate most, so they are neighbours within a node; stages exchange least and are farthest
+# apart. Experts are spread over the data x sequence ranks, which have different tokens. DeepSpeed's pipeline has the
+# same order (`PipeModelDataParallelTopology`: pipe, data, model), and so have its own groups with tensor or sequence
+# parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state). The trainers check this when
+# they start.
 AXES = ("pp", "dp", "sp", "tp")  # fields of Layout, outermost first
 T = TypeVar("T")
 WORDS = {"pp": "stage", "dp": "data", "sp": "sequence", "tp": "tensor"}
@@ -35,10 +37,10 @@ class RankCoords:
 
 def coords_of(rank: int, layout: Layout) -> RankCoords:
     """Return the coordinates of a rank."""
-    found, rest = {}, rank
+    coords, rest = {}, rank
     for axis in reversed(AXES):
-        rest, found[f"{axis}_rank"] = divmod(rest, getattr(layout, axis))
-    return RankCoords(rank=rank, **found)
+        rest, coords[f"{axis}_rank"] = divmod(rest, getattr(layout, axis))
+    return RankCoords(rank=rank, **coords)
 
 
 def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:

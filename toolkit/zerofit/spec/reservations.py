@@ -1,8 +1,4 @@
-"""Memory reservations of the runs on this machine, so a new run does not count on memory that another will use.
-
-Each run has a file in the cache, under the machine's boot id, since hosts may share the cache. A file counts while the
-process that wrote it lives.
-"""
+"""Memory reservations of the runs on this machine, so a new run does not count on memory that another will use."""
 
 from __future__ import annotations
 
@@ -23,6 +19,12 @@ from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.local_machine import gpu_memory, host_memory
 from zerofit.spec.units import shown_bytes
 
+# A run that has just started has not allocated its memory yet, so the free memory alone says too little:
+#
+#   free for a new run = free now - sum over other runs of max(0, reserved - used by its ranks)
+#
+# Each run has a file in the cache, under the machine's boot id, since hosts may share the cache. A file counts while
+# the process that wrote it lives. On a GPU the used bytes of a run are unknown, so its whole reservation counts.
 RANK = "zerofit.worker"  # in each rank's command line, whose last word is the run folder
 CLOCK_S = 2.0  # by which two readings of a start time can differ if the clock is adjusted
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -56,34 +58,34 @@ def needed_by(ranks: Iterable[int], world_size: int, forecast: Mapping[str, Any]
 def reserve(run: Path, host_bytes: int, gpu_bytes: Mapping[str, int]) -> None:
     """Reserve memory for a run until `release` or until this process ends."""
     own = psutil.Process()
-    kept = Reservation(
+    reservation = Reservation(
         run=str(run), host_bytes=host_bytes, gpu_bytes=dict(gpu_bytes), pid=own.pid, started=own.create_time()
     )
     with suppress(OSError):  # without a writable cache nothing is reserved
         _folder().mkdir(parents=True, exist_ok=True)
-        write_json(_file(run), asdict(kept))
+        write_json(_file(run), asdict(reservation))
 
 
 def release(run: Path) -> None:
     """Release the memory that this process has reserved for a run."""
-    kept = _read(_file(run))
-    if kept and kept.pid == os.getpid():
+    reservation = _read(_file(run))
+    if reservation and reservation.pid == os.getpid():
         _file(run).unlink(missing_ok=True)
 
 
 def is_reserved(run: Path) -> bool:
     """Return whether a living process has reserved memory for a run on this machine."""
-    return any(kept.run == str(run) for kept in _living())
+    return any(reservation.run == str(run) for reservation in _living())
 
 
-def host_claims(but: Path | None = None) -> int:
-    """Return the bytes of host memory that runs (except `but`) have reserved and do not use yet."""
-    kept = [reservation for reservation in _living() if reservation.run != str(but)]
-    taken = _taken() if kept else Counter[str]()
-    return sum(max(0, reservation.host_bytes - taken[reservation.run]) for reservation in kept)
+def reserved_on_host(except_run: Path | None = None) -> int:
+    """Return the bytes of host memory that runs (except this one) have reserved and do not use yet."""
+    reservations = [reservation for reservation in _living() if reservation.run != str(except_run)]
+    used = _used_by_ranks() if reservations else Counter[str]()
+    return sum(max(0, reservation.host_bytes - used[reservation.run]) for reservation in reservations)
 
 
-def beside_reserved(size: int) -> str:
+def reserved_note(size: int) -> str:
     """Return an addition to a message about free memory, if other runs have reserved some."""
     return f" ({shown_bytes(size)} reserved by other runs)" if size else ""
 
@@ -93,27 +95,27 @@ def free_for(run: Path | None = None) -> int:
 
     Memory that other runs have reserved is not free.
     """
-    taken = _taken()[str(run)] if run else 0
-    return max(0, host_memory()[1] + taken - host_claims(but=run))
+    used = _used_by_ranks()[str(run)] if run else 0
+    return max(0, host_memory()[1] + used - reserved_on_host(except_run=run))
 
 
-def gpu_claims(but: Path | None = None) -> Counter[str]:
-    """Return the bytes that runs (except `but`) have reserved on each GPU, in use or not."""
+def reserved_on_gpus(except_run: Path | None = None) -> Counter[str]:
+    """Return the bytes that runs (except this one) have reserved on each GPU, in use or not."""
     found = Counter[str]()
-    for kept in _living():
-        if kept.run != str(but):
-            found.update(kept.gpu_bytes)
+    for reservation in _living():
+        if reservation.run != str(except_run):
+            found.update(reservation.gpu_bytes)
     return found
 
 
 def gpus_free_for(run: Path, count: int) -> list[int]:
     """Return the bytes that a run may use on each of the first `count` GPUs; empty without nvidia-smi."""
-    claims = gpu_claims(but=run)
-    return [max(0, min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid])) for gpu in gpu_memory(count)]
+    reserved = reserved_on_gpus(except_run=run)
+    return [max(0, min(gpu.free_bytes, gpu.total_bytes - reserved[gpu.uuid])) for gpu in gpu_memory(count)]
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
+def reservations_locked() -> Iterator[None]:
     """Keep other runs from reading the free memory before this run has reserved its part."""
     with ExitStack() as stack:
         with suppress(OSError):  # no writable cache, or a file system without locks
@@ -142,22 +144,22 @@ def _living() -> list[Reservation]:
     """Return the reservations whose process lives, and remove the files of others."""
     found = []
     for file in _folder().glob("*.json"):
-        kept = _read(file)
-        if kept and _lives(kept):
-            found.append(kept)
+        reservation = _read(file)
+        if reservation and _lives(reservation):
+            found.append(reservation)
         else:
             file.unlink(missing_ok=True)
     return found
 
 
-def _lives(kept: Reservation) -> bool:
+def _lives(reservation: Reservation) -> bool:
     try:
-        return abs(psutil.Process(kept.pid).create_time() - kept.started) < CLOCK_S
+        return abs(psutil.Process(reservation.pid).create_time() - reservation.started) < CLOCK_S
     except psutil.Error:
         return False
 
 
-def _taken() -> Counter[str]:
+def _used_by_ranks() -> Counter[str]:
     """Return the private bytes of all ranks on this machine, by run folder."""
     found = Counter[str]()
     for process in psutil.process_iter():

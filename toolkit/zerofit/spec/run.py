@@ -9,7 +9,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -48,28 +48,18 @@ AUTO = "auto"
 _WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
-def _interval(text: str) -> str:
-    Interval.parse(text)
-    return text
+def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
+    """Return a validator of a text that stays a text, since run.json shows it as the user wrote it."""
+
+    def check(text: str) -> str:
+        parse(text)
+        return text
+
+    return AfterValidator(check)
 
 
 def _option(default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, **limits)
-
-
-def _numbers(text: str) -> str:
-    Numbers.parse(text)
-    return text
-
-
-def _sizes(text: str) -> str:
-    ImageSizes.parse(text)
-    return text
-
-
-def _by_rank(text: str) -> str:
-    micro_batches_of(text)
-    return text
 
 
 def micro_batches_of(text: str) -> tuple[int, ...]:
@@ -97,10 +87,12 @@ def _stages(value: Any) -> Any:
 
 
 Stages = Annotated[int | Literal["auto"], BeforeValidator(_stages)]
-ByRank = Annotated[str, BeforeValidator(_listed), AfterValidator(_by_rank)]
-Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
-Chosen = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_numbers)]
-Sizes = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_sizes)]
+# YAML gives numbers for 500 or 3, which are texts here
+_AsText = BeforeValidator(lambda value: str(value))
+ByRank = Annotated[str, BeforeValidator(_listed), _checked_by(micro_batches_of)]
+Every = Annotated[str, _AsText, _checked_by(Interval.parse)]
+Chosen = Annotated[str, _AsText, _checked_by(Numbers.parse)]
+Sizes = Annotated[str, _AsText, _checked_by(ImageSizes.parse)]
 
 
 def plain_type(annotation: Any) -> Any:

@@ -61,12 +61,18 @@ def cut_layers(weights: Sequence[float], trained: Sequence[int], parts: int) -> 
     return balanced(tuple(trained), parts)
 
 
+# The split of n layers into k parts, as in deepspeed.runtime.utils.partition_balanced. For each number of parts and
+# each end, the best split of the layers before the end is kept:
+#
+#   best[parts][end] = (heaviest part, lightest part), least difference first
+#   best[parts][end] = min over cut < end of best[parts - 1][cut] joined with weight(cut .. end)
+#
+# It takes k * n^2 steps. Of equal splits the latest cut counts, so that both programs choose the same stages.
+
+
 @lru_cache(maxsize=256)
 def balanced(weights: tuple[float, ...], parts: int) -> Bounds:
-    """Split with the least difference between the heaviest and the lightest part; of equal splits take the latest.
-
-    Dynamic programming over (heaviest, lightest), as in deepspeed.runtime.utils.partition_balanced.
-    """
+    """Return the bounds of `parts` parts with the least difference between the heaviest and the lightest."""
     sums = list(accumulate(weights, initial=0))
     best: list[tuple[float, float]] = [(0, math.inf), *[(math.inf, math.inf)] * len(weights)]
     cuts: list[list[int]] = []
@@ -88,11 +94,11 @@ def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[float], end: i
         heaviest, lightest = best[cut]
         if heaviest == math.inf:
             continue
-        mine = sums[end] - sums[cut]
-        if mine > heaviest:  # plan's innermost loop: max and min are twice as slow
-            heaviest = mine
-        if mine < lightest:
-            lightest = mine
+        weight = sums[end] - sums[cut]
+        if weight > heaviest:  # plan's innermost loop: max and min are twice as slow
+            heaviest = weight
+        if weight < lightest:
+            lightest = weight
         if heaviest - lightest <= cost:
             cost, found = heaviest - lightest, (cut, (heaviest, lightest))
     return found

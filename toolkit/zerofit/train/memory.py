@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from zerofit.spec.measured import MeasuredMemory, outgrown
 from zerofit.spec.process import forget_resident_peak, resident_memory
 from zerofit.spec.run_folder import MemoryForecast
 from zerofit.train.callbacks import Callback, StepRecord
+from zerofit.train.measured import MeasuredMemory, outgrown
 
 FIGURES = 5  # per rank
 

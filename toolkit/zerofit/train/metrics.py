@@ -21,10 +21,10 @@ from torch import Tensor
 
 from zerofit.spec.devices import peak_flops
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.measured import MeasuredMemory, memory_figures
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
 from zerofit.train.callbacks import Callback, StepRecord, overridden
+from zerofit.train.measured import MeasuredMemory, memory_figures
 from zerofit.train.memory import RankMemory
 from zerofit.train.stop_signals import StopRequests
 

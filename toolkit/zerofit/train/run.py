@@ -30,7 +30,6 @@ from zerofit.models.sections import ModelSection, numbered, sections_of
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
-from zerofit.spec.measured import ForecastFigure, memory_figures
 from zerofit.spec.mesh import RankCoords, coords_of
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.profiling import Numbers
@@ -43,6 +42,7 @@ from zerofit.train.frozen import frozen_weights
 from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.loop import Loop, LoopResult
+from zerofit.train.measured import ForecastFigure, memory_figures
 from zerofit.train.memory import MemoryWatch
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer

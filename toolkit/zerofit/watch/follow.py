@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zerofit.launch.local import GUARD
-from zerofit.launch.meeting import Meeting
 from zerofit.launch.parent_death import end_with_parent
+from zerofit.launch.rendezvous import Rendezvous
 from zerofit.launch.world import Member, World
 from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
@@ -26,23 +26,23 @@ def follow(world: World) -> int:
     Raises RunFailed if the first process cannot be reached.
     """
     end_with_parent(os.getppid())
-    meeting = Meeting(world)
-    meeting.report(asdict(Member.here(world, versions())))
-    for order in meeting.orders():
+    rendezvous = Rendezvous(world)
+    rendezvous.report(asdict(Member.here(world, versions())))
+    for order in rendezvous.orders():
         if "see" in order:
-            meeting.answer(_seen(Path(order["see"])))
+            rendezvous.answer(_why_not_visible(Path(order["see"])))
         elif "spec" in order:
             argv = [sys.executable, str(GUARD), JOINED, order["spec"]]
             os.execve(sys.executable, argv, {**os.environ, **world.place})
         else:
-            meeting.leave()
+            rendezvous.leave()
             time.sleep(LAST_S)
             return order["exit"]
     raise AssertionError("orders end with the first process")
 
 
-def _seen(folder: Path) -> str:
-    """Return "" once this host sees the run folder, else why it does not."""
+def _why_not_visible(folder: Path) -> str:
+    """Return "" if the run folder is visible on this host within some seconds, else the reason."""
     deadline = time.monotonic() + SEEN_S
     while not RunFolder(folder).plan.is_file():
         if time.monotonic() > deadline:

@@ -20,7 +20,7 @@ class ConnectionLost(Exception):
 
 
 class JsonLineSocket:
-    """One connection."""
+    """A connection that sends and receives JSON objects, one a line, without waiting for the other side."""
 
     def __init__(self, connection: socket.socket, timeout_s: float):
         """Take over a connection; it is lost if the other side's kernel does not answer for `timeout_s` seconds."""

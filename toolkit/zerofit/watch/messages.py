@@ -1,7 +1,4 @@
-"""Messages from guards to the command, validated before use.
-
-Types are strict (true is not a rank, "5" is not a number), numbers have limits, and other keys are forbidden.
-"""
+"""Messages from guards to the command, validated before use."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+# Anybody on the network can connect to the command's port. So types are strict (true is not a rank, "5" is not a
+# number), numbers have limits, and unknown keys close the connection.
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

@@ -44,6 +44,16 @@ SETTLE_S = 0.5
 LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # handled by the rank, not its guard
 
 
+# Each rank has a guard, a small process between the launcher and the rank:
+#
+#   command ◄── TCP: heartbeats, failures, the end ── guard ◄── pipe: heartbeats, failures ── rank
+#           ── TCP: "stacks", "kill" ──►                    ── SIGKILL, a signal for stacks ──►
+#
+# The rank's own thread cannot report while C++ code holds the interpreter lock, and a killed rank reports nothing, so
+# another process has to. The guard kills the rank if its connection to the command breaks: no rank outlives its
+# command. It starts fast (no torch) and needs little memory, since there is one for each rank.
+
+
 class RankGuard:
     """The guard of one rank."""
 
@@ -54,7 +64,7 @@ class RankGuard:
         self._spec, self._rank, self._process, self._joined = spec, rank, process, joined
         self._stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
         self._host = spec.hosts[rank]
-        self._heartbeat, self._half = heartbeat, b""
+        self._heartbeat, self._unfinished_line = heartbeat, b""
         os.set_blocking(heartbeat, False)
         self._answered = True  # the command has confirmed the last heartbeat
         self._last: dict[str, Any] = {}
@@ -74,7 +84,7 @@ class RankGuard:
         finally:
             self._end_rank()
         if self._socket:
-            code = self._told(code, self._socket) if self._joined else code
+            code = self._exit_code_from(self._socket, code) if self._joined else code
             self._socket.finish(LAST_REPORT_S)
         return code
 
@@ -85,7 +95,7 @@ class RankGuard:
                 self._process.wait(10)
         leave_group(rank_group(self._spec.run_id, self._rank))
 
-    def _told(self, code: int, connection: JsonLineSocket) -> int:
+    def _exit_code_from(self, connection: JsonLineSocket, code: int) -> int:
         """Return the exit code that the command sends when it has ended, else `code`.
 
         If this process failed first, the launcher would kill the command before it has shown its verdict.
@@ -146,7 +156,7 @@ class RankGuard:
             data = os.read(self._heartbeat, 65536)
         except BlockingIOError:
             return True
-        *lines, self._half = (self._half + data).split(b"\n")
+        *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
         for line in map(json.loads, lines):
             self._heard = time.monotonic()
             if "failure" in line:
@@ -198,7 +208,7 @@ class RankGuard:
 def main() -> None:
     """Guard the rank of `rank_guard.py [--joined] SPEC`: the launch spec's path, encoded by `as_argument`.
 
-    --joined: the user's launcher started this process, which then waited for the spec (`app.joined`).
+    --joined: the user's launcher started this process, which then waited for the spec (`app.training.from_launcher`).
     """
     joined = JOINED in sys.argv
     if not joined:  # a joined guard already ends with its parent, which may be process 1 of a container

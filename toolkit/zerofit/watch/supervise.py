@@ -34,6 +34,18 @@ IN_REACH_S = 4.0  # guards report once a second
 LOSSY_S = 3.0  # ignore occasional lost packets
 
 
+# One connection for each rank's guard, with lines of JSON (`watch.messages`); the guard opens it:
+#
+#   guard                                        command (this class)
+#     hello: secret, rank, host            ──►   unknown connections are closed after HELLO_S
+#     beat: step, phase, silence, CPU time ──►   once a second
+#                                          ◄──   heard: the guard sends the next beat only then, so unread beats
+#                                                do not pile up while this command is stopped (Ctrl-Z)
+#                                          ◄──   do: stacks | kill
+#     ended: exit code, last beat, failure ──►   after a failure the guard waits for "kill", or the launcher
+#                                                would kill the other ranks before they report
+
+
 class Watch:
     """Receives the reports of one start's guards. Single-threaded: everything happens in `poll`."""
 
@@ -92,11 +104,11 @@ class Watch:
         """Give the other ranks a moment to report their failures."""
         self._until(lambda: not self._at_work(), REPORTS_S)
 
-    def keep_stacks(self) -> None:
+    def save_stacks(self) -> None:
         """Have the guards write the stack traces of all reachable ranks to the logs."""
         self.send_all({"do": "stacks"})
-        asked = {state.rank for state in self._in_reach() if state.ended is None}
-        self._until(lambda: asked <= self._stacks, STACKS_S)
+        ranks = {state.rank for state in self._in_reach() if state.ended is None}
+        self._until(lambda: ranks <= self._stacks, STACKS_S)
 
     def stop(self) -> bool:
         """Kill all ranks; return whether all reachable guards have done so."""
@@ -135,7 +147,7 @@ class Watch:
         """Return the ranks whose guard is connected and has not reported their end."""
         return {rank for rank in self._known.values() if self.states[rank].ended is None}
 
-    def _until(self, done: Any, seconds: float) -> None:
+    def _until(self, done: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not done() and time.monotonic() < deadline:
             self.poll(0.1)
@@ -166,9 +178,9 @@ class Watch:
                 if connection in self._unauthenticated:
                     self._authenticate(connection, read_hello(message))
                 else:
-                    found = read_message(message)
-                    self._note(self.states[self._known[connection]], found)
-                    if isinstance(found, Beating):
+                    report = read_message(message)
+                    self._note(self.states[self._known[connection]], report)
+                    if isinstance(report, Beating):
                         connection.send({"heard": True})  # the guard waits for this before its next heartbeat
         except (ConnectionLost, InvalidMessage):
             if connection in self._known:
@@ -238,7 +250,7 @@ def supervise(
             tick()
             verdict = watch.verdict()
             if verdict:
-                verdict = _make_an_end(verdict, watch, folder)
+                verdict = _end_ranks(verdict, watch, folder)
                 break
         else:
             watch.await_failures()
@@ -248,14 +260,14 @@ def supervise(
     return RanksOutcome(code=process.returncode, verdict=verdict, failures=failures)
 
 
-def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> FailureVerdict:
+def _end_ranks(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> FailureVerdict:
     """Save useful stack traces, kill all ranks, and record the fault; return the verdict with the traces' folder."""
     decided = time.monotonic()
     if verdict.problem.kind == "rank-ended":
         watch.await_failures()  # if a rank lost a peer, the peer's report may come later
         verdict = watch.verdict() or verdict
     if verdict.problem.kind in TRACED:
-        watch.keep_stacks()
+        watch.save_stacks()
     watch.stop()
     fault = {
         "time_s": round(time.time(), 1),
@@ -266,23 +278,24 @@ def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fa
         "seen_after_s": verdict.unheard_s,
         "stopped_after_s": round(time.monotonic() - decided, 1),
     }
-    kept = None
+    stacks = None
     with suppress(OSError):  # a full disk must not hide the verdict
-        kept = _kept_stacks(folder)
+        stacks = _move_stacks(folder)
+        where = str(stacks.relative_to(folder.path)) if stacks else None
         with open_jsonl(folder.faults) as file:
-            file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
-    return replace(verdict, problem=replace(verdict.problem, where=str(kept))) if kept else verdict
+            file.write(json.dumps({**fault, "stacks": where}) + "\n")
+    return replace(verdict, problem=replace(verdict.problem, where=str(stacks))) if stacks else verdict
 
 
-def _kept_stacks(folder: RunFolder) -> Path | None:
+def _move_stacks(folder: RunFolder) -> Path | None:
     """Move the stack traces to a folder that later starts keep; return it, or None if there are none."""
-    found = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
-    if not found:
+    files = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
+    if not files:
         return None
     number = 1
-    while (kept := folder.logs / f"fault-{number}").exists():
+    while (fault := folder.logs / f"fault-{number}").exists():
         number += 1
-    kept.mkdir()
-    for path in found:
-        path.rename(kept / path.name)
-    return kept
+    fault.mkdir()
+    for path in files:
+        path.rename(fault / path.name)
+    return fault

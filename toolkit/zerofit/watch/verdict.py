@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from zerofit.spec.errors import Problem
@@ -16,6 +15,18 @@ USUAL = 3  # multiple of the longest pause so far after which a rank went on
 DISK_S = 1800.0  # writing a large file to a slow disk shows no other activity
 STOPPED_STATES = ("stopped", "tracing-stop")
 BUSY_CPU = 0.05  # cores
+
+
+# What is wrong, from what the guards reported. The checks go from certain to likely, and the first hit is the verdict:
+#
+#   ended by a signal        the kernel or a user killed the rank
+#   guard's connection lost  the guard and the rank are gone; all ranks of a host: the host or its launcher
+#   exit code not 0          the rank's own error; often it has only lost a peer
+#   guard silent             the host is frozen or cut off (`timeout_s`), or never came (`coming_s`)
+#   rank silent              stopped (SIGSTOP), or C++ code holds the interpreter lock; disks get more time
+#   no rank advances         a hang, if all ranks stand still for longer than their longest pause so far
+#
+# In a hang the ranks outside the others' collective are its cause: those inside wait for them.
 
 
 @dataclass
@@ -65,12 +76,17 @@ def judge(
 
     `timeout_s`: longest time without a heartbeat; `coming_s`: longest time until a guard reports.
     """
-    checks: tuple[Callable[[Sequence[RankState], float, float], FailureVerdict | None], ...]
-    checks = (_killed, _vanished, _ended, partial(_unheard, coming_s=coming_s), _silent, _all_still)
-    return next((verdict for check in checks if (verdict := check(states, now, timeout_s))), None)
+    return (
+        _killed(states, now)
+        or _vanished(states, now)
+        or _ended(states, now)
+        or _unheard(states, now, timeout_s, max(coming_s, timeout_s))
+        or _silent(states, now, timeout_s)
+        or _all_still(states, now, timeout_s)
+    )
 
 
-def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
+def _killed(states: Sequence[RankState], now: float) -> FailureVerdict | None:
     killed = [s for s in states if (s.ended or 0) < 0]
     if not killed:
         return None
@@ -85,7 +101,7 @@ def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
     return _verdict("rank-ended", message, hint, killed, now)
 
 
-def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
+def _ended(states: Sequence[RankState], now: float) -> FailureVerdict | None:
     """Find ranks that exited by themselves, including those that only lost a peer."""
     failed = [s for s in states if s.ended]
     if not failed:
@@ -95,39 +111,38 @@ def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> Failure
     return _verdict("rank-ended", message, "see its log", failed, now)
 
 
-def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
+def _vanished(states: Sequence[RankState], now: float) -> FailureVerdict | None:
     gone = [s for s in states if s.lost]
     if not gone:
         return None
     host = gone[0].host
     on_host = [s for s in states if s.host == host]
-    mine = [s for s in gone if s.host == host]
-    if len(mine) == len(on_host):
-        message = f"all ranks on {host} disappeared at once ({_ranks(mine)}), in {mine[0].where}"
+    lost = [s for s in gone if s.host == host]
+    if len(lost) == len(on_host):
+        message = f"all ranks on {host} disappeared at once ({_ranks(lost)}), in {lost[0].where}"
         hint = f"their launcher was killed, or {host} went down: check {host}'s system log"
     else:
-        message = f"{mine[0].name} and its guard disappeared, in {mine[0].where}"
+        message = f"{lost[0].name} and its guard disappeared, in {lost[0].where}"
         hint = f"both were killed; check {host}'s kernel log (dmesg)"
-    return _verdict("vanished", message, hint, mine, now)
+    return _verdict("vanished", message, hint, lost, now)
 
 
 def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> FailureVerdict | None:
     """Find guards that are silent although their connection is open."""
-    coming = max(coming_s, timeout_s)
     unheard = [
-        s for s in states if s.ended is None and not s.lost and now - s.heard > (timeout_s if s.here else coming)
+        s for s in states if s.ended is None and not s.lost and now - s.heard > (timeout_s if s.here else coming_s)
     ]
     if not unheard:
         return None
     host = unheard[0].host
-    mine = [s for s in unheard if s.host == host]
-    seconds = now - min(s.heard for s in mine)
-    if not mine[0].here:
-        message = f"{_ranks(mine)} on {host} did not start within {seconds:.0f} s"
-        return _verdict("not-started", message, "see logs/launcher.log", mine, now)
-    message = f"no report from {host} ({_ranks(mine)}) for {seconds:.0f} s; last in {mine[0].where}"
+    silent = [s for s in unheard if s.host == host]
+    seconds = now - min(s.heard for s in silent)
+    if not silent[0].here:
+        message = f"{_ranks(silent)} on {host} did not start within {seconds:.0f} s"
+        return _verdict("not-started", message, "see logs/launcher.log", silent, now)
+    message = f"no report from {host} ({_ranks(silent)}) for {seconds:.0f} s; last in {silent[0].where}"
     hint = f"{host} is down, frozen or cut off from the network"
-    return _verdict("host-unreachable", message, hint, mine, now)
+    return _verdict("host-unreachable", message, hint, silent, now)
 
 
 def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:

@@ -21,7 +21,7 @@ from zerofit.doctor.software import model_code
 from zerofit.launch.host import RUN_ID, address_to, interface_of, this_machine
 from zerofit.launch.hostfile import Host, check_size, read_hostfile, select
 from zerofit.launch.local import LaunchSite
-from zerofit.launch.runner import allocated, check, forwarded, runner, runner_environment
+from zerofit.launch.runner import Runner, allocated, forwarded, forwarded_always, runner_environment
 from zerofit.launch.world import DEFAULT_PORT
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.local_machine import usable_cores
@@ -33,6 +33,13 @@ from zerofit.watch.launch_spec import as_argument
 FP16_FROM, BF16_FROM = 5.3, 8.0  # first CUDA compute capabilities with native arithmetic
 COMING_S, ALONE_S = 180.0, 1800.0  # limits for a guard to report; the second if nodes start by themselves
 LOOPBACK = "127."
+
+
+# Addresses. Ranks meet at rank 0's host (`master`), and each guard connects to this command (`addresses`). Both have to
+# be addresses that other hosts can reach, which a machine cannot always tell about itself:
+# - this machine's address is that of its route to the last host; a route to itself would be loopback;
+# - /etc/hosts often maps a host's own name to loopback (Debian: 127.0.1.1), which is useless to others;
+# - with `--no-ssh`, --master-addr may be a name or a router's address, which nobody can listen on.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,7 @@ class HostRequest:
     @cached_property
     def forwarded(self) -> dict[str, str]:
         """The environment variables for all ranks. Raises UserError."""
-        return forwarded(self.env)
+        return forwarded_always() | forwarded(self.env)
 
     @property
     def over_ssh(self) -> bool:
@@ -77,58 +84,58 @@ class HostRequest:
         words += ["--launcher", self.runner] if self.runner != "pdsh" else []
         return shlex.join(words)
 
-    def argv(self, hosts: Sequence[Host], logs: Path, master: str, spec: str) -> list[str]:
-        """Return the launcher's command line (`launch.runner.runner`)."""
-        more = {"runner_args": self.runner_args, "ssh_port": self.ssh_port, "node_rank": self.node_rank}
-        return runner(self.runner, hosts, logs, (master, self.port), spec, **more)
+    @property
+    def deepspeed_runner(self) -> Runner:
+        """DeepSpeed's runner with these options."""
+        return Runner(kind=self.runner, arguments=self.runner_args, ssh_port=self.ssh_port, node_rank=self.node_rank)
 
 
-def find_hosts(asked: HostRequest) -> tuple[Host, ...]:
+def find_hosts(options: HostRequest) -> tuple[Host, ...]:
     """Return the hosts of the hostfile, the Slurm allocation or --nodes, filtered. Raises UserError."""
     problems = Problems()
-    _check_conflicts(asked, problems)
-    problems.attempt(lambda: asked.forwarded)
+    _check_conflicts(options, problems)
+    problems.attempt(lambda: options.forwarded)
     problems.raise_if_any()
-    if asked.nodes and asked.slots:
-        hosts = tuple(Host(f"node-{n}", asked.slots) for n in range(asked.nodes))
-    elif asked.hostfile:
-        hosts = read_hostfile(asked.hostfile)
+    if options.nodes and options.slots:
+        hosts = tuple(Host(f"node-{n}", options.slots) for n in range(options.nodes))
+    elif options.hostfile:
+        hosts = read_hostfile(options.hostfile)
     else:
         hosts = slurm_hosts()
-    hosts = select(hosts, asked.include, asked.exclude)
-    check(asked.runner, hosts, asked.runner_args, problems)
-    if asked.no_ssh and (asked.node_rank or 0) >= len(hosts):
-        message = f"--node-rank {asked.node_rank} with {len(hosts)} nodes"
+    hosts = select(hosts, options.include, options.exclude)
+    options.deepspeed_runner.check(hosts, problems)
+    if options.no_ssh and (options.node_rank or 0) >= len(hosts):
+        message = f"--node-rank {options.node_rank} with {len(hosts)} nodes"
         problems.add("node-rank", message, f"use 0 to {len(hosts) - 1}", "--node-rank")
-    if asked.min_nodes and asked.min_nodes > len(hosts):
-        message = f"--min-nodes {asked.min_nodes} with {len(hosts)} hosts"
+    if options.min_nodes and options.min_nodes > len(hosts):
+        message = f"--min-nodes {options.min_nodes} with {len(hosts)} hosts"
         problems.add("conflict", message, f"use {len(hosts)} or fewer", "--min-nodes")
     problems.raise_if_any()
     return hosts
 
 
-def _check_conflicts(asked: HostRequest, problems: Problems) -> None:
+def _check_conflicts(options: HostRequest, problems: Problems) -> None:
     """Add problems for flags that need or exclude each other."""
-    if not (asked.hostfile or asked.nodes) and asked.runner != "slurm":
+    if not (options.hostfile or options.nodes) and options.runner != "slurm":
         message = "no hosts: `zerofit launch` needs --hostfile; it never uses only this machine"
         problems.add("hostfile", message, "set --hostfile FILE; on this machine use `zerofit train`", "--hostfile")
-    if asked.hostfile and asked.nodes:
+    if options.hostfile and options.nodes:
         problems.add("conflict", "--hostfile and --nodes are both given", "use one of them", "--nodes")
-    check_size(asked.nodes or 1, asked.slots or 1, problems)
-    if bool(asked.nodes) != bool(asked.slots):
+    check_size(options.nodes or 1, options.slots or 1, problems)
+    if bool(options.nodes) != bool(options.slots):
         problems.add("conflict", "--nodes and --slots need each other", "set both", "--nodes and --slots")
-    if asked.nodes and not asked.no_ssh:
+    if options.nodes and not options.no_ssh:
         problems.add("conflict", "--nodes without --no-ssh: no host names", "use --hostfile", "--nodes")
-    if asked.no_ssh != (asked.node_rank is not None):
+    if options.no_ssh != (options.node_rank is not None):
         problems.add("conflict", "--no-ssh and --node-rank need each other", "set both", "--no-ssh")
-    if asked.min_nodes and (asked.no_ssh or asked.runner == "slurm"):
+    if options.min_nodes and (options.no_ssh or options.runner == "slurm"):
         message = "--min-nodes needs ssh, to check which hosts are up"
         problems.add("conflict", message, "remove it: the scheduler replaces lost nodes", "--min-nodes")
-    if asked.no_ssh and not asked.master_addr:
+    if options.no_ssh and not options.master_addr:
         hint = "set --master-addr to an address of node 0 that all nodes can reach"
         problems.add("conflict", "--no-ssh without --master-addr", hint, "--master-addr")
-    if asked.no_ssh and asked.runner != "pdsh":
-        problems.add("conflict", f"--no-ssh with --launcher {asked.runner}", "use one of them", "--no-ssh")
+    if options.no_ssh and options.runner != "pdsh":
+        problems.add("conflict", f"--no-ssh with --launcher {options.runner}", "use one of them", "--no-ssh")
 
 
 def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> list[str]:
@@ -136,7 +143,8 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
     with tempfile.TemporaryDirectory() as place:
-        argv = options.argv(used, Path(place), options.master_addr or used[0].name, as_argument(folder.launch_spec))
+        master = options.master_addr or used[0].name, options.port
+        argv = options.deepspeed_runner.command(used, Path(place), master, as_argument(folder.launch_spec))
         return [part.replace(place, str(folder.logs)) for part in argv]
 
 
@@ -163,11 +171,11 @@ def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
     if found is None:
         return here
-    graphics = [gpu for one in found.facts.values() for gpu in one["gpus"]]
-    if graphics and all(one["gpus"] for one in found.facts.values()):
-        capability = min(float(gpu["compute_capability"]) for gpu in graphics)
+    gpus = [gpu for facts in found.facts.values() for gpu in facts["gpus"]]
+    if gpus and all(facts["gpus"] for facts in found.facts.values()):
+        capability = min(float(gpu["compute_capability"]) for gpu in gpus)
         able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
-        name = graphics[0]["name"]
+        name = gpus[0]["name"]
         return Machine(accelerator="cuda", devices=here.devices, cores=usable_cores(), device_name=name, **able)
     able = {"fp16": here.accelerator == "cpu" and here.fp16, "bf16": True}
     return replace(here, accelerator="cpu", device_name=f"CPU of {len(hosts)} hosts", **able)
@@ -183,7 +191,7 @@ def cluster_site(
 ) -> LaunchSite:
     """Return the launch site of the job's ranks: hosts in order, each filled before the next."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
-    check(options.runner, used, options.runner_args, problems)
+    options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
     own = options.master_addr or "" if options.node_rank is not None else own_address(hosts)
@@ -193,7 +201,7 @@ def cluster_site(
         addresses={host.name: own for host in used},
         master=(master, options.port),
         accelerator=machine.accelerator,
-        argv=lambda spec: options.argv(used, folder.logs, master, spec),
+        argv=lambda spec: options.deepspeed_runner.command(used, folder.logs, (master, options.port), spec),
         env=lambda mark: runner_environment(
             folder.logs, {RUN_ID: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
         ),
@@ -265,9 +273,9 @@ def ask_hosts(
 
     async def ask() -> dict[str, dict[str, Any] | Unreachable]:
         async with conversations(hosts, ssh_port, module) as opened:
-            there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
-            answers = await ask_all(there, question, patience_s, say)
-        return {name: answers[name] if isinstance(one, Conversation) else one for name, one in opened.items()}
+            reached = {name: host for name, host in opened.items() if isinstance(host, Conversation)}
+            answers = await ask_all(reached, question, patience_s, say)
+        return {name: answers[name] if isinstance(host, Conversation) else host for name, host in opened.items()}
 
     return asyncio.run(ask())
 

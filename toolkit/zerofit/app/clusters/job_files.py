@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zerofit.app.requests import is_run_file, read_request
+from zerofit.app.job.requests import is_run_file, read_request
 from zerofit.launch.hostfile import check_size
 from zerofit.launch.job_file import write_once
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
@@ -62,56 +62,56 @@ class JobFile:
         return asdict(self)
 
 
-def write_job_file(asked: JobFileRequest) -> JobFile:
+def write_job_file(options: JobFileRequest) -> JobFile:
     """Write the requested file and return how to submit it.
 
     Checks the run like `zerofit launch`, except for what only the cluster can show. Raises UserError with all problems;
     nothing is written then.
     """
-    kind = "slurm" if asked.slurm else "kubernetes"
+    kind = "slurm" if options.slurm else "kubernetes"
     problems = Problems()
-    if asked.slurm and asked.kubernetes:
+    if options.slurm and options.kubernetes:
         problems.add("conflict", "--slurm and --kubernetes are both given", "use one of them", "--slurm")
-    if asked.target is None:
+    if options.target is None:
         problems.add("missing", "no run given", "name a run file, a model or a run folder", "RUN")
-    if "output" not in asked.flags:
+    if "output" not in options.flags:
         hint = "a job resumes from the folder of its last start"
         problems.add("missing", f"--{kind} needs --output, a folder that all nodes share", hint, "--output")
     for name in NEEDED[kind]:
-        if getattr(asked, name) is None:
+        if getattr(options, name) is None:
             problems.add("missing", f"--{kind} needs --{name}", "see `zerofit launch --help`", f"--{name}")
-    whole = not problems
-    check_size(asked.nodes or 1, asked.slots or 1, problems)
-    env = problems.attempt(lambda: forwarded(asked.env, only_asked=True)) or {}
+    complete = not problems
+    check_size(options.nodes or 1, options.slots or 1, problems)
+    env = problems.attempt(lambda: forwarded(options.env)) or {}
     # a value from the environment may be a secret, so it is not written into the job
-    secret = {name: env.pop(name) for name in asked.env if "=" not in name and name in env}
-    prepare = _slurm if asked.slurm else _kubernetes
-    write = problems.attempt(lambda: prepare(asked, _common(asked, env), secret)) if whole else None
-    problems.attempt(lambda: _check_run(asked, problems))
+    secret = {name: env.pop(name) for name in options.env if "=" not in name and name in env}
+    prepare = _slurm if options.slurm else _kubernetes
+    write = problems.attempt(lambda: prepare(options, _common(options, env), secret)) if complete else None
+    problems.attempt(lambda: _check_run(options, problems))
     problems.raise_if_any()
     assert write
     return write()
 
 
-def _common(asked: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
+def _common(options: JobFileRequest, env: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "name": asked.job_name or "zerofit",
-        "run": asked.target,
-        "output": str(asked.flags["output"]),
-        "nodes": asked.nodes,
-        "slots": asked.slots,
-        "device": asked.device,
+        "name": options.job_name or "zerofit",
+        "run": options.target,
+        "output": str(options.flags["output"]),
+        "nodes": options.nodes,
+        "slots": options.slots,
+        "device": options.device,
         "env": env,
     }
 
 
-def _slurm(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
+def _slurm(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
     """Return the function that writes the sbatch file and a private file of secrets. Raises UserError."""
-    file = asked.slurm
+    file = options.slurm
     assert file
     names = ("time", "partition", "account", "save_s", "setup")
-    chosen = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
-    flags = _words(asked) + ([f"--max-restarts={asked.max_restarts}"] if asked.max_restarts else [])
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    flags = _words(options) + ([f"--max-restarts={options.max_restarts}"] if options.max_restarts else [])
     env_file = file.absolute().with_name(f"{file.name}.env") if secret else None
     named = {"env_file": str(env_file) if env_file else None, "env_file_names": tuple(secret)}
     text = sbatch_text(SlurmJob(**common, **chosen, **named, flags=tuple(flags)))
@@ -125,20 +125,20 @@ def _slurm(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str
     return write
 
 
-def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
+def _kubernetes(options: JobFileRequest, common: Mapping[str, Any], secret: Mapping[str, str]) -> Callable[[], JobFile]:
     """Return the function that writes the manifest, which refers to a Secret. Raises UserError."""
-    file = asked.kubernetes
-    assert file and asked.image and asked.claim
-    chosen: dict[str, Any] = {"max_restarts": asked.max_restarts} if asked.max_restarts else {}
+    file = options.kubernetes
+    assert file and options.image and options.claim
+    chosen: dict[str, Any] = {"max_restarts": options.max_restarts} if options.max_restarts else {}
     job = KubernetesJob(
         **common,
         **chosen,
-        image=asked.image,
-        claim=asked.claim,
-        flags=tuple(_words(asked)),
+        image=options.image,
+        claim=options.claim,
+        flags=tuple(_words(options)),
         secret_env=tuple(secret),
     )
-    text = manifest_text(job, asked.kind)
+    text = manifest_text(job, options.kind)
     # Arguments of kubectl would show values to `ps`; printf is built into the shell. The file format has no multi-line
     # values: for a name without `=` kubectl uses its own environment (kubectl's util/env_file.go).
     lines = (f'"{name}=${name}"' if value.splitlines() == [value] else name for name, value in secret.items())
@@ -148,33 +148,33 @@ def _kubernetes(asked: JobFileRequest, common: Mapping[str, Any], secret: Mappin
     return lambda: JobFile(written=str(file), new=write_once(file, text), hand_in=submit)
 
 
-def _check_run(asked: JobFileRequest, problems: Problems) -> None:
+def _check_run(options: JobFileRequest, problems: Problems) -> None:
     """Check the run for the job's ranks without its data; add all problems, or raise them as UserError."""
     from zerofit.app.fitting.options import CHOSEN  # these bring torch, which `launch --help` has no use for
-    from zerofit.app.hub_models import PREFIX
-    from zerofit.app.resolve import resolve_job
+    from zerofit.app.job.hub_models import PREFIX
+    from zerofit.app.job.resolve import UNOPENED, resolve_job
 
-    if asked.target is None:
+    if options.target is None:
         return
-    if asked.kubernetes and is_run_file(asked.target) and not Path(asked.target).exists():
+    if options.kubernetes and is_run_file(options.target) and not Path(options.target).exists():
         return  # it is on the claim's volume
-    request = read_request(asked.target, asked.flags, asked.trust_model_code)
-    run, ranks = request.run, (asked.nodes or 0) * (asked.slots or 0)
+    request = read_request(options.target, options.flags, options.trust_model_code)
+    run, ranks = request.run, (options.nodes or 0) * (options.slots or 0)
     if ranks and run.ranks and run.ranks > ranks:
-        message = f"{request.place('ranks')}: {run.ranks} ranks for {asked.nodes} nodes with {asked.slots} slots"
+        message = f"{request.place('ranks')}: {run.ranks} ranks for {options.nodes} nodes with {options.slots} slots"
         problems.add("ranks", message, f"use --ranks {ranks} or fewer", request.place("ranks"))
         return
-    if run.model.startswith(PREFIX) or (asked.kubernetes and any(map(_elsewhere, _files(run)))):
+    if run.model.startswith(PREFIX) or (options.kubernetes and any(map(_elsewhere, _files(run)))):
         return
     if ranks > MOST_RANKS:
         return  # reported already
     if run.fit:  # these are chosen on the cluster
         free = {name: Run.model_fields[name].default for name in CHOSEN}
         request = replace(request, run=run.model_copy(update={"fit": False, **free}))
-    accelerator = "cuda" if asked.device == "gpu" else "cpu"
+    accelerator = "cuda" if options.device == "gpu" else "cpu"
     able = {"device_name": f"the cluster's {accelerator}", "fp16": True, "bf16": True}  # unknown here
     machine = Machine(accelerator=accelerator, devices=ranks or run.ranks or 1, cores=ranks or 1, here=False, **able)
-    resolve_job(request, machine=machine, inputs="unopened")
+    resolve_job(request, machine=machine, inputs=UNOPENED)
 
 
 def _files(run: Run) -> tuple[str | Path | None, ...]:
@@ -191,17 +191,17 @@ def _elsewhere(name: str | Path | None) -> bool:
     return not Path(text).exists() and ("/" in text or Path(text).suffix in (".json", ".jinja", ".pth"))
 
 
-def _words(asked: JobFileRequest) -> list[str]:
+def _words(options: JobFileRequest) -> list[str]:
     """Return the flags as command line words, without the output folder."""
-    words = ["--trust-model-code"] if asked.trust_model_code else []
-    for field, value in asked.flags.items():
+    words = ["--trust-model-code"] if options.trust_model_code else []
+    for field, value in options.flags.items():
         name = field.replace("_", "-")
         if field == "output" or value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
-            words += [f"--{name}={one}" for one in value]
+            words += [f"--{name}={item}" for item in value]
         elif isinstance(value, dict):
             words.append(f"--{name}={json.dumps(value)}")
         else:

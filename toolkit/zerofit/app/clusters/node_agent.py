@@ -11,7 +11,7 @@ from zerofit.launch.host import RUN_ID, end_all
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import started
 from zerofit.launch.run_lock import is_held
-from zerofit.launch.runner import runner, runner_environment
+from zerofit.launch.runner import Runner, runner_environment
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
@@ -92,7 +92,7 @@ def _start(
     report.phase(f"node {node}: starting ranks (start {spec.attempt})")
     logs = folder.logs / f"node-{node}"
     logs.mkdir(exist_ok=True)
-    argv = runner("pdsh", used, logs, spec.master, as_argument(folder.launch_spec), node_rank=node)
+    argv = Runner(node_rank=node).command(used, logs, spec.master, as_argument(folder.launch_spec))
     plain = {RUN_ID: spec.run_id, "DS_ACCELERATOR": spec.accelerator}
     env = {**runner_environment(logs, plain), RUN_ID: spec.run_id}
     try:

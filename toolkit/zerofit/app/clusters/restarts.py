@@ -23,9 +23,10 @@ from zerofit.app.clusters.hosts import (
     machine_of,
 )
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
-from zerofit.app.gate import MemoryGate
-from zerofit.app.prepare_folder import find_folder, going_on, make_ready, prepare
-from zerofit.app.supervision import TrainingResult, finished_before, run_once
+from zerofit.app.training.memory_gate import MemoryGate
+from zerofit.app.training.prepare_folder import find_folder, make_ready, prepare, resuming
+from zerofit.app.training.result import TrainingResult, finished_before
+from zerofit.app.training.run_ranks import run_once
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check
@@ -41,16 +42,27 @@ from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.supervise import Watch
 
-# failures that would only recur
-NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
-BACK_S = 5.0  # time between attempts to reach a host
+# kinds of failures that would only recur
+RECURRING = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
+RETRY_S = 5.0  # time between attempts to reach a host
+
+
+# The life of a run on many hosts:
+#
+#   examine the hosts ─► resolve, gate, run folder ─► start the ranks ─► result
+#        ▲                                                  │ RunFailed
+#        └── wait for the hosts; without those that stay ◄──┘
+#            away, the same global batch on fewer ranks
+#
+# A failure ends the run if it would only recur (RECURRING), if the user has asked to stop, or after `max_restarts`.
+# The run folder stays locked over all starts.
 
 
 @dataclass
 class RestartingRun:
     """A run on many hosts with all of its starts."""
 
-    asked: RunRequest
+    request: RunRequest
     hosts: Sequence[Host]
     options: HostRequest
     report: Reporter
@@ -60,7 +72,7 @@ class RestartingRun:
     anyway: bool = False  # start even what does not fit
     job: Job | None = None  # job of the last start
     folder: RunFolder | None = None
-    _made: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
+    _new_folders: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
 
     def run(self) -> TrainingResult:
         """Start the ranks until a start finishes, and return its result.
@@ -81,7 +93,7 @@ class RestartingRun:
                         raise
                     message = f"{failure.problem.message}; restarting from the newest checkpoint"
                     self.report.warning(f"{message} (restart {attempt} of {self.max_restarts})")
-                    self._once_more(failure, failed)
+                    self._prepare_restart(failure, failed)
         raise AssertionError("the last start returns or raises")
 
     def _start(self, attempt: int, stack: ExitStack) -> TrainingResult:
@@ -99,14 +111,14 @@ class RestartingRun:
             where = {"machine": machine, "hosts": self.hosts}
             fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
             try:
-                prepared = prepare(self.asked, self.report, machine, self.folder, gate=gate, fitter=fitter)
+                prepared = prepare(self.request, self.report, machine, self.folder, gate=gate, fitter=fitter)
             except DoesNotFit:
-                self._unmake()
+                self._remove_empty_folders()
                 raise
             job, folder = prepared.job, prepared.folder
             if found:
-                room = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
-                self._refuse([one for one in room if one.status != OK])
+                disks = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
+                self._refuse([check for check in disks if check.status != OK])
             _check_libaio(found, job.ds_config)
             finished = finished_before(job, folder)
             if finished:
@@ -131,28 +143,28 @@ class RestartingRun:
     def _would_recur(self, failure: RunFailed) -> bool:
         """Return whether a restart would fail alike; a layout chosen by --fit is replaced by a smaller one."""
         fitted_layout = self.job is not None and self.job.fit is not None
-        return failure.problem.kind in NOT_AGAIN and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
+        return failure.problem.kind in RECURRING and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
     def _ready(self, port: int) -> Preflight | None:
         """Examine all hosts; None without ssh. Raises UserError with all problems."""
         if not self.options.over_ssh:
             return None
-        folder = self.folder or find_folder(self.asked.run)
-        self._made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+        folder = self.folder or find_folder(self.request.run)
+        self._new_folders = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
-        found = examine_hosts(self.hosts, self.options, folder.path, self.asked.run.model, self.run_file, port)
+        found = examine_hosts(self.hosts, self.options, folder.path, self.request.run.model, self.run_file, port)
         try:
             self._refuse(found.findings)
         except UserError:
-            self._unmake()
+            self._remove_empty_folders()
             raise
         # later starts use this folder
-        self.asked = _with(self.asked, output=folder.path)
+        self.request = _with(self.request, output=folder.path)
         return found
 
-    def _unmake(self) -> None:
+    def _remove_empty_folders(self) -> None:
         """Remove the empty run folder that was created for the hosts' checks."""
-        for path in self._made:
+        for path in self._new_folders:
             with suppress(OSError):  # it is no longer empty
                 path.rmdir()
 
@@ -162,51 +174,53 @@ class RestartingRun:
             data = {"checks": findings, "hosts": len(self.hosts)}
             self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))
         problems = Problems()
-        for one in findings:
-            if one.status == FAIL:
-                problems.add(f"host-{one.name}", f"{one.host}: {one.value}", one.hint, one.host)
+        for check in findings:
+            if check.status == FAIL:
+                problems.add(f"host-{check.name}", f"{check.host}: {check.value}", check.hint, check.host)
         problems.raise_if_any()
 
-    def _once_more(self, failure: RunFailed, failed: float) -> None:
+    def _prepare_restart(self, failure: RunFailed, failed: float) -> None:
         """Prepare the next start: in the same folder, on the hosts that are up."""
         assert self.job and self.folder
-        self.asked = going_on(self.asked, self.folder)
-        there = self._hosts_back(failure)
-        missing = [host.name for host in self.hosts if host not in there]
+        self.request = resuming(self.request, self.folder)
+        answering = self._hosts_that_answer(failure)
+        missing = [host.name for host in self.hosts if host not in answering]
         if missing:
-            self._leave_out(there, missing)
+            self._continue_on(answering, missing)
         restart = {"cause": failure.problem.message, "restarting_after_s": round(time.time() - failed, 1)}
         with open_jsonl(self.folder.faults) as file:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
-    def _hosts_back(self, failure: RunFailed) -> list[Host]:
+    def _hosts_that_answer(self, failure: RunFailed) -> list[Host]:
         """Wait for all hosts to answer, with a time limit; return those that do. Raises RunFailed if too few do."""
         if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder
-        patience_s = self.asked.run.heartbeat_timeout
+        patience_s = self.request.run.heartbeat_timeout
         deadline = time.monotonic() + patience_s
         while True:
-            found = examine_hosts(self.hosts, self.options, self.folder.path, self.asked.run.model, None, None)
+            found = examine_hosts(self.hosts, self.options, self.folder.path, self.request.run.model, None, None)
             failing = {check.host for check in found.checks if check.status == FAIL}
-            there = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
-            missing = ", ".join(h.name for h in self.hosts if h not in there)
+            answering = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
+            missing = ", ".join(host.name for host in self.hosts if host not in answering)
             if not missing or time.monotonic() > deadline:
                 break
             self.report.phase(f"waiting for {missing} to come back")
-            time.sleep(BACK_S)
-        if len(there) < (self.options.min_nodes or len(self.hosts)):
+            time.sleep(RETRY_S)
+        if len(answering) < (self.options.min_nodes or len(self.hosts)):
             again = f"{self.options.again} {shlex.quote(str(self.folder.path))}"
-            hint = f"repair {missing}, then resume with `{again}`; --min-nodes {max(len(there), 1)} continues without"
+            hint = (
+                f"repair {missing}, then resume with `{again}`; --min-nodes {max(len(answering), 1)} continues without"
+            )
             message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
-        return there
+        return answering
 
-    def _leave_out(self, there: list[Host], missing: list[str]) -> None:
+    def _continue_on(self, hosts: list[Host], missing: list[str]) -> None:
         """Continue with fewer hosts and the same global batch."""
         assert self.job and self.folder
         layout, batch = self.job.layout, self.job.batch
-        slots = sum(host.slots for host in there)
+        slots = sum(host.slots for host in hosts)
         fewer = regroup(batch, layout.world_size // layout.dp, slots)
         if fewer is None:
             inner = layout.world_size // layout.dp
@@ -214,37 +228,39 @@ class RestartingRun:
             raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
         ranks, smaller = fewer
         self.report.note(f"continuing without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
-        self.hosts = filled(there, ranks)
+        self.hosts = filled(hosts, ranks)
         sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
         fewer_ranks: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
-        if self.asked.run.micro_batch_by_rank not in (None, "auto"):
+        if self.request.run.micro_batch_by_rank not in (None, "auto"):
             fewer_ranks["micro_batch_by_rank"] = None  # its ranks no longer exist
-        if self.asked.run.fit:  # choose a new layout
-            self.asked = replace(self.asked, places={**self.asked.places, **dict.fromkeys(fewer_ranks, "--min-nodes")})
+        if self.request.run.fit:  # choose a new layout
+            self.request = replace(
+                self.request, places={**self.request.places, **dict.fromkeys(fewer_ranks, "--min-nodes")}
+            )
         else:
             fewer_ranks |= sizes
-        self.asked = _with(self.asked, **fewer_ranks)
+        self.request = _with(self.request, **fewer_ranks)
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
     """Raise Stopped for a failure after a stop request, if there is a checkpoint to resume from."""
-    known = Store(folder.checkpoints).entries()
-    if known:
-        message = f"failed while stopping on request ({problem.message}); step {known[-1].step} is saved"
+    checkpoints = Store(folder.checkpoints).entries()
+    if checkpoints:
+        message = f"failed while stopping on request ({problem.message}); step {checkpoints[-1].step} is saved"
         hint = "run the same command to resume"
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
 
 
-def _with(asked: RunRequest, **fields: Any) -> RunRequest:
-    return replace(asked, run=asked.run.model_copy(update=fields))
+def _with(request: RunRequest, **fields: Any) -> RunRequest:
+    return replace(request, run=request.run.model_copy(update=fields))
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
     """Check that NVMe offload can be compiled on every examined host, else on this one. Raises UserError."""
     problems = Problems()
     for name, facts in found.facts.items() if found else ():
-        for one in libaio_problems(ds_config, facts["libaio"]):
-            problems.add(one.kind, f"{name}: {one.message}", one.hint, one.where)
+        for problem in libaio_problems(ds_config, facts["libaio"]):
+            problems.extend([replace(problem, message=f"{name}: {problem.message}")])
     if found is None:
         problems.extend(libaio_problems(ds_config))
     problems.raise_if_any()

@@ -28,7 +28,7 @@ from zerofit.app.comparing.rows import (
     strategy_row,
     summarize_sizes,
 )
-from zerofit.app.resolve import find_model, open_model
+from zerofit.app.job.resolve import find_model, open_model
 from zerofit.compare.job import STRATEGIES, WARM, CompareJob, Strategy
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.host import this_machine

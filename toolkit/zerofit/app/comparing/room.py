@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.app.room import room_here
+from zerofit.app.training.free_memory import memory_here
 from zerofit.compare.job import CompareJob, Strategy
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_LOW_BYTES
 from zerofit.spec.units import shown_bytes
@@ -26,7 +26,7 @@ class StateGate:
         if self.anyway or job.hosts:  # other hosts' memory is unknown
             return None
         ranks = 1 if strategy.one else job.ranks
-        room, state = room_here(range(ranks), self.folder), STATE_BYTES * self.parameters
+        room, state = memory_here(range(ranks), self.folder), STATE_BYTES * self.parameters
         if job.accelerator == "cuda":
             needed, free = state if strategy.replicas else state // ranks, room.gpu_bytes
             place, beside = f"on each of {ranks} GPUs", ""

@@ -84,7 +84,7 @@ def _data_parallel(bench: Bench) -> dict[str, Any]:
     from zerofit.models.build import build
     from zerofit.models.catalog import find
     from zerofit.models.inputs import ImageInputs
-    from zerofit.simulate.data_parallel import data_parallel_costs
+    from zerofit.simulate.costs.data_parallel import data_parallel_costs
 
     def simulate(model: str, inputs: ImageInputs, batch: int) -> dict[str, Any]:
         costs = data_parallel_costs(partial(build, find(model), inputs, {}), inputs, batch)

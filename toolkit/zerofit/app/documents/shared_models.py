@@ -12,7 +12,7 @@ from typing import Any
 from zerofit.app.comparing.laboratory import Done, flags
 from zerofit.app.comparing.rows import StrategyRow
 from zerofit.app.documents.bench import Bench
-from zerofit.app.training import train
+from zerofit.app.training.train import train
 from zerofit.models.presets import NAMED
 from zerofit.report.documents import Evidence, Figure, TeachingDocument
 from zerofit.spec.errors import DoesNotFit, RunFailed

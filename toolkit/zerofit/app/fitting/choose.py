@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from zerofit.app.fitting.options import LayoutOption
 from zerofit.plan.fit import check_fit
 from zerofit.plan.result import plain
-from zerofit.simulate.result import Simulation, severity
-from zerofit.simulate.verdict import FITS, WITHIN
+from zerofit.simulate.forecast.result import Simulation, severity
+from zerofit.simulate.forecast.verdict import FITS, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import REPLAYED
 

@@ -14,16 +14,16 @@ from pydantic import TypeAdapter
 from zerofit.app.clusters.hosts import filled
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused, needed_bytes
 from zerofit.app.fitting.options import CHOSEN, LayoutOption, chosen_fields, given_fields, options_of
-from zerofit.app.gate import MemoryGate
+from zerofit.app.job.resolve import ResolvedJob, resolve_job
 from zerofit.app.planning.of_run import cluster_of
-from zerofit.app.resolve import ResolvedJob, resolve_job
+from zerofit.app.training.memory_gate import MemoryGate
 from zerofit.checkpoint.compatible import obstacles
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import shown
 from zerofit.launch.host import this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.plan.fit import check_fit, explain
-from zerofit.simulate.result import Simulation
+from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, UserError
 from zerofit.spec.events import Reporter

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zerofit.app.job.resolve import ResolvedJob, ds_document
 from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.files import layout_fields, merged
 from zerofit.app.planning.of_run import profile_of
 from zerofit.app.planning.pins import DEGREES, FIELDS, decided, savings_of
 from zerofit.app.planning.question import forecast_of
-from zerofit.app.resolve import ResolvedJob, ds_document
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain

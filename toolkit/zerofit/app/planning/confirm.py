@@ -14,7 +14,7 @@ from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import Simulation
+    from zerofit.simulate.forecast.result import Simulation
 
 MOST = 6  # simulated layouts at most until one fits
 
@@ -81,6 +81,6 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
 
 
 def _simulate(planned: PlannedRun, plan: Plan) -> Simulation:
-    from zerofit.app.simulation import simulate  # torch, which a stored profile needs not
+    from zerofit.app.simulation.runs import simulate  # torch, which a stored profile needs not
 
     return simulate(planned.to_run(), plan.cluster, image=plan.request.image)

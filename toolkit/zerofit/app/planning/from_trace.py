@@ -143,8 +143,8 @@ def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
     run, layout = job.run, job.layout
     image = None
     if not run.seq_len:  # the inputs of other models depend on the data
-        from zerofit.app.requests import as_request, input_option
-        from zerofit.app.resolve import resolve_job
+        from zerofit.app.job.requests import as_request, input_option
+        from zerofit.app.job.resolve import resolve_job
 
         image = input_option(resolve_job(as_request(run)).inputs)
     degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()

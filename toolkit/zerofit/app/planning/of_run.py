@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zerofit.app.job.requests import input_option
+from zerofit.app.job.resolve import ResolvedJob
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.requests import input_option
-from zerofit.app.resolve import ResolvedJob
 from zerofit.launch.hostfile import Host
 from zerofit.plan.degrees import Degrees
 from zerofit.spec.cluster import Cluster

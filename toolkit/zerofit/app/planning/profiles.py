@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.kept import kept_file
-from zerofit.app.requests import assumed_inputs
+from zerofit.app.job.requests import assumed_inputs
+from zerofit.app.job.result_cache import result_file
 from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
 from zerofit.models.depth import of_all_layers
 from zerofit.models.hf_config import notes_of_config
@@ -134,7 +134,7 @@ def kept_profile(wanted: ProfileRequest) -> Profile | None:
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     """Run the model on fake tensors; report unsupported degrees. Raises UserError and ModelError."""
     with deepspeed_quiet():
-        from zerofit.simulate.profile import TraceSetting, profile_model
+        from zerofit.simulate.costs.profile import TraceSetting, profile_model
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):
@@ -202,7 +202,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
     if wanted.partial:
         key["partial"] = asdict(wanted.partial)
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)
-    return kept_file("profiles", key, f"{stem}-{wanted.precision}-")
+    return result_file("profiles", key, f"{stem}-{wanted.precision}-")
 
 
 def _content(model: str) -> Any:
@@ -228,7 +228,7 @@ def _notes(path: Path) -> list[str]:
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:
     """Return the longest sequence that the model supports; None without a limit. Raises UserError."""
-    from zerofit.app.model_facts import max_positions_of
+    from zerofit.app.job.model_facts import max_positions_of
     from zerofit.train.probe import models_say
 
     with models_say("MODEL"):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
-from zerofit.app.requests import PACKED, parse_input
 from zerofit.config.part import check_part
 from zerofit.models.catalog import shape_named
 from zerofit.models.names import left_out

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from zerofit.app.job.requests import input_option
+from zerofit.app.job.resolve import ResolvedJob
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, kept_profile
-from zerofit.app.requests import input_option
-from zerofit.app.resolve import ResolvedJob
 from zerofit.check.dotted import get
 from zerofit.models.inputs import Inputs
 from zerofit.plan.degrees import Degrees

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.clusters.hosts import filled, machine_of
+from zerofit.app.job.resolve import ds_document, resolve_job
 from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.files import layout_fields
 from zerofit.app.planning.of_run import cluster_of, profile_of
 from zerofit.app.planning.question import forecast_of
-from zerofit.app.resolve import ds_document, resolve_job
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from zerofit.app.requests import as_request
+from zerofit.app.job.requests import as_request
 from zerofit.app.tuning.job import TrialHosts, TuneJob
 from zerofit.app.tuning.trial import run_trial
 from zerofit.spec.errors import Problem, RunFailed, UserError

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from zerofit.simulate.autocast import autocast_as_cuda
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.autocast import autocast_as_cuda
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.streams import Streams
 from zerofit.spec.devices import Device
 
 # device name prefix -> compute capability, multiprocessors. Kernels divide their work and partial sums among these.
@@ -58,7 +58,7 @@ class _Properties(SimpleNamespace):
 class _Context(contextlib.ContextDecorator):
     """A context for a device or a profiler range that does nothing."""
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         pass
 
     def __enter__(self) -> _Context:
@@ -111,11 +111,11 @@ def capability(device: Device) -> tuple[tuple[int, int], int]:
     return _MADE[max(known, key=len)] if known else _UNKNOWN
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
-def _devices(target: ScriptTarget) -> dict[str, Any]:
+def _devices(target: ScriptTarget) -> dict[str, object]:
     name, ((major, minor), multiprocessors) = f"NVIDIA {target.device.name}", capability(target.device)
     properties = _Properties(
         name=name,
@@ -147,8 +147,8 @@ def _devices(target: ScriptTarget) -> dict[str, Any]:
     }
 
 
-def _streams(streams: Streams) -> dict[str, Any]:
-    def set_stream(stream: Any) -> None:
+def _streams(streams: Streams) -> dict[str, object]:
+    def set_stream(stream: object) -> None:
         streams.current = stream
 
     return {
@@ -163,16 +163,16 @@ def _streams(streams: Streams) -> dict[str, Any]:
     }
 
 
-def _memory(meter: ScriptTracker, total: int) -> dict[str, Any]:
+def _memory(meter: ScriptTracker, total: int) -> dict[str, object]:
     """Answer from the ledger; allocated bytes count as reserved."""
 
-    def live(*_: Any, **__: Any) -> int:
+    def live(*_: object, **__: object) -> int:
         return meter.live()
 
-    def peak(*_: Any, **__: Any) -> int:
+    def peak(*_: object, **__: object) -> int:
         return meter.peak()
 
-    def stats(*_: Any, **__: Any) -> dict[str, int]:
+    def stats(*_: object, **__: object) -> dict[str, int]:
         figures = {"current": meter.live(), "peak": meter.peak()}
         rows = {f"{kind}_bytes.all.{what}": n for kind in ("allocated", "reserved") for what, n in figures.items()}
         return {**rows, "num_alloc_retries": 0, "num_ooms": 0}
@@ -189,8 +189,8 @@ def _memory(meter: ScriptTracker, total: int) -> dict[str, Any]:
     }
 
 
-def _random_states(gpus: int) -> dict[str, Any]:
-    def state(*_: Any) -> torch.Tensor:
+def _random_states(gpus: int) -> dict[str, object]:
+    def state(*_: object) -> torch.Tensor:
         return torch.zeros(_STATE_BYTES, dtype=torch.uint8)
 
     return {

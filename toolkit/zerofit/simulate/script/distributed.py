@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
@@ -29,7 +29,7 @@ def process_groups(target: ScriptTarget) -> None:
     init, new_group = c10d.init_process_group, c10d.new_group
     backend = "nccl" if target.on_gpu else "gloo"
 
-    def init_process_group(*_: Any, **__: Any) -> None:
+    def init_process_group(*_: object, **__: object) -> None:
         if not dist.is_initialized():
             with unset_fake_temporarily():
                 init("fake", store=FakeStore(), rank=target.rank, world_size=target.world_size)
@@ -55,14 +55,14 @@ def barriers() -> None:
 def object_lists(target: ScriptTarget) -> None:
     """Use this rank's objects for all ranks. (torch.distributed.gather_object, scatter_object_list)
 
-    Collectives whose result all ranks get are in `simulate.patches.object_collectives`.
+    Collectives whose result all ranks get are in `simulate.fakes.patches.object_collectives`.
     """
 
-    def gather_object(obj: Any, object_gather_list: Any = None, *_: Any, **__: Any) -> None:
+    def gather_object(obj: Any, object_gather_list: Any = None, *_: object, **__: object) -> None:
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
-    def scatter_object_list(out: list[Any], inputs: Any = None, *_: Any, **__: Any) -> None:
+    def scatter_object_list(out: list[Any], inputs: Any = None, *_: object, **__: object) -> None:
         out[0] = inputs[target.rank] if inputs else None
 
     _replace("gather_object", gather_object)
@@ -133,7 +133,7 @@ def data_parallel(meter: ScriptTracker) -> None:
         original(self, *args, **kwargs)
         register(self, None, sent)
 
-    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
+    def register_comm_hook(self: Any, state: object, hook: object) -> None:
         meter.note(f"DistributedDataParallel's communication hook {getattr(hook, '__name__', hook)}: left out")
 
     replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
@@ -148,7 +148,7 @@ def resized_storages(meter: ScriptTracker) -> None:
     """
     original = torch.UntypedStorage.resize_
 
-    def resize(self: torch.UntypedStorage, size: int) -> Any:
+    def resize(self: torch.UntypedStorage, size: int) -> object:
         out = original(self, size)
         meter.resized(self)
         return out
@@ -167,7 +167,7 @@ def flat_sharding() -> None:
     init, compute_device = FullyShardedDataParallel.__init__, _init_utils._get_compute_device
     signature = inspect.signature(init)
 
-    def numbered(*args: Any, **kwargs: Any) -> None:
+    def numbered(*args: object, **kwargs: object) -> None:
         given = signature.bind(*args, **kwargs)
         device_id = given.arguments.get("device_id")
         if isinstance(device_id, int):
@@ -202,6 +202,6 @@ def sharded_shapes(meter: ScriptTracker) -> None:
     replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
 
-def _replace(name: str, value: Any) -> None:
+def _replace(name: str, value: object) -> None:
     for module in (dist, c10d):
         replace_in(module, name, value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from zerofit.simulate.ops.tracker import own_line
 from zerofit.simulate.script.target import LATER_STAGE
-from zerofit.simulate.tracker import own_line
 from zerofit.spec.errors import Problem
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Subset
 
-from zerofit.simulate.phases import PhaseLog
+from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.units import shown_bytes
 
@@ -46,7 +48,7 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
         )
 
 
-def gather_to_save(engines: list[Any], log: PhaseLog) -> None:
+def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:
     """Gather ZeRO-3's 16-bit weights as for saving, if the JSON asks for it.
 
     They are gathered layer by layer, and rank 0 keeps all in host memory (stage3_gather_16bit_weights_on_model_save).
@@ -59,6 +61,6 @@ def gather_to_save(engines: list[Any], log: PhaseLog) -> None:
             engine._zero3_consolidated_16bit_state_dict()
 
 
-def _first(dataset: Any, rows: int) -> Any:
+def _first(dataset: Any, rows: int) -> object:
     count = range(min(rows, len(dataset)))
     return dataset.select(count) if hasattr(dataset, "select") else Subset(dataset, count)

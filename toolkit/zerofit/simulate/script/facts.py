@@ -18,7 +18,7 @@ from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.train.probe import expert_count
 
-_PRECISIONS: dict[Any, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_PRECISIONS: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class BatchShapes:
@@ -28,7 +28,7 @@ class BatchShapes:
         self.seen: Counter[tuple[int, ...]] = Counter()  # shape of the largest tensor of each micro batch
         self.longest = 0  # tokens of the longest batch; 0 if none has tokens
 
-    def note(self, args: Any, kwargs: Any) -> None:
+    def note(self, args: object, kwargs: object) -> None:
         """Record a micro batch."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
@@ -47,7 +47,7 @@ def script_facts(
     """Return a result's facts about a script, other than its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
-    models = [engine.module] if engine else phases.models or [nn.Module()]
+    models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
     parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
     sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
@@ -103,7 +103,7 @@ def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> st
 
 
 def _optimizer(engine: Any, phases: ScriptPhases) -> str:
-    one = engine.optimizer if engine is not None else phases.optimizers[0]
+    one: Any = engine.optimizer if engine is not None else phases.optimizers[0]
     while getattr(one, "optimizer", None) is not None and one.optimizer is not one:
         one = one.optimizer
     return type(one).__name__

@@ -14,22 +14,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
-from zerofit.simulate import patches
-from zerofit.simulate.endings import EXITED, lacks_memory, out_of_memory, shown_path
+from zerofit.simulate.endings import EXITED, first_lines, lacks_memory, out_of_memory, shown_path
+from zerofit.simulate.fakes import patches
+from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script import tracker
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.tracker import is_own
 from zerofit.spec.errors import Problem, UserError
 
-_LINES = 3  # of an exception's message
 _FEW = 100  # items of a list that are searched
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
@@ -70,7 +68,7 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     """Return a message about what cannot be simulated, and a hint."""
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
-    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
+    first = first_lines(error)
     hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
     if isinstance(error, patches.AskedForValueError):
         return f"{inside} reads the value of a tensor, which a simulation does not compute", hint
@@ -168,7 +166,7 @@ def _holds_fakes(frame: FrameType) -> bool:
     return any(map(_is_stand_in, values))
 
 
-def _is_stand_in(value: Any) -> bool:
+def _is_stand_in(value: object) -> bool:
     """Return whether a value is a fake tensor, or a replacement object of this package."""
     if isinstance(value, Tensor):
         return isinstance(getattr(value, "_local_tensor", value), FakeTensor)

@@ -1,7 +1,8 @@
 """Simulate a GPU for scripts: Python sees cuda:N, torch's C++ code sees the simulated device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
-hasPrimaryContext). So C++ gets the device of `simulate.device`. Devices that Python reads or names are translated.
+hasPrimaryContext). So C++ gets the device of `simulate.fakes.device`. Devices that Python reads or names are
+translated.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zerofit.simulate import device
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes import device
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import SIMULATED, ScriptTracker, on_simulated
-from zerofit.simulate.tracker import AllocationTracker
 
 SHOWN = "cuda"
 _HOSTS = ("cpu", "meta")
@@ -95,7 +96,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Translate a CUDA device to the simulated one in `.to()` and `.cuda()`. (torch.Tensor.to, cuda)"""
     original = Tensor.to
 
-    def named(value: Any) -> Any:
+    def named(value: object) -> object:
         if isinstance(value, int) or (isinstance(value, str) and value.startswith(SHOWN)):
             return SIMULATED
         return on_simulated(value)
@@ -109,7 +110,7 @@ def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
             kwargs["device"] = named(kwargs["device"])
         return original(self, *args, **kwargs)
 
-    def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+    def cuda(self: Tensor, device: object = None, non_blocking: bool = False, **_: object) -> Tensor:
         return original(self, SIMULATED, non_blocking=non_blocking)
 
     replace_in(Tensor, "to", to)
@@ -148,7 +149,7 @@ def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
     class HostGenerator(original):
         """A generator of the host for any device."""
 
-        def __new__(cls, device: Any = "cpu") -> Any:
+        def __new__(cls, device: object = "cpu") -> object:
             return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
     replace_in(torch, "Generator", HostGenerator)

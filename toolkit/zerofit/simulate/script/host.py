@@ -1,24 +1,30 @@
 """Patch torch so that a script's tensors are real on the host and fake on the device.
 
-The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.patches`. The
-docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
+The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.fakes.patches`.
+The docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.memory.categories import PARAMETERS
+from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
-from zerofit.simulate.tracker import is_own
 
+_Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it
+_watch: list[Callable[[Tensor], None]] = []  # called when a shape becomes known
 _OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of kernels that fall back to plain torch
 
 
@@ -40,7 +46,7 @@ def parameter_data(meter: ScriptTracker) -> None:
     """Let `parameter.data = t` adopt t's device, and make a real t fake. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
-    def set_data(self: FakeTensor, value: Any) -> None:
+    def set_data(self: FakeTensor, value: Tensor) -> None:
         if is_real(value) and value.device.type != "meta":
             real, value = value, meter.fakes.from_tensor(value)
             meter.adopt(real, value)
@@ -133,7 +139,7 @@ def loaders() -> None:
     original = DataLoader.__init__
     of_workers = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
 
-    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, dataset: Any, *args: object, **kwargs: Any) -> None:
         named = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
         named += ("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
         kwargs |= dict(zip(named, args, strict=False))
@@ -150,14 +156,14 @@ def compiling(meter: ScriptTracker) -> None:
     (torch.compile, torch.nn.Module.compile)
     """
 
-    def compile(model: Any = None, *_: Any, **__: Any) -> Any:
+    def compile(model: object = None, *_: object, **__: object) -> object:
         # libraries decorate their own functions with it; a model that they compile was the user's choice
         of_model = isinstance(getattr(model, "__self__", model), nn.Module)
         if of_model or is_own(sys._getframe(1).f_code.co_filename):
             meter.note("torch.compile: simulated as eager", bound=True, here=True)
         return model if model is not None else lambda function: function
 
-    def compile_module(self: nn.Module, *_: Any, **__: Any) -> None:
+    def compile_module(self: nn.Module, *_: object, **__: object) -> None:
         meter.note("Module.compile: simulated as eager", bound=True, here=True)
 
     torch.compile = compile
@@ -168,7 +174,7 @@ def autocast_types(meter: ScriptTracker) -> None:
     """Record the type that autocast uses in training, which is the precision for users. (torch.autocast.__enter__)"""
     original = torch.autocast.__enter__
 
-    def enter(self: Any) -> Any:
+    def enter(self: Any) -> object:
         if self._enabled and self.device == meter.device and torch.is_grad_enabled():
             meter.autocast = self.fast_dtype
         return original(self)
@@ -191,10 +197,79 @@ def triton_kernels(meter: ScriptTracker) -> None:
     except ImportError:
         return
 
-    def run(self: Any, *_: Any, **__: Any) -> None:
+    def run(self: object, *_: object, **__: object) -> None:
         function = getattr(self, "fn", self)
         name = getattr(function, "__name__", None) or getattr(getattr(function, "fn", None), "__name__", "?")
         meter.note(f"Triton kernel {name}: assumed to write only into its arguments")
 
     for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
         replace_in(kind, "run", run)
+
+
+class _Unknown(_Mixin):
+    """A fake tensor of unknown shape; when the shape is known it becomes an ordinary fake."""
+
+    cls_to_become = FakeTensor
+    shape = torch._C.TensorBase.shape  # of no elements: ops on fakes read it
+
+    def materialize(self, *args: object, **kwargs: object) -> None:
+        """Set the shape, and watch the gradient from now on."""
+        super().materialize(*args, **kwargs)
+        _watch[0](self)
+
+    @classmethod
+    def __torch_function__(cls, func: OpOverload, types: object, args: object = (), kwargs: object = None) -> object:
+        """Allow what torch allows; a tensor that was moved stays of unknown shape."""
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func in cls._allowed_methods and type(out) is FakeTensor:
+            out.__class__ = cls
+        return out
+
+
+class _UnknownParameter(_Unknown, UninitializedParameter, FakeTensor):
+    """A parameter of unknown shape."""
+
+
+class _UnknownBuffer(_Unknown, UninitializedBuffer, FakeTensor):
+    """A buffer of unknown shape."""
+
+
+def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
+    """Make parameters and buffers of unknown shape fakes from the start: a real tensor cannot become one in place.
+
+    `watch` is called for each one whose shape becomes known. (torch.nn.parameter.UninitializedParameter.__new__,
+    UninitializedBuffer.__new__)
+    """
+
+    def became_known(tensor: Tensor) -> None:
+        meter.tag(tensor, PARAMETERS)
+        watch(tensor)
+
+    _watch[:] = [became_known]
+    _Unknown._allowed_methods = [*_Mixin._allowed_methods, Tensor.to, Tensor.cuda]
+
+    def empty(device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+        made = torch.empty(0, device=device, dtype=dtype)
+        return meter.fakes.from_tensor(made) if is_real(made) else made
+
+    def parameter(
+        cls: object, requires_grad: bool = True, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> object:
+        made = nn.Parameter(empty(device, dtype), requires_grad)
+        made.__class__ = _UnknownParameter
+        return made
+
+    def buffer(
+        cls: object,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        persistent=True,
+    ) -> object:
+        made: Any = empty(device, dtype)
+        made.__class__ = _UnknownBuffer
+        made.requires_grad, made.persistent, made._is_buffer = requires_grad, persistent, True
+        return made
+
+    replace_in(UninitializedParameter, "__new__", staticmethod(parameter))
+    replace_in(UninitializedBuffer, "__new__", staticmethod(buffer))

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import pad
 from torch.nn.modules._functions import SyncBatchNorm
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
 _ROWS = 128  # flash_attn's backward rounds lengths to a multiple of this
@@ -28,24 +30,33 @@ def synchronized_norms(meter: ScriptTracker) -> None:
     """
     original = SyncBatchNorm.forward
 
-    def forward(*args: Any) -> Any:
+    def forward(*args: object) -> object:
         meter.all_true = True
         try:
             return original(*args)
         finally:
             meter.all_true = False
 
-    def statistics(mode: Any, func: Any, x: Tensor, *_: Any, **__: Any) -> Any:
+    def statistics(mode: FakeTensorMode, func: OpOverload, x: Tensor, *_: object, **__: object) -> object:
         with mode:
             return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
 
-    def sums(mode: Any, func: Any, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *_: Any) -> Any:
+    def sums(
+        mode: FakeTensorMode,
+        func: OpOverload,
+        grad: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        *_: object,
+    ) -> object:
         kind = x.dtype if weight is None else weight.dtype
         with mode:
             kinds = (torch.float32, torch.float32, kind, kind)
             return tuple(x.new_empty(x.shape[1], dtype=kind) for kind in kinds)
 
-    def like(mode: Any, func: Any, x: Tensor, *_: Any, **__: Any) -> Any:
+    def like(mode: FakeTensorMode, func: OpOverload, x: Tensor, *_: object, **__: object) -> object:
         with mode:
             return torch.empty_like(x)
 
@@ -109,7 +120,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
     Only its attention functions exist; other names raise an ImportError.
     """
 
-    def attention(packed: int, varlen: bool) -> Any:
+    def attention(packed: int, varlen: bool) -> object:
         tensors = {0: 3, 2: 2, 3: 1}[packed]
 
         def function(*args: Any, return_attn_probs: bool = False, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.command import ScriptCommand, started_inside
 from zerofit.simulate.script.errors import NotSimulated
 from zerofit.simulate.script.target import ScriptTarget
@@ -40,8 +40,8 @@ def launchers_inside() -> None:
         _raise_if_launched(args, named.get("env"))
         original(self, args, *more, **named)
 
-    def replaced(execute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(file: Any, args: Any, *variables: Mapping[str, str]) -> Any:
+    def replaced(execute: Callable[..., object]) -> Callable[..., object]:
+        def run(file: object, args: object, *variables: Mapping[str, str]) -> object:
             _raise_if_launched(args, *variables)
             return execute(file, args, *variables)
 
@@ -52,7 +52,7 @@ def launchers_inside() -> None:
         replace_in(os, name, replaced(getattr(os, name)))
 
 
-def _raise_if_launched(args: Any, variables: Mapping[str, str] | None = None) -> None:
+def _raise_if_launched(args: object, variables: Mapping[str, str] | None = None) -> None:
     try:
         command = started_inside(_words(args))
     except UserError as error:
@@ -61,7 +61,7 @@ def _raise_if_launched(args: Any, variables: Mapping[str, str] | None = None) ->
         raise LaunchedInside(command, variables or {})
 
 
-def _words(args: Any) -> list[str]:
+def _words(args: object) -> list[str]:
     """Return the words of a command, which may be a shell string; [] if it cannot be split."""
     if isinstance(args, str):
         with suppress(ValueError):  # e.g. a quote inside a here-document

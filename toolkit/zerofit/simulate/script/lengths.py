@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 
 ROWS_S = 3.0  # time limit for reading a data set's rows
 _OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others
@@ -46,13 +46,13 @@ class Lengths:
         }
         return next(((tokens * self.packed, by) for by, tokens in said.items() if tokens), (0, ""))
 
-    def learn_model(self, model: Any) -> None:
+    def learn_model(self, model: nn.Module) -> None:
         """Record the number of positions of a model."""
         config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.positions = max(self.positions, getattr(config, "max_position_embeddings", None) or 0)
 
-    def learn_batch(self, loader: Any, batch: Any) -> None:
+    def learn_batch(self, loader: Any, batch: object) -> None:
         """Record the source of a batch with tokens."""
         tokens = token_tensors(batch)
         if tokens:
@@ -60,14 +60,14 @@ class Lengths:
             rows = getattr(getattr(loader, "_index_sampler", None), "batch_size", None) or 1
             self.packed = rows if all(t.shape[0] == 1 for t in tokens) else 1
 
-    def longer(self, batch: Any) -> Any:
+    def longer(self, batch: object) -> object:
         """Return a batch with every sequence at the allowed length, by repeating its own values."""
         seen = max((t.shape[1] for t in token_tensors(batch)), default=0)
         wanted = self.limit()[0]
         return _longer(batch, seen, wanted, self.targets) if 0 < seen < wanted else batch
 
 
-def token_tensors(batch: Any) -> list[Tensor]:
+def token_tensors(batch: object) -> list[Tensor]:
     """Return tensors that may be tokens: integers of shape (samples, tokens)."""
     values = list(batch.values()) if isinstance(batch, Mapping) else batch
     leaves = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
@@ -80,7 +80,7 @@ def tokenizers(lengths: Lengths) -> None:
 
     strategies, call = PreTrainedTokenizerBase._get_padding_truncation_strategies, PreTrainedTokenizerBase.__call__
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> object:
         found = strategies(self, *args, **kwargs)
         _, truncation, most, _ = found
         if most and most < _UNLIMITED and truncation.value != "do_not_truncate":
@@ -114,7 +114,7 @@ def trainer_arguments(lengths: Lengths) -> None:
     replace_in(Trainer, "__init__", init)
 
 
-def replaced_arguments(values: Mapping[str, Any]) -> None:
+def replaced_arguments(values: Mapping[str, object]) -> None:
     """Overwrite these values of TrainingArguments. (TrainingArguments.__post_init__)"""
     from transformers import TrainingArguments
 
@@ -134,7 +134,7 @@ def batches(lengths: Lengths, longest: bool) -> None:
 
     original = _BaseDataLoaderIter.__next__
 
-    def following(self: Any) -> Any:
+    def following(self: Any) -> object:
         batch = original(self)
         lengths.learn_batch(self, batch)
         return lengths.longer(batch) if longest else batch

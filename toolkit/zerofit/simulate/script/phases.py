@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofit.simulate.phases import PhaseLog, announce_phases
+from zerofit.simulate.engine.phases import PhaseLog, announce_phases
 from zerofit.simulate.script.errors import ScriptStop
 
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
@@ -31,20 +31,22 @@ class ScriptPhases:
         log: PhaseLog,
         steps: int,
         on_model: Callable[[nn.Module], None] = lambda model: None,
-        on_batch: Callable[[Any, Any], None] = lambda args, kwargs: None,
-        on_end: Callable[[list[Any]], None] = lambda engines: None,
+        on_batch: Callable[[object, object], None] = lambda args, kwargs: None,
+        on_end: Callable[[list[DeepSpeedEngine]], None] = lambda engines: None,
     ):
         self.log, self.wanted = log, steps
         self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
-        self.engines: list[Any] = []
-        self.optimizers: list[Any] = []  # that stepped without an engine
+        self.engines: list[DeepSpeedEngine] = []
+        self.optimizers: list[torch.optim.Optimizer] = []  # that stepped without an engine
         self.models: list[nn.Module] = []  # that were trained without an engine
         self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
         self.micro_batches = 0
         self._busy = 0  # depth of running engine calls: what they call belongs to them
         self._known: set[int] = set()  # ids of the modules of `models`
         self._inside = False  # whether a forward or backward without an engine is running: nested calls belong to it
-        self._stepping: Any = None  # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
+        self._stepping: torch.optim.Optimizer | None = (
+            None  # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
+        )
         self._is_forward = False  # whether a micro batch without an engine has begun and its backward has not
 
     def cut(self) -> None:
@@ -69,7 +71,7 @@ class ScriptPhases:
     def _init(self, method: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(method)
 
-        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+        def init(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
             self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
             self.log.begin("init")
             self._within(method, engine, *args, **kwargs)
@@ -78,14 +80,14 @@ class ScriptPhases:
         return init
 
     def _init_pipeline(self, method: Callable[..., None]) -> Callable[..., None]:
-        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+        def init(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
             method(engine, *args, **kwargs)
             announce_phases(engine, self.log.begin)
 
         return init
 
     def _train_batch(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        def train_batch(engine: object, *args: Any, **kwargs: Any) -> Any:
             self.log.step = max(self.log.step, self.steps[id(engine)])
             out = self._within(method, engine, *args, **kwargs)
             self._stepped(engine, list(filter(has_optimizer, self.engines)))
@@ -93,8 +95,8 @@ class ScriptPhases:
 
         return train_batch
 
-    def _forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, method: Callable[..., object]) -> Callable[..., object]:
+        def forward(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
             trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
             if trains or not self._busy:
                 self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
@@ -106,15 +108,15 @@ class ScriptPhases:
 
         return forward
 
-    def _backward(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, method: Callable[..., object]) -> Callable[..., object]:
+        def backward(engine: object, *args: Any, **kwargs: Any) -> Any:
             self.log.begin("backward")
             return self._within(method, engine, *args, **kwargs)
 
         return backward
 
-    def _step(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, method: Callable[..., object]) -> Callable[..., object]:
+        def step(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> object:
             boundary = engine.is_gradient_accumulation_boundary()
             self.log.begin("step")
             out = self._within(method, engine, *args, **kwargs)
@@ -126,14 +128,14 @@ class ScriptPhases:
 
         return step
 
-    def _within(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _within(self, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._busy += 1
         try:
             return method(*args, **kwargs)
         finally:
             self._busy -= 1
 
-    def _stepped(self, one: Any, of: list[Any]) -> None:
+    def _stepped(self, one: object, of: list[object]) -> None:
         """Count an optimizer step. Raises ScriptStop when all have made enough."""
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]
@@ -146,7 +148,7 @@ class ScriptPhases:
 
     # --- without an engine ---
 
-    def _plain_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _plain_forward(self, method: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._inside or self._busy or self.engines or not self._trains(module):
@@ -159,7 +161,7 @@ class ScriptPhases:
     def _trains(self, module: nn.Module) -> bool:
         return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         if id(module) not in self._known:
             self._known |= {id(one) for one in module.modules()}
             self.models.append(module)
@@ -182,7 +184,7 @@ class ScriptPhases:
 
         return backward
 
-    def _alone(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _alone(self, method: Callable[..., object], *args: object, **kwargs: object) -> Any:
         self._inside = True
         try:
             return method(*args, **kwargs)
@@ -198,7 +200,7 @@ class ScriptPhases:
             self._begin_step()
             return None
 
-        def computed() -> Any:
+        def computed() -> object:
             loss = closure()
             self._begin_step()
             return loss
@@ -219,6 +221,6 @@ class ScriptPhases:
             self._stepped(optimizer, [o for o in self.optimizers if o is optimizer or id(o) in self.steps])
 
 
-def has_optimizer(engine: Any) -> bool:
+def has_optimizer(engine: DeepSpeedEngine) -> bool:
     """Return whether an engine has an optimizer from the script or its JSON: others get a dummy."""
     return bool(engine.optimizer_name())

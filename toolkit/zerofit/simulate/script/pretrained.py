@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.quantizers.auto import AutoHfQuantizer
 
-from zerofit.simulate.patches import replace_in
+from zerofit.models.quantized import library
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.fakes.quantized import four_bits
 from zerofit.simulate.script.errors import not_simulated
-from zerofit.simulate.script.quantized import quantize, quantizer_of
 from zerofit.simulate.script.tracker import ScriptTracker
 
 _QUANTIZED = ("load_in_8bit", "load_in_4bit", "gguf_file")
 # arguments for the hub, which are passed on for the configuration
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "code_revision")
+_CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # set by the configuration
 _PLACING = ("tp_plan", "state_dict")  # they change where weights go
 # arguments about reading weights
 _READING = (
@@ -57,7 +63,7 @@ def pretrained(meter: ScriptTracker) -> None:
     `_from_config` uses zero.Init as `from_pretrained` does. (transformers.PreTrainedModel.from_pretrained)
     """
 
-    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, path: Any, *args: object, config: Any = None, **kwargs: Any) -> object:
         for name in _QUANTIZED:
             if kwargs.get(name):
                 raise not_simulated(f"{name}: quantized weights", "simulate with unquantized weights")
@@ -115,3 +121,39 @@ def _dtype(asked: Any, config: Any) -> torch.dtype:
     if asked == "auto":
         asked = config.dtype or torch.float32
     return getattr(torch, asked.removeprefix("torch.")) if isinstance(asked, str) else asked
+
+
+def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
+    """Return a model's quantizer. Raises NotSimulated unless it is 4-bit bitsandbytes without ZeRO-3."""
+    chosen = getattr(config, "quantization_config", None) or asked
+    said = chosen if isinstance(chosen, dict) else vars(chosen)
+    if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
+        method = said.get("quant_method", type(chosen).__name__)
+        hint = "simulate with unquantized weights; of bitsandbytes, load_in_4bit can be simulated"
+        raise not_simulated(f"weights quantized by {getattr(method, 'value', method)}", hint)
+    if is_deepspeed_zero3_enabled():
+        raise not_simulated("4-bit weights under ZeRO-3", "use ZeRO-2: the weights are small and are not trained")
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    quantizer = AutoHfQuantizer.from_config(chosen, pre_quantized=False)
+    quantizer.validate_environment(device_map=device_map)
+    return quantizer
+
+
+def quantize(meter: ScriptTracker, model: Any, quantizer: Any, dtype: torch.dtype, device_map: Any) -> None:
+    """Quantize a model on the rank's device, weight by weight, as transformers does while it reads them."""
+    kinds = library()
+    if kinds.Params4bit.__new__.__module__ != four_bits.__module__:
+        four_bits()
+    device_map = quantizer.update_device_map(device_map)
+    device = "cpu" if meter.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    quantizer.preprocess_model(model=model, dtype=dtype, device_map=device_map)
+    for module in model.modules():
+        if isinstance(module, kinds.Linear4bit):
+            with _disable_current_modes(), meter.fakes:  # mapped from the file, so not counted
+                read = torch.empty(module.out_features, module.in_features, dtype=dtype)
+            chosen = {name: getattr(module.weight, name) for name in _CHOSEN}
+            module.weight = kinds.Params4bit(read, requires_grad=False, module=module, **chosen).to(device)
+    nn.Module.to(model, device)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer, model.hf_device_map = quantizer, device_map

@@ -9,29 +9,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
 
 import accelerate  # noqa: F401  # its modules bind what is replaced below
 import deepspeed  # noqa: F401
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import transformers.integrations.deepspeed  # noqa: F401
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.parameter import is_lazy
 
-from zerofit.simulate import patches
-from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
-from zerofit.simulate.device import install
-from zerofit.simulate.issued import IssuedLog
-from zerofit.simulate.op_costs import Scratch, scratch_on
-from zerofit.simulate.partitions import GradientLog
-from zerofit.simulate.phases import PhaseLog
-from zerofit.simulate.rank_record import record_of
+from zerofit.simulate.engine.partitions import GradientLog
+from zerofit.simulate.engine.phases import PhaseLog, phase_name
+from zerofit.simulate.engine.rank_record import record_of
+from zerofit.simulate.fakes.device import install
+from zerofit.simulate.fakes.gpu_patches import apply_common
+from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
+from zerofit.simulate.ops.costs import Scratch, scratch_on
+from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
@@ -95,24 +95,18 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     torch._C._ensureCUDADeviceGuardSet()
     if target.on_gpu:
         gpu.install_gpu(meter, target)
-        for patch in patches.OF_GPUS:
-            patch()
-        patches.record_stream(meter)
+    else:
+        install(False, meter, target.device.memory_bytes)
+    apply_common(target.on_gpu, meter)
+    if target.on_gpu:
         for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
             answers(meter, target)
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
-    else:
-        install(False, meter, target.device.memory_bytes)
-    patches.compiled_ops(meter)
-    patches.item(meter)
-    patches.rng_state(meter)
-    for patch in patches.ALWAYS:
-        patch()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
-    lazy.lazy_modules(meter, partial(_watch, meter))
+    host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()
     host.addresses()
@@ -150,10 +144,10 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
     host.gradients(meter, parameter)
 
 
-def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
+def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[DeepSpeedEngine]], None]:
     """Return the function that runs after the steps."""
 
-    def follow(engines: list[Any]) -> None:
+    def follow(engines: list[DeepSpeedEngine]) -> None:
         for trainer in list(seen.trainers):
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
@@ -170,7 +164,7 @@ def _announcer(
         _tag(meter, phases)
         meter.begin(name, step)
         meter.streams.issued = issued if name in STEPS and step == last else None
-        say(name if step < 0 else f"step {step + 1}: {name}")
+        say(phase_name(name, step))
 
     return begin
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.engine.stage_input import give_input
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.record import ScriptStage, SentTensors
 from zerofit.simulate.script.errors import later_stage, not_simulated
-from zerofit.simulate.stage_input import give_input
 
 
 class StageJoints:

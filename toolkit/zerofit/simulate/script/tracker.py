@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,12 +27,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerofit.simulate.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
-from zerofit.simulate.kernels import call_of, one_kernel
-from zerofit.simulate.layer_costs import is_kernel
-from zerofit.simulate.op_costs import Scratch, bytes_of
-from zerofit.simulate.quick_ops import as_stored
-from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
+from zerofit.simulate.costs.kernels import call_of, one_kernel
+from zerofit.simulate.costs.layers import is_kernel
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of
+from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
+from zerofit.simulate.ops.shortcuts import as_stored
+from zerofit.simulate.ops.tracker import AllocationTracker, is_counted, is_own, own_line
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
@@ -71,7 +73,9 @@ class ScriptTracker(AllocationTracker):
         if bound:
             self.inexact.add(text)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
+    ) -> OpOutput:
         """Run the op for real or on fakes, and note what it did."""
         kwargs = kwargs or {}
         if DTensor in types:
@@ -111,13 +115,13 @@ class ScriptTracker(AllocationTracker):
             self.pin(out)
         return out
 
-    def _placed(self, value: Any) -> Any:
+    def _placed(self, value: object) -> object:
         """Replace a CUDA device by the simulated one, and "cpu:0" by "cpu"; return anything else unchanged."""
         if isinstance(value, torch.device) and value.type == "cpu":
             return _HOST
         return on_simulated(value) if self.device == "cuda" else value
 
-    def _pinning(self, name: str, tensor: Tensor) -> Any:
+    def _pinning(self, name: str, tensor: Tensor) -> object:
         """Return whether a tensor is pinned, or a pinned copy; torch's own code would need a CUDA driver."""
         if name == _IS_PINNED or self.is_pinned(tensor):
             return self.is_pinned(tensor)
@@ -131,7 +135,7 @@ class ScriptTracker(AllocationTracker):
         stream, module = self.streams.current.number, self._module if module is None else module
         return IssuedWork(kind, stream, self._phase, module, self.streams.now, **more)
 
-    def _note_kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _note_kernel(self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> None:
         """Record what an op launches: a kernel, a copy between host and device, or work on the host."""
         assert self.streams.issued is not None
         copies = func._overloadpacket.__name__ in _COPIES  # copies of real batches count, too
@@ -147,7 +151,7 @@ class ScriptTracker(AllocationTracker):
             work = self._issued(kind, module, kernel=one_kernel(call_of(func, args, kwargs, out)), inside=inside)
         self.streams.issued.items.append(work)
 
-    def _note_sent(self, name: str, args: Any, out: Any) -> None:
+    def _note_sent(self, name: str, args: OpArguments, out: OpOutput) -> None:
         """Record a collective and the handles that wait for it."""
         assert self.streams.issued is not None
         boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
@@ -166,7 +170,7 @@ class ScriptTracker(AllocationTracker):
         if self.streams.issued is not None and parameters:
             self.streams.issued.items.append(self._issued(HOOKS, count=parameters))
 
-    def ran(self, name: str, args: Any) -> None:
+    def ran(self, name: str, args: object) -> None:
         """Record that one of DeepSpeed's C++ ops ran in place, such as Adam on the device or on the host."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
         if self.streams.issued is None or not tensors:
@@ -176,7 +180,7 @@ class ScriptTracker(AllocationTracker):
         kind = STEP if max(tensors, key=lambda one: one.nbytes).device.type == self.device else HOST_STEP
         self.streams.issued.items.append(self._issued(kind, bytes=moved, inside=False))
 
-    def _holds_nothing(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _holds_nothing(self, name: str, args: OpArguments, kwargs: OpKeywords) -> bool:
         """Return whether a new host tensor should be fake: a large one, or floats that DeepSpeed allocates itself."""
         if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
             return False
@@ -189,7 +193,9 @@ class ScriptTracker(AllocationTracker):
         code = self._call_site()[1]
         return kind.is_floating_point and code is not None and "/deepspeed/" in code.co_filename
 
-    def _on_fakes(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
+    def _on_fakes(
+        self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor]
+    ) -> OpOutput:
         if func is _VALUE_OF:
             known = known_value(args[0])
             if known is None:
@@ -216,7 +222,7 @@ class ScriptTracker(AllocationTracker):
             return out if known is None else known  # back on the host, where tensors are real
         return out
 
-    def _stand_in(self, func: Any, args: Any) -> Any:
+    def _stand_in(self, func: OpOverload, args: OpArguments) -> object:
         """Return a harmless value for one that only a GPU could compute; note it if the script's own code needs it."""
         value = func(*args)
         code = self._call_site()[1]
@@ -224,7 +230,7 @@ class ScriptTracker(AllocationTracker):
             self.note(f"the value of a tensor on the device: taken as {value}", here=True)
         return value
 
-    def _numbers(self, index: Any) -> list[Any]:
+    def _numbers(self, index: object) -> Sequence[object]:
         """Return the indices where a mask is True, one tensor per dimension.
 
         A mask of unknown values counts as all True.
@@ -246,14 +252,16 @@ class ScriptTracker(AllocationTracker):
                     keep(fake, column)
         return on_device
 
-    def _by_values(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], error: Exception) -> Any:
+    def _by_values(
+        self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], error: Exception
+    ) -> OpOutput:
         """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown."""
         if any(known_value(t) is None for t in leaves):
             raise error
         real = _computed(func, args, kwargs)
         where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
 
-        def faked(t: Any) -> Any:
+        def faked(t: object) -> object:
             if not isinstance(t, Tensor):
                 return t
             made = torch.empty(t.shape, dtype=t.dtype, device=where)
@@ -263,7 +271,9 @@ class ScriptTracker(AllocationTracker):
 
         return tree_map(faked, real)
 
-    def _keep_values(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor], out: Any) -> None:
+    def _keep_values(
+        self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], out: OpOutput
+    ) -> None:
         """Compute the values of small outputs from known inputs.
 
         Forget values that an op overwrites with unknown ones.
@@ -312,7 +322,7 @@ class ScriptTracker(AllocationTracker):
         else:
             self._released(address, index)
 
-    def resized(self, storage: Any) -> None:
+    def resized(self, storage: torch.UntypedStorage) -> None:
         """Record the new size of a storage, or of the fake that replaced it."""
         super().resized(storage)
         index = self._adopted.get(storage._cdata)
@@ -320,7 +330,7 @@ class ScriptTracker(AllocationTracker):
             self.ledger.resized(index, storage.nbytes())
 
 
-def known_value(leaf: Any) -> Any:
+def known_value(leaf: object) -> Any:
     """Return the value of a tensor, None for a fake of unknown value, and anything else unchanged."""
     return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
 
@@ -335,24 +345,24 @@ def forget(fake: FakeTensor) -> None:
     vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_real(value: Any) -> bool:
+def is_real(value: object) -> bool:
     """Return whether this is a tensor with real memory."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
-def on_simulated(value: Any) -> Any:
+def on_simulated(value: object) -> object:
     """Return the simulated device for a CUDA device; anything else unchanged."""
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+def _computed(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     """Run an op on the host with the known values of its arguments."""
     host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         return func(*tree_map(known_value, args), **tree_map(known_value, host))
 
 
-def replicate(name: str, args: Any, summed: bool) -> None:
+def replicate(name: str, args: OpArguments, summed: bool) -> None:
     """Fill the results of a collective on real tensors with this rank's own values for all ranks.
 
     `summed`: the all-reduce is a sum; for a mean or maximum, equal values need no change.

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from zerofit.simulate.patches import replace_in
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
 # module -> attributes that save; libraries that are not installed are skipped
@@ -41,7 +41,7 @@ _PASSED_OVER = (os.path.expanduser("~/.cache"), tempfile.gettempdir(), "/tmp", "
 class SilentWriter:
     """A tensorboard writer that accepts every call and writes nothing."""
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -86,7 +86,7 @@ def watch_files(meter: ScriptTracker) -> None:
     here = os.getcwd() + os.sep
     caches = tuple(os.path.abspath(os.environ[name]) for name in _CACHES if os.environ.get(name))
 
-    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+    def opened(event: str, arguments: tuple[object, ...]) -> None:
         if event != "open" or not isinstance(arguments[0], (str, bytes)) or not isinstance(arguments[1], str):
             return
         path = os.path.abspath(os.fsdecode(arguments[0]))
@@ -102,8 +102,8 @@ def watch_files(meter: ScriptTracker) -> None:
     sys.addaudithook(opened)
 
 
-def _left_out(meter: ScriptTracker, name: str) -> Callable[..., Any]:
-    def nothing(*_: Any, **__: Any) -> Any:
+def _left_out(meter: ScriptTracker, name: str) -> Callable[..., object]:
+    def nothing(*_: object, **__: object) -> object:
         meter.note(f"{name.partition('.')[2] or name}(): writes nothing", here=True)
         return True if "DeepSpeedEngine" in name else () if "pretrained" in name else None
 

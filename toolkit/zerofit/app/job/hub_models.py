@@ -1,0 +1,96 @@
+"""Hub models by name: a snapshot in the hub's default cache, used like any pretrained folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from zerofit.data.hf import hub_if_reachable
+from zerofit.models.catalog import shape_named
+from zerofit.models.names import Match, left_out, preset_of
+from zerofit.models.weight_index import NAMES, weight_names
+from zerofit.spec.errors import Problem, UserError, reason_of
+from zerofit.spec.events import Reporter
+from zerofit.spec.foreign import Unreadable
+from zerofit.spec.named_code import names_callable
+from zerofit.spec.run import RunRequest
+
+PREFIX = "hub:"
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # config, weights, tokenizer
+PICKLED = "pytorch_model*"  # only if there are no others
+
+
+def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
+    """Return the request with hub:ORG/NAME[@REVISION] replaced by its snapshot folder, downloaded if missing.
+
+    Another spelling of a preset's name ("llama3-8b") becomes that name, with a note. An interrupted download resumes.
+    Raises UserError if the hub has no such model, or it is neither reachable nor in the cache.
+    """
+    name = request.run.model
+    if name.startswith(PREFIX):
+        return _with_model(request, str(_snapshot(name.removeprefix(PREFIX), request.place("model"), report)))
+    if "/" in name or Path(name).exists() or names_callable(name):
+        return request
+    request = _with_preset(request, preset_of(name), report)
+    if note := left_out(request.run.model):
+        report.note(note)
+    return request
+
+
+def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
+    """Return the request of a hub model with the preset of the same shape, for questions about memory and time."""
+    return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
+
+
+def _with_preset(request: RunRequest, match: Match | None, report: Reporter) -> RunRequest:
+    if match is None:
+        return request
+    if match.note:
+        report.note(match.note)
+    return _with_model(request, match.name)
+
+
+def _with_model(request: RunRequest, model: str) -> RunRequest:
+    return replace(request, run=request.run.model_copy(update={"model": model}))
+
+
+def _snapshot(name: str, place: str, report: Reporter) -> Path:
+    from huggingface_hub import constants, list_repo_files, snapshot_download
+
+    repository, _, revision = name.partition("@")
+    report.status(f"looking for {repository} on the hub and in {constants.HF_HUB_CACHE} ...")
+    try:
+        with hub_if_reachable():
+            patterns: list[str] = [*FILES]
+            if not constants.HF_HUB_OFFLINE:
+                held = list_repo_files(repository, revision=revision or None)
+                patterns += [] if any(file.endswith(".safetensors") for file in held) else [PICKLED]
+            alone = constants.HF_HUB_OFFLINE  # huggingface_hub before 2 requests a commit even then
+            named = revision or None
+            folder = Path(
+                snapshot_download(repository, revision=named, allow_patterns=patterns, local_files_only=alone)
+            )
+    except Exception as error:  # the hub client raises errors of many unrelated types
+        raise _not_there(name, f"is unavailable: {reason_of(error)}", place, str(constants.HF_HUB_CACHE)) from None
+    lacks = missing_files(folder)
+    if lacks:
+        what = f"lacks {', '.join(lacks[:3])} in {folder}"
+        raise _not_there(name, what, place, str(constants.HF_HUB_CACHE))
+    return folder
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return what a snapshot lacks to be a pretrained model: config, weights, or some of their shards."""
+    lacks = [] if (folder / "config.json").is_file() else ["config.json"]
+    try:
+        names = weight_names(folder) or [NAMES[0]]
+    except Unreadable as error:
+        return [*lacks, f"a valid index of weights ({error.reason})"]
+    return lacks + [name for name in names if not (folder / name).is_file()]
+
+
+def _not_there(name: str, what: str, place: str, cache: str) -> UserError:
+    repository = name.partition("@")[0]
+    hint = f"with a network: `hf download {repository}`, and copy it into {cache} (HF_HUB_CACHE sets another folder)"
+    hint += "; or use the folder of a model"
+    return UserError(Problem(kind="hub-model", message=f"{PREFIX}{name} {what}", hint=hint, where=place))

@@ -1,0 +1,179 @@
+"""Run requests from user input: a run made in Python, a run file, a run folder, or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.models.catalog import ModelSource
+from zerofit.models.inputs import (
+    Fed,
+    ImageInputs,
+    Inputs,
+    LabelledTextInputs,
+    NamedInputs,
+    TableInputs,
+    TextInputs,
+    are_packed,
+)
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head, is_image
+from zerofit.spec.named_code import refuse_foreign_code
+from zerofit.spec.run import Run, RunRequest, load_run
+from zerofit.spec.run_folder import RunFolder
+
+ADAPTERS = "adapter_config.json"  # peft's
+PACKED = "packed"  # `--input` of text whose samples contain several separate documents
+LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel", "micro_batch"}
+
+
+def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
+    """Return the request of a run, of a path of a run file or run folder, or of a model's name. Raises UserError."""
+    return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
+
+
+def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunRequest:
+    """Return the request of a model saved by zerofit (a CNN's RUN/model, say) with its name and weights.
+
+    Folders of transformers models are identified by their config.json. Raises UserError, also for a folder that names
+    code unless `trust_model_code`.
+    """
+    folder = Path(request.run.model)
+    if request.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
+        return request
+    from zerofit.checkpoint.model_folder import CARD, read_model_info  # which brings torch
+
+    if not (folder / CARD).is_file():
+        return request
+    info = read_model_info(folder)
+    assert info is not None  # the file is there
+    if (folder / ADAPTERS).is_file():
+        return request  # the catalogue refuses it with a hint
+    refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
+    saved = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **request.run.model_args}}
+    return replace(request, run=request.run.model_copy(update=saved))
+
+
+def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
+    """Return the request of a model's name, a run file or a run folder, with flags on top. Raises UserError.
+
+    A run folder resumes its own run. If flags change the layout, batch sizes per rank are chosen again for the same
+    global batch. Code that a run folder or a saved model names is refused unless `trust_model_code`.
+    """
+    return from_saved(_read_request(target, dict(flags), trust_model_code), trust_model_code)
+
+
+def _read_request(target: str | None, flags: dict[str, Any], trusted: bool) -> RunRequest:
+    if target and RunFolder(Path(target)).plan.is_file():
+        free = {"micro_batch": None, "gradient_accumulation_steps": None} if LAYOUT & set(flags) else {}
+        return load_run(RunFolder(Path(target)).run, {"output": Path(target), **free, **flags}, trusted)
+    if target and is_run_file(target):
+        return load_run(Path(target), flags, trusted)
+    return load_run(None, {"model": target, **flags} if target else flags)
+
+
+def is_run_file(target: str) -> bool:
+    """Return whether a name is a YAML file, or a JSON file that is not a model's config."""
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        return {"model_type", "_class_name"}.isdisjoint(read_json(path))
+    except (Unreadable, OSError):
+        return True  # the loader reports what is wrong
+
+
+def assumed_inputs(
+    source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
+) -> Inputs:
+    """Return the model's published images, those of `--input`, or tokens of its full vocabulary. Raises UserError."""
+    if gives_loss(task):
+        from zerofit.models.named_inputs import named_inputs
+        from zerofit.train.probe import models_say
+
+        with models_say("--input"):
+            return named_inputs(source, model_args, seq_len or DEFAULT_SEQ_LEN, parse_input(image) if image else Fed())
+    from zerofit.models.hf_config import make_config
+    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS, VOC
+
+    if is_image(task) or task == "table":
+        published = PUBLISHED_INPUTS.get(source.name, VOC if task == "segmentation" else IMAGENET)
+        if image is None:
+            return published
+        if isinstance(published, TableInputs):
+            return TableInputs(features=_parse_features(image), classes=published.classes)
+        channels, size = parse_image(image)
+        return replace(published, channels=channels, size=size)
+    config = make_config(source, None, model_args) if source.family == "transformers" else None
+    if has_head(task):
+        return _assumed_labels(config, task, seq_len or DEFAULT_SEQ_LEN)
+    vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
+    packed = image is not None and bool(parse_input(image).packed)
+    return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN, packed=packed)
+
+
+def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
+    """Return the inputs for labelled texts, with the classes of the config (transformers' default: 2)."""
+    names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
+    text = config.get_text_config()
+    how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
+    return LabelledTextInputs(vocab_size=text.vocab_size, seq_len=seq_len, **how)
+
+
+def input_option(inputs: Inputs | None) -> str | None:
+    """Return the `--input` value for a model's inputs, as `parse_input` reads it; None for tokens alone."""
+    if are_packed(inputs):
+        return PACKED
+    if isinstance(inputs, ImageInputs):
+        return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
+    if isinstance(inputs, TableInputs):
+        return f"features:{inputs.features}"
+    for tensor in inputs.tensors if isinstance(inputs, NamedInputs) else ():
+        if tensor.name == "pixel_values" or tensor.image:
+            channels, size = tensor.image or tensor.shape[:2]
+            return f"image:{channels}x{size}x{size}"
+        if tensor.name == "input_features":
+            return f"frames:{tensor.shape[1]}"
+    return f"decoder:{inputs.tensors[-1].shape[0]}" if isinstance(inputs, NamedInputs) else None
+
+
+def parse_image(text: str) -> tuple[int, int]:
+    """Return channels and pixels of "image:3x224x224". Raises UserError."""
+    fed = parse_input(text)
+    if fed.image is None:
+        message, hint = f"the model needs images, got {text!r}", "for example image:3x224x224"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+    return fed.image
+
+
+def _parse_features(text: str) -> int:
+    fed = parse_input(text)
+    if fed.features is None:
+        message, hint = f"the model needs rows of a table, got {text!r}", "for example features:10"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+    return fed.features
+
+
+def parse_input(text: str) -> Fed:
+    """Return the inputs from `--input`: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed".
+
+    Raises UserError.
+    """
+    if text == PACKED:
+        return Fed(packed=True)
+    kind, _, value = text.rpartition(":")
+    parts = value.split("x")
+    if all(part.isdigit() and int(part) for part in parts):
+        if kind in ("image", "") and len(parts) == 3 and parts[1] == parts[2]:
+            return Fed(image=(int(parts[0]), int(parts[1])))
+        if kind in ("features", "decoder", "frames") and len(parts) == 1:
+            return replace(Fed(), **{kind: int(value)})
+    hint = "use channels, height and width of square images (image:3x224x224), a table's features (features:10), a "
+    hint += "decoder's tokens (decoder:128), a spectrogram's frames (frames:3000), or packed for text with several "
+    hint += "documents per sample"
+    raise UserError(Problem(kind="bad-value", message=f"{text!r} is not a valid input", hint=hint, where="--input"))

@@ -1,0 +1,364 @@
+"""From a requested run to a job ready to train; everything is checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from zerofit.app.job.hub_models import with_local_model
+from zerofit.app.job.model_facts import facts_of, max_positions_of
+from zerofit.app.job.requests import assumed_inputs, from_saved
+from zerofit.check.aliases import documented_config
+from zerofit.check.document import Document, of_data
+from zerofit.config.decide import Decision, decide, where, with_recipe
+from zerofit.config.ds_json import read_for_run
+from zerofit.config.pipelines import most_stages
+from zerofit.config.recipes import Kind
+from zerofit.config.resolve import resolve
+from zerofit.config.validate import check_machine, check_model
+from zerofit.data import Data, check_data, default_data, open_data
+from zerofit.data.tokenizer import has_tokenizer
+from zerofit.launch.host import this_machine
+from zerofit.launch.ops import libaio_problems
+from zerofit.models.build import why_whole
+from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_config, source_of
+from zerofit.models.hf_config import notes_of_config
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.pretrained_notes import notes_of_pretrained
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
+from zerofit.spec.named_code import unrelated_modules
+from zerofit.spec.optimizers import EIGHT_BIT
+from zerofit.spec.profiling import Numbers
+from zerofit.spec.run import AUTO, LARGEST, Run, RunRequest
+from zerofit.spec.run_folder import Job
+from zerofit.train.optimizer import missing_kernels
+from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
+
+DEFAULT_EPOCHS = 1.0
+ASSUMED_STEPS = 1000  # for a run without data or steps; only schedulers use it
+
+# How a request becomes a job. Each step needs the results of those before it, and only the last needs data:
+#
+#   request ─► saved model's name, hub snapshot, stages of `--pipeline auto`   `resolve_job`
+#           ─► model source and task, DeepSpeed JSON, degrees, batch sizes     `_decide`       (no data, no model)
+#           ─► data, inputs, facts of the model on the meta device             `open_model`
+#           ─► steps, learning rate, schedule, filled-in DeepSpeed JSON        `config.resolve`
+#
+# Problems are collected in one list. It is raised where the next step could not run without what is wrong, so a user
+# sees as many problems as possible at once.
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSource:
+    """Where the inputs of a job come from.
+
+    Kinds: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run names
+    some, else uses the model's published inputs or `image`. "published" opens nothing and returns the facts of the
+    published model, without FLOPs. "unopened" is the same, with tokens for a text model.
+    """
+
+    kind: Literal["data", "assumed", "unopened", "published"] = "data"
+    image: str | None = None  # "image:3x224x224": the assumed inputs of an image model
+
+
+DATA, PUBLISHED, UNOPENED = InputSource(), InputSource(kind="published"), InputSource(kind="unopened")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A model with its data, inputs and facts."""
+
+    run: Run  # with data, tokenizer and sequence length decided
+    data: Data | None  # None: no data was opened
+    inputs: Inputs | None  # None: as the model was published
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedJob:
+    """A job with everything decided; no folder is created and nothing is started."""
+
+    job: Job
+    ds_source: dict[str, Any]  # the user's DeepSpeed JSON with documented key names, "auto" values included
+    decision: Decision  # values decided from run and JSON, and warnings about the JSON
+    machine: Machine
+    inputs: Inputs | None
+
+
+def resolve_job(
+    request: RunRequest,
+    *,
+    machine: Machine | None = None,
+    inputs: InputSource = DATA,
+    report: Reporter | None = None,
+    problems: Problems | None = None,
+    check_task: Callable[[Task, Problems], None] | None = None,
+    model: nn.Module | None = None,
+) -> ResolvedJob:
+    """Decide and check everything about a run: the only way from a `RunRequest` to a `Job`, for every command.
+
+    Args:
+        request: the run, and where each of its values was given. `ds_config` is the JSON (as a dict) or its name.
+        machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
+        inputs: where the model's inputs come from.
+        report: gets notes about the data, warnings about the JSON and progress.
+        problems: problems found so far, raised together with those found here.
+        check_task: further checks by the caller, given the model's task.
+        model: an existing model to use instead of the one that the run names.
+
+    Raises UserError with all problems.
+    """
+    report, problems = report or Reporter(), Problems() if problems is None else problems
+    local, machine = machine is None, machine or this_machine()
+    request = with_stages(with_local_model(from_saved(request), report), machine.devices, report)
+    source, task, document, decision = _decide(
+        request, machine, problems, local=local, check_task=check_task, model=model
+    )
+    for warning in decision.warnings:
+        report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(request.run)))
+    request = replace(request, run=decision.run)
+    opened = open_model(request, source, task, inputs=inputs, report=report, model=model)
+    decision = replace(decision, run=opened.run)
+    check_model(decision.run, decision.layout, opened.facts, problems)
+    steps = decision.run.steps or ASSUMED_STEPS
+    if opened.data and inputs == DATA:
+        steps = _steps(decision, opened.data, problems)
+    _check_profiled(request, decision.layout.world_size, steps, problems)
+    decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
+    ds_source = documented_config(document.config)
+    ds_config = resolve(ds_source, decision, opened.facts, machine, steps, problems)
+    problems.raise_if_any()
+    job = Job(
+        run=decision.run,
+        layout=decision.layout,
+        batch=decision.batch,
+        steps=steps,
+        facts=opened.facts,
+        ds_config=ds_config,
+    )
+    return ResolvedJob(job=job, ds_source=ds_source, decision=decision, machine=machine, inputs=opened.inputs)
+
+
+def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
+    """Return the request with the number of stages that `--pipeline auto` means on these devices."""
+    run, layers = request.run, None
+    if run.pipeline != AUTO:
+        return request
+    with suppress(UserError):  # `_decide` raises it with all other problems
+        layers = facts_of(*find_model(request), None, run).layers
+    stages = most_stages(run, ranks := run.ranks or devices, layers)
+    if stages == 1:
+        report.note(f"{request.place('pipeline')}: auto is 1 stage here, so no pipeline is used (ranks: {ranks})")
+    return replace(request, run=run.model_copy(update={"pipeline": stages}))
+
+
+def _decide(
+    request: RunRequest,
+    machine: Machine,
+    problems: Problems,
+    *,
+    local: bool,
+    check_task: Callable[[Task, Problems], None] | None,
+    model: nn.Module | None,
+) -> tuple[ModelSource, Task, Document, Decision]:
+    """Decide and check everything that needs neither data nor the built model; `local`: it runs on this machine.
+
+    Raises UserError with all problems.
+    """
+    run, place, kind = request.run, ds_place(request.run), "transformer"
+    if run.fit:
+        message = f"{request.place('fit')} works only with `zerofit train` and `launch`, which choose the layout"
+        hint = "remove it; `zerofit plan` ranks layouts for any hardware"
+        problems.add("conflict", message, hint, request.place("fit"))
+    if model is not None and run.partial:
+        message, hint = "a model object is trained as it is", "freeze weights or add adapters in your own code"
+        problems.add("conflict", message, hint, "lora, train, freeze")
+    model_and_task = problems.attempt(lambda: find_model(request, model))
+    document = problems.attempt(lambda: ds_document(run))
+    if run.data is not None:
+        problems.attempt(lambda: check_data(run.data or "", model_and_task[1] if model_and_task else None))
+    if model_and_task:
+        kind = kind_of(*model_and_task)
+        if check_task:
+            check_task(model_and_task[1], problems)
+    if run.steps and run.epochs:
+        problems.add("conflict", "steps and epochs are both given", "use one of them", "--steps and --epochs")
+    decision = None
+    if document is not None:
+        problems.extend(unrelated_modules(documented_config(document.config), run.model))
+        decision = decide(request, document, place, machine, problems, kind)
+        check_machine(decision.run, decision.layout, machine, problems)
+        if decision.run.optimizer in EIGHT_BIT:
+            missing = missing_kernels(decision.run.optimizer, machine.accelerator if local else None)
+            problems.extend([missing] if missing else [])
+        if local:
+            problems.extend(libaio_problems(documented_config(document.config)))
+    problems.raise_if_any()
+    assert model_and_task and document and decision
+    return (*model_and_task, document, decision)
+
+
+def open_model(
+    request: RunRequest,
+    source: ModelSource,
+    task: Task,
+    *,
+    inputs: InputSource = DATA,
+    usual_seq_len: int = DEFAULT_SEQ_LEN,
+    report: Reporter | None = None,
+    model: nn.Module | None = None,
+) -> OpenedModel:
+    """Open the data of a model (see `resolve_job`) and read the model's facts. Raises UserError."""
+    report = report or Reporter()
+    run, kind, data, fed = request.run, inputs.kind, None, None
+    name = run.data or (default_data(task) if kind == "data" else None)
+    seq_len, tokenizer = seq_len_of(run, source, task, usual_seq_len), run.tokenizer
+    if "tokenizer" not in request.places and is_text(task):
+        tokenizer = _own_tokenizer(source) or tokenizer
+    run = run.model_copy(update={"data": name, "tokenizer": tokenizer, "seq_len": seq_len})
+    if name is not None and kind in ("data", "assumed"):
+        data = open_data(run, task, seq_len, report)
+        fed = data.inputs
+        for note in data.notes:
+            report.note(note)
+        if task == "image" and isinstance(fed, ImageInputs) and fed.classes < 2:
+            message = f"{data.name} has only one class, so there is nothing to learn"
+            hint = "put the images of each class into a folder"
+            raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
+    elif kind == "assumed" or (kind == "unopened" and is_text(task)):
+        fed = assumed_inputs(source, task, seq_len, inputs.image, dict(run.model_args))
+    facts = facts_of(source, task, fed, run, model)
+    # other models are built parameter by parameter, so that no rank needs memory for all of them
+    reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
+    if reason:
+        report.note(f"each rank builds all of {run.model} in float32, not parameter by parameter: {reason}")
+    if isinstance(fed, ImageInputs) and model is None:
+        check_sizes(source, fed, run)
+    for note in notes_of_config(source.name, source_config(source)) if source.family == "transformers" else ():
+        report.note(note)
+    with models_say("--pretrained"):
+        for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
+            report.note(note)
+    return OpenedModel(run=run, data=data, inputs=fed, facts=facts)
+
+
+def _own_tokenizer(source: ModelSource) -> str | None:
+    """Return the folder of the model's own tokenizer; None if the model has neither weights nor a tokenizer.
+
+    Weights work with one tokenizer only: a folder of weights without it is refused when it is opened.
+    """
+    weights = source.pretrained or (source.path if source.origin == PRETRAINED else None)
+    path = weights or source.path
+    if not path:
+        return None
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return str(folder) if weights or has_tokenizer(folder) else None
+
+
+def find_model(request: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
+    """Return the source of the named model, or of `model` itself, and its task. Raises UserError."""
+    if model is not None:
+        source = ModelSource(name=request.run.model, family="custom", origin="given", task="custom")
+        return source, fed_with(model, request.run)
+    with models_say(request.place("model")):
+        source = source_of(request.run)
+    return source, task_of(source, request.run)
+
+
+def kind_of(source: ModelSource, task: Task) -> Kind:
+    """Return the model's kind, which decides its optimization defaults."""
+    if task == "gan":
+        return "gan"
+    if source.partial and source.partial.lora:
+        return "adapters"
+    if source.origin == PRETRAINED or source.pretrained:
+        return "pretrained-cnn" if is_cnn(source) else "pretrained"
+    return "cnn" if is_cnn(source) else "transformer"
+
+
+def ds_place(run: Run) -> str:
+    """Return the place of the DeepSpeed JSON, for messages."""
+    return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
+
+
+def ds_document(run: Run) -> Document:
+    """Return the DeepSpeed JSON as the user wrote it: from the run, a file or a bundled one."""
+    if isinstance(run.ds_config, dict):
+        return of_data(run.ds_config)
+    return read_for_run(ds_name(run) or "")
+
+
+def ds_name(run: Run) -> str | None:
+    """Return the file or bundled name of the run's DeepSpeed JSON or the default; None if the run contains it."""
+    if run.ds_config is not None:
+        return run.ds_config if isinstance(run.ds_config, str) else None
+    default = "zero2"
+    # each degree has its own JSON; the last of those that are used counts, since it allows the fewest ZeRO stages
+    for name in ("tensor_parallel", "sequence_parallel", "pipeline"):
+        default = name if getattr(run, name) != 1 else default
+    return default
+
+
+def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
+    """Return the tokens per sample: as requested, else the default or the model's limit; None for images."""
+    if not is_text(task):
+        return None
+    if run.seq_len:
+        return run.seq_len
+    return min(usual, max_positions_of(source, dict(run.model_args)) or usual)
+
+
+def cluster_machine(cluster: Cluster) -> Machine:
+    """Return a described cluster as the machine to check a run against."""
+    device = cluster.device
+    if cluster.on_cpu:
+        return replace(this_machine(), accelerator="cpu", devices=cluster.ranks)
+    return Machine(
+        accelerator="cuda",
+        devices=cluster.ranks,
+        cores=cluster.ranks,
+        device_name=device.name,
+        fp16="fp16" in device.tflops,
+        bf16="bf16" in device.tflops,
+        here=False,
+    )
+
+
+def _steps(decision: Decision, data: Data, problems: Problems) -> int:
+    """Return the optimizer steps: as requested, or the epochs rounded up to a full step."""
+    run, samples = decision.run, len(data.train)
+    if decision.layout.dp > samples:
+        message = f"{decision.layout.dp} data parallel ranks, but {data.name} has {samples} training samples"
+        problems.add("ranks", message, f"use --ranks {samples} or fewer, shorter sequences, or more data", "--ranks")
+    if run.steps:
+        return run.steps
+    if run.stream:
+        problems.add("steps", f"{data.name} is a stream without an end", "set --steps", "--steps")
+        return 1
+    trained_on = samples * (run.epochs or DEFAULT_EPOCHS)
+    if trained_on / decision.batch.total > LARGEST:
+        message = f"--epochs {run.epochs} of {samples:,} samples are more than {LARGEST:,} steps"
+        problems.add("steps", message, "use fewer, or set --steps", "--epochs")
+        return 1
+    return max(1, -(-int(trained_on) // decision.batch.total))
+
+
+def _check_profiled(request: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
+    """Add problems for steps or ranks to profile that the run does not have."""
+    if request.run.profile is None:
+        return
+    last_step, last_rank = Numbers.parse(request.run.profile).last, Numbers.parse(request.run.profile_ranks).last
+    if last_step > steps:
+        message = f"cannot profile step {last_step}: the run has {steps} steps"
+        problems.add("bad-value", message, f"use steps from 1 to {steps}", request.place("profile"))
+    if last_rank >= ranks:
+        message = f"cannot profile rank {last_rank}: the run has {ranks} ranks"
+        problems.add("bad-value", message, f"use ranks from 0 to {ranks - 1}", request.place("profile_ranks"))

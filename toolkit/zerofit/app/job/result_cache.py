@@ -1,0 +1,34 @@
+"""Results kept on disk, valid while their inputs, zerofit's code and the libraries stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.files import cache_root
+from zerofit.spec.local_machine import versions
+
+ROOT = Path(__file__).parents[2]  # the package
+
+
+def result_file(folder: str, key: Any, stem: str = "") -> Path:
+    """Return the file for the result of `key` (plain data); other code or versions have other files."""
+    text = json.dumps([key, versions(), code_digest()], sort_keys=True, default=str)
+    return cache_root() / folder / f"{stem}{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+@cache
+def code_digest(root: Path = ROOT) -> str:
+    """Return a hash of all code and data of the package."""
+    digest = hashlib.sha256()
+    for folder, folders, files in os.walk(root, followlinks=True):  # models/ may be a link
+        folders.sort()
+        for name in sorted(files):
+            if name.endswith((".py", ".json")):
+                path = Path(folder, name)
+                digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

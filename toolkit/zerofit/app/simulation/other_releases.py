@@ -1,0 +1,113 @@
+"""Other releases of DeepSpeed and transformers: rerun a command in an environment with them, on top of this one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import cache_root
+
+HAS = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+
+
+# An environment on top of this one: `venv` without pip, a .pth file that adds the folders of this environment, and pip
+# of this environment to install the releases on top. So only these are downloaded, and torch is shared. The command
+# then replaces this process by itself, run by the Python of that environment.
+
+
+def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
+    """Replace this process by the same command with these releases; return if they are installed here.
+
+    Args:
+        releases: package -> version ("0.19.5"); other packages keep the installed version.
+        places: package -> the option that names its version.
+        report: gets a note if something is installed.
+        own: the command needs releases that zerofit can train with, because it is about a zerofit run.
+
+    Raises UserError if there is no such release, it cannot be installed, or zerofit cannot train with it.
+    """
+    if not releases:
+        return
+    problems, missing = Problems(), dict[str, str]()
+    needed = [Requirement(line) for line in metadata.requires("zerofit") or ()]
+    allowed = {r.name: r.specifier for r in needed if not r.marker or r.marker.evaluate({"extra": "train"})}
+    for name, release in releases.items():
+        try:
+            version = str(Version(release))
+        except InvalidVersion:
+            hint = f"use a version from `pip index versions {name}`"
+            problems.add("bad-value", f"{release!r} is not a version", hint, places[name])
+            continue
+        if own and not allowed[name].contains(version, prereleases=True):
+            message = f"zerofit trains with {name}{allowed[name]}, not {version}"
+            hint = "use one of these; other releases can simulate your own script: -- COMMAND"
+            problems.add("release", message, hint, places[name])
+        elif not _is(metadata.version(name), version):
+            missing[name] = version
+    problems.raise_if_any()
+    if missing:
+        python = python_with(missing, report, where=" ".join(places[name] for name in missing))
+        os.execv(python, [str(python), "-P", "-m", "zerofit.cli", *sys.argv[1:]])
+
+
+def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "") -> Path:
+    """Return the Python of an environment with these releases (package -> version), created if missing.
+
+    It is cached, extends this environment, and has the other versions that these packages need. `where`: the place in
+    an error. Raises UserError if pip cannot install them.
+    """
+    named = [f"{name}=={version}" for name, version in sorted(releases.items())]
+    below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
+    key = hashlib.sha256("\n".join([sys.version, *below]).encode()).hexdigest()[:8]
+    folder = cache_root() / "releases" / "-".join([*named, key])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    done, python = folder / "installed", folder / "bin" / "python"
+    with FileLock(f"{folder}.lock"):
+        if done.exists():
+            return python
+        report.status(f"installing {' and '.join(named)} next to this environment (only once) ...")
+        _run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], where)
+        own = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in below]
+        Path(own, "below.pth").write_text("".join(lines), encoding="utf-8")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
+        _run([*pip, *named], where)
+        found = _run([python, "-P", "-c", HAS, *sorted(releases)], where).split()
+        if not all(_is(has, releases[name]) for name, has in zip(sorted(releases), found, strict=True)):
+            message = f"{' and '.join(named)} is in {folder}, but Python finds {' and '.join(found)}"
+            raise UserError(Problem(kind="release", message=message, hint="unset PYTHONPATH", where=where))
+        done.touch()
+    return python
+
+
+def _is(installed: str, version: str) -> bool:
+    """Return whether this version is installed, by pip's rules: a local part (2.11.0+cpu) may follow."""
+    return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
+
+
+def _run(words: Sequence[Any], where: str) -> str:
+    """Return the output of a program. Raises UserError with its last error line if it fails."""
+    env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled when they are used
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
+    if done.returncode:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines or [f"exit code {done.returncode}"]
+        message = f"{' '.join(map(str, words[1:4]))} ...: {errors[-1].removeprefix('ERROR: ')}"
+        hint = "pip must be able to install it here; `pip index versions` lists the releases"
+        raise UserError(Problem(kind="release", message=message, hint=hint, where=where))
+    return done.stdout

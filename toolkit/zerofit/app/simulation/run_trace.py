@@ -1,0 +1,69 @@
+"""The trace of a simulated rank's step for `zerofit simulate --trace`, with times by `zerofit plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from zerofit.app.job.requests import input_option
+from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.traces import about
+from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
+from zerofit.plan.degrees import Degrees
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.step_timeline import StepTimeline, step_timeline
+from zerofit.plan.step_trace import MemorySample, step_trace
+from zerofit.plan.time import Timer
+from zerofit.simulate.forecast.result import Simulation
+from zerofit.simulate.record import STEPS, MemoryPoint
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.profile import Profile
+from zerofit.spec.run_folder import Job
+
+
+def trace_of_simulation(
+    simulation: Simulation, job: Job, inputs: Inputs, cluster: Cluster, report: Reporter
+) -> dict[str, Any]:
+    """Return the trace of the simulated rank's last step: times by `zerofit plan`, memory from the simulation.
+
+    Raises UserError if the model cannot be profiled.
+    """
+    layout = PlannedLayout.of(job)
+    profile = _profile(job, inputs, cluster, report)
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, read_calibration(cluster.device.kind)))
+    timeline = step_timeline(profile, timer, layout)
+    stage = simulation.rank // (layout.world_size // layout.pp)
+    memory = list(simulated_memory(timeline, stage, simulation.timeline))
+    return step_trace(timeline, memory, {stage: simulation.rank}, about(profile, cluster, layout))
+
+
+def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
+    """Yield the memory of the last simulated step, spread evenly over the phases of the timeline.
+
+    A simulation has no times. Each forward and backward belongs to its micro batch; DeepSpeed's step does nothing
+    except after the last micro batch.
+    """
+    last = [point for point in points if point.step == points[-1].step]
+    phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]
+    spans = sorted((span for span in timeline.spans if span.stage == stage), key=lambda span: span.start_s)
+    drawn = [(name, list(of)) for name, of in groupby(spans, key=lambda span: span.phase)]
+    for name in STEPS:
+        mine = [of for phase, of in phases if phase == name]
+        times = [(min(s.start_s for s in of), max(s.end_s for s in of)) for phase, of in drawn if phase == name]
+        for moments, (start_s, end_s) in zip(mine[-len(times) :], times[-len(mine) :], strict=True):
+            for n, point in enumerate(moments):
+                yield MemorySample(stage, start_s + n / len(moments) * (end_s - start_s), point.bytes)
+
+
+def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
+    run, layout = job.run, job.layout
+    image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
+    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    wanted = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
+    checkpointed = (bool(run.activation_checkpointing),)
+    return get_profile(replace(wanted, checkpointings=checkpointed), report)[0]

@@ -1,0 +1,278 @@
+"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a training, without data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.job.hub_models import with_shape
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import InputSource, cluster_machine, ds_name, resolve_job
+from zerofit.app.planning.step_time import traced_step_s
+from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.simulation.run_trace import trace_of_simulation
+from zerofit.models.inputs import Inputs
+from zerofit.simulate.endings import note_failed, optional
+from zerofit.simulate.forecast.assess import assess, decided
+from zerofit.simulate.forecast.knobs import Knob, knobs
+from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, severity
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
+from zerofit.simulate.forecast.run import simulate as simulate_ranks
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
+from zerofit.simulate.record import SimulationTarget
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.mesh import heaviest_of_stages
+from zerofit.spec.model_facts import Task, is_text
+from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run_folder import Job
+from zerofit.spec.stages import stages_of
+
+# How a run is simulated. The ranks of a pipeline stage differ only in their partitions, so few of them are enough:
+#
+#   1. `prepare_simulation` turns the request into a job, as before a training, for the described cluster.
+#   2. A rank of each stage runs the engine on fake tensors. Of a large model it runs few layers and extrapolates.
+#   3. `decided` runs a rank again with all layers if the extrapolation leaves its verdict open.
+#   4. `heaviest_of` runs, in each stage, the rank whose partition needs most memory.
+#   5. The stage with the worst verdict is the result. Changes that would need less memory are simulated on demand.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSimulation:
+    """A run that could be trained on a cluster, ready to simulate."""
+
+    request: RunRequest
+    cluster: Cluster
+    image: str | None
+    job: Job
+    inputs: Inputs
+    ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its processes
+
+    def target(self, rank: int) -> SimulationTarget:
+        """Return the simulation target of a rank."""
+        return SimulationTarget(
+            job=self.job,
+            inputs=self.inputs,
+            rank=rank,
+            accelerator=self.cluster.accelerator,
+            device_bytes=self.cluster.device.memory_bytes,
+            workspace_bytes=blas_workspace_bytes(self.cluster.device.kind),
+            alloc_conf=self.alloc_conf,
+        )
+
+    def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
+        """Return the changes worth trying, simulated on demand: for this rank, or for the heaviest of the ranks that
+        differ from it only in their partitions.
+        """
+        return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
+
+    def changed(self, knob: Knob) -> PreparedSimulation | None:
+        """Return the run with one change; None if zerofit or DeepSpeed would refuse it."""
+        places = {**self.request.places, **{field: field for field in knob.fields}}
+        run = self.request.run.model_copy(update={**knob.fields, "ds_config": knob.config})
+        try:
+            request = RunRequest(run=run, places=places)
+            return prepare_simulation(request, self.cluster, image=self.image, alloc_conf=self.alloc_conf)
+        except UserError:
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobSimulations:
+    """Changes that would need less memory; calling this simulates each of them."""
+
+    prepared: PreparedSimulation
+    rank: int  # simulated in each changed run
+    heaviest: bool  # simulate the heaviest rank of its data parallel group instead
+    exact: bool
+    is_worth: Callable[[Job], bool] = lambda job: True  # whether to simulate the job of a change
+    times: bool = True  # forecast the slowdown of each change; may trace the model
+
+    def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Return the result of each change, least memory first."""
+        report, cluster = Reporter(on_event), self.prepared.cluster
+        job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.request.run)
+        candidates = [(knob, self.prepared.changed(knob)) for knob in knobs(job, written, named)]
+        changed = [(knob, run) for knob, run in candidates if run is not None and self.is_worth(run.job)]
+
+        def simulate_all(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
+            return simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=exact)
+
+        targets = [run.target(self.rank) for _, run in changed]
+        simulated = decided(simulate_all(targets, exact=self.exact), cluster, simulate_all)
+        if self.heaviest:
+            simulated = heaviest_of(simulated, simulate_all)
+        note_failed(simulated, "knobs", report)
+        slowdowns: dict[int, float] = {}
+        if self.times:
+            runs = [run for _, run in changed]
+            slowdowns = optional(lambda: self._slowdowns(runs, report), {}, "step times", report)
+        rows = []
+        for number, ((knob, _), rank) in enumerate(zip(changed, simulated, strict=True)):
+            if isinstance(rank, SimulatedRank):
+                config = knob.config if isinstance(knob.config, str) else None
+                row = KnobResult.of(assess(rank, cluster), knob.change, config, number)
+                rows.append(replace(row, slowdown=slowdowns.get(number)))
+        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+
+    def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
+        """Return how much slower a step is with each change, by its number, if formulas can forecast it.
+
+        A change of the sequence length is left out, since its steps do other work.
+        """
+        progress = Reporter(lambda event: report.status(f"knobs: {event.text}"))
+
+        def step_s(run: PreparedSimulation) -> float | None:
+            return traced_step_s(run.job, run.inputs, run.cluster, progress)
+
+        before, seq_len = step_s(self.prepared), self.prepared.job.run.seq_len
+        if not before:
+            return {}
+        after = {number: step_s(run) for number, run in enumerate(changed) if run.job.run.seq_len == seq_len}
+        return {number: seconds / before - 1 for number, seconds in after.items() if seconds}
+
+
+def simulate(
+    run: Run | RunRequest | str | Path,
+    cluster: Cluster | None = None,
+    *,
+    rank: int | None = None,
+    image: str | None = None,
+    exact: bool = False,
+    alloc_conf: str = "",
+    trace: str | Path | None = None,
+    on_event: OnEvent | None = None,
+) -> Simulation:
+    """Run the real DeepSpeed engine as one rank of a run on fake tensors, without a GPU or the model's memory.
+
+    Args:
+        run: the training (a run, a run file or a model's name); its `ds_config` is the DeepSpeed JSON.
+        cluster: the hardware; None: this machine.
+        rank: the rank to simulate; None: the heaviest rank of each pipeline stage, of which the heaviest is
+            returned.
+        image: "image:3x224x224", the inputs of an image model if the run names no data.
+        exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
+        alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
+        trace: file for a Chrome trace of a step of the returned rank; implies `exact`.
+        on_event: gets progress.
+
+    Raises UserError with all problems of the run, or with the place where the model cannot be simulated.
+
+    >>> import zerofit as zf
+    >>> run = zf.Run(model="llama-tiny", ds_config="zero2", micro_batch=2, seq_len=16, precision="bf16")
+    >>> simulation = zf.simulate(run, zf.Cluster("l4", gpus=2))
+    >>> simulation.fits, simulation.peak_bytes == sum(simulation.breakdown.values())
+    (True, True)
+    >>> [phase.name for phase in simulation.phases if phase.step == 1]
+    ['forward', 'backward', 'step']
+    """
+    start, report = time.perf_counter(), Reporter(on_event)
+    request = with_shape(as_request(run), report)
+    if cluster is None:
+        cluster = Cluster.here() if request.run.ranks is None else replace(Cluster.here(), gpus=request.run.ranks)
+    prepared = prepare_simulation(request, cluster, image=image, alloc_conf=alloc_conf, report=report)
+    if stages := stages_of(prepared.job):
+        report.stages(stages)
+    if trace is not None:
+        refuse_place(Path(trace))
+        exact = True  # an extrapolated rank has no timeline of memory
+    targets = [prepared.target(number) for number in _ranks(prepared.job, rank)]
+    exactly = partial(simulate_ranks, show=report.status, exact=True)
+    simulated = decided(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)
+    if rank is None:
+        simulated = heaviest_of(simulated, exactly)
+    failed = [problem for problem in simulated if isinstance(problem, Problem)]
+    if failed:
+        raise UserError(*dict.fromkeys(failed))  # stages may fail in the same way
+    assessed = [assess(done, cluster) for done in simulated if isinstance(done, SimulatedRank)]
+    worst = max(assessed, key=severity)
+    if trace is not None:
+        write_trace(Path(trace), trace_of_simulation(worst, prepared.job, prepared.inputs, cluster, report))
+    return replace(
+        worst,
+        stages=stage_peaks(assessed),
+        seconds=round(time.perf_counter() - start, 1),
+        trace=Path(trace) if trace is not None else None,
+        simulate_knobs=prepared.knobs(worst.rank, heaviest=rank is None, exact=exact),
+    )
+
+
+def stage_peaks(stages: Sequence[Simulation]) -> tuple[StagePeak, ...]:
+    """Return the peak of each pipeline stage; empty without a pipeline."""
+    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
+    return peaks if len(peaks) > 1 else ()
+
+
+def prepare_simulation(
+    request: RunRequest,
+    cluster: Cluster,
+    *,
+    image: str | None = None,
+    alloc_conf: str = "",
+    report: Reporter | None = None,
+) -> PreparedSimulation:
+    """Check everything that does not need the data. Raises UserError with all problems."""
+    problems = Problems()
+    problems.attempt(lambda: read_alloc_conf(alloc_conf))
+    resolved = resolve_job(
+        _on_all(request, cluster, problems),
+        machine=cluster_machine(cluster),
+        inputs=InputSource(kind="assumed", image=image),
+        report=report,
+        problems=problems,
+        check_task=partial(_check_task, request),
+    )
+    assert resolved.inputs is not None
+    return PreparedSimulation(
+        request=request,
+        cluster=cluster,
+        image=image,
+        job=resolved.job,
+        inputs=resolved.inputs,
+        ds_source=resolved.ds_source,
+        alloc_conf=alloc_conf,
+    )
+
+
+def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
+    """Add problems for what cannot be simulated and for settings that do not apply to this kind of model."""
+    if task == "gan":
+        message = f"{request.run.model} trains two engines, which `zerofit simulate` does not support"
+        problems.add("model-task", message, "use another model", "MODEL")
+    if request.run.pipeline != 1 and request.run.pipeline_balance == "time":
+        message = "--pipeline-balance time measures the layers, but a simulation computes nothing"
+        problems.add("layout", message, "use --pipeline-balance parameters", "--pipeline-balance")
+    if not is_text(task) and task != "gan":
+        samples = "rows of a table" if task == "table" else "images"
+        reasons = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets for chunks"}
+        for field, reason in reasons.items():
+            if field in request.places and getattr(request.run, field):
+                problems.add("conflict", f"{request.place(field)}: {reason}", "remove it", request.place(field))
+
+
+def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
+    """Return the run with one rank per device of the cluster, unless it sets another number."""
+    ranks = request.run.ranks
+    if ranks and ranks > cluster.ranks:
+        message = f"{ranks} ranks, but {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
+        problems.add("ranks", message, "raise --gpus or --nodes, or remove --ranks", request.place("ranks"))
+    return RunRequest(run=request.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=request.places)
+
+
+def _ranks(job: Job, rank: int | None) -> list[int]:
+    """Return the ranks to simulate: the given one, else the heaviest of each pipeline stage. Raises UserError."""
+    ranks = job.layout.world_size
+    if rank is None:
+        return heaviest_of_stages(job.layout, job.batch)
+    if not 0 <= rank < ranks:
+        message, hint = f"no rank {rank}: the run has {ranks} ranks", f"use 0 to {ranks - 1}"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))
+    return [rank]

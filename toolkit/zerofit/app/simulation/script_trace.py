@@ -1,0 +1,189 @@
+"""The trace of a script's step for `zerofit simulate --trace FILE -- COMMAND`: each op at its forecast time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.plan.collectives import RankGroup, collective_s
+from zerofit.plan.kernels import kernel_s
+from zerofit.plan.rates import rates_of
+from zerofit.plan.step_timeline import LAUNCHES, Span, StepTimeline
+from zerofit.plan.step_trace import MemorySample, step_trace
+from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, ON_HOST, STEP, IssuedWait, IssuedWork
+from zerofit.simulate.record import MemoryPoint, RankRecord
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.model_facts import ELEMENT_BYTES
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_OPS = {  # part of c10d's name -> collective; the first match counts
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+}
+_SENT = "send"  # all others: a tensor from one rank to others
+
+
+def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:
+    """Return the trace of the last step of a simulated script's rank; memory changes when the host allocates."""
+    assert record.script
+    clocks = _Clocks(cluster, record.script.precision.split()[0])
+    for place, work in enumerate(record.issued):
+        clocks.take(place, work)
+    spans = tuple(sorted([*clocks.spans, *clocks.launches()], key=lambda span: (span.stream, span.start_s)))
+    timeline = StepTimeline(spans=spans, step_s=clocks.end_s)
+    machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
+    about = {"forecast": f"a step of {record.script.name}", "model": record.script.model, **machine}
+    return step_trace(timeline, _memory(record.timeline, clocks.allocated), {0: rank}, about)
+
+
+def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]]) -> Iterator[MemorySample]:
+    """Yield the memory of the step at the times when the host issued the allocations."""
+    moments = [t for t, _ in allocated]
+    for point in points:
+        place = bisect_left(moments, point.t)
+        if moments and moments[0] <= point.t and place < len(allocated):
+            yield MemorySample(0, allocated[place][1], point.bytes)
+
+
+# How ops get their times. A simulated script has an order of issued work, but no times. One clock belongs to the host,
+# one to each stream:
+#
+#   host      |launch|launch|launch|         |wait..........|launch|      issues work, and waits where the script waits
+#   compute          |kernel.......|kernel..................|      |kernel|
+#   NCCL                           |all-gather..............|
+#
+# Work on a stream starts at the latest of: the host's clock after the launch, the end of the stream's last work, and
+# the end of work that the script makes it wait for. Its length is the forecast of `plan.kernels` or
+# `plan.collectives`. On a CPU the host computes itself, so each piece of work also moves the host's clock.
+
+
+@dataclass
+class _Clocks:
+    """The clocks of the host and of each stream while work is issued in order."""
+
+    cluster: Cluster
+    precision: str
+    host_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    allocated: list[tuple[int, float]] = field(default_factory=list)  # number of allocations so far, host time
+
+    def __post_init__(self) -> None:
+        calibration = read_calibration(self.cluster.device.kind)
+        known = {name: rates_of(self.cluster, name, calibration) for name in ELEMENT_BYTES}
+        self._usual, self._rates = known[self.precision], known
+        self._done: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # index and end of a stream's work
+        self._free: defaultdict[int, float] = defaultdict(float)  # earliest start of a stream's next work
+        self._issuing: list[Span] = []  # host spans, merged while uninterrupted
+        self._forwards, self._phase = 0, ""
+        self._names: dict[int, str] = {0: "compute"}
+
+    @property
+    def end_s(self) -> float:
+        """The time when everything is done."""
+        return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
+
+    def take(self, place: int, work: IssuedWork | IssuedWait) -> None:
+        """Schedule the next issued work or wait; `place` is its index."""
+        if isinstance(work, IssuedWait):
+            self._wait(work)
+            return
+        if work.phase != self._phase:
+            self._phase, self._forwards = work.phase, self._forwards + (work.phase == "forward")
+        self.allocated.append((work.t, self.host_s))
+        if work.kind == HOOKS:
+            self._issue(work, work.count * self._usual.hook_s)
+        elif work.kind in (HOST_STEP, ON_HOST):
+            kind, moved = (work.kernel.kind, work.kernel.moved_bytes.fixed) if work.kernel else (STEP, work.bytes)
+            seconds = moved * self.cluster.gpus / self._usual.host
+            self._span(work, "host", kind, self.host_s, seconds)
+            self.host_s += seconds
+        else:
+            self._run(place, work)
+
+    def launches(self) -> list[Span]:
+        """Return the host's spans of issuing work."""
+        return self._issuing
+
+    def _run(self, place: int, work: IssuedWork) -> None:
+        rates = self._usual
+        self._issue(work, rates.launch_s if work.inside else rates.engine_launch_s)
+        waits = [self.host_s, self._free[work.stream], self._end(work.stream)]
+        if work.behind is not None:
+            waits += [self._free[work.behind], self._end(work.behind)]
+        kind, seconds = self._kind_and_seconds(work)
+        end_s = max(waits) + seconds
+        if seconds:  # a single rank sends nothing
+            self._span(work, self._name(work), kind, max(waits), seconds)
+        self._done[work.stream].append((place, end_s))
+        if not rates.ahead and work.stream >= 0:
+            self.host_s = end_s
+
+    def _kind_and_seconds(self, work: IssuedWork) -> tuple[str, float]:
+        """Return the kind of work as named in a trace, and its seconds."""
+        rates = self._usual
+        if work.kind == COPY:
+            return COPY, work.bytes / rates.host_copy(work.pinned)
+        if work.kind == STEP:
+            return STEP, work.bytes / rates.adam
+        if work.kernel is None:
+            assert work.ranks
+            op = next((ours for name, ours in _OPS.items() if name in work.kind), _SENT)
+            group = RankGroup(work.ranks.size, work.ranks.per_node)
+            return op.replace("_", "-"), collective_s(op, work.bytes, 1, group, rates)
+        moved = work.kernel.moved_bytes.fixed
+        if not work.inside and not work.kernel.flops.fixed:  # long passes over memory by an engine or an optimizer
+            return work.kernel.kind, moved / rates.streaming
+        return work.kernel.kind, kernel_s(
+            work.kernel, 1, self._rates[_PRECISIONS.get(work.kernel.dtype, self.precision)]
+        )
+
+    def _wait(self, work: IssuedWait) -> None:
+        on = list(self._done) if work.on is None else [work.on]
+        until_s = max((self._end(stream, work.before) for stream in on), default=0.0)
+        if work.stream is None or not self._usual.ahead:
+            self.host_s = max(self.host_s, until_s)
+        else:
+            self._free[work.stream] = max(self._free[work.stream], until_s)
+
+    def _end(self, stream: int, before: int | None = None) -> float:
+        """Return when a stream has finished its work so far, or its work issued before an index."""
+        done = self._done[stream]
+        last = len(done) if before is None else bisect_left(done, (before, 0.0))
+        return done[last - 1][1] if last else 0.0
+
+    def _issue(self, work: IssuedWork, seconds: float) -> None:
+        """Advance the host's clock for issuing work; uninterrupted work in one module becomes one span."""
+        start_s, self.host_s = self.host_s, self.host_s + seconds
+        if not seconds:
+            return
+        last = self._issuing[-1] if self._issuing else None
+        if last and (last.end_s, last.phase, last.module) == (start_s, work.phase, work.module):
+            self._issuing[-1] = last._replace(end_s=self.host_s)
+            return
+        self._issuing.append(self._made(work, "host", LAUNCHES[work.kind == HOOKS], start_s, self.host_s))
+
+    def _span(self, work: IssuedWork, stream: str, kind: str, start_s: float, seconds: float) -> None:
+        self.spans.append(self._made(work, stream, kind, start_s, start_s + seconds))
+
+    def _made(self, work: IssuedWork, stream: str, kind: str, start_s: float, end_s: float) -> Span:
+        moved, flops, kernel = work.bytes, 0.0, work.kernel
+        if kind in LAUNCHES:
+            moved = 0.0
+        elif kernel:
+            moved, flops = kernel.moved_bytes.fixed, kernel.flops.fixed
+        micro_batch = -1 if work.phase == "step" else self._forwards - 1
+        return Span(0, stream, work.phase, micro_batch, work.module, kind, start_s, end_s, moved, flops)
+
+    def _name(self, work: IssuedWork) -> str:
+        """Return the name of a stream."""
+        if work.stream not in self._names:
+            name = f"collectives of {work.ranks.size} ranks" if work.ranks else f"stream {work.stream}"
+            same = sum(known.startswith(name) for known in self._names.values())
+            self._names[work.stream] = f"{name} ({same + 1})" if same else name
+        return self._names[work.stream]

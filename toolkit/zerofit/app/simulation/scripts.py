@@ -1,0 +1,226 @@
+"""`zerofit.simulate_script`: a user's unmodified training script, simulated as a rank on any hardware."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerofit.app.planning.traces import refuse_place, write_trace
+from zerofit.app.simulation.runs import stage_peaks
+from zerofit.app.simulation.script_trace import trace_of_script
+from zerofit.config.ds_json import write_for_trainer
+from zerofit.simulate.endings import note_failed
+from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
+from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
+from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
+from zerofit.simulate.record import RankRecord
+from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
+from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.overhead import blas_workspace_bytes
+
+STEPS = 2  # from the second step on ZeRO-3 prefetches, which needs more memory
+
+
+def simulate_script(
+    command: Sequence[str],
+    cluster: Cluster | None = None,
+    *,
+    rank: int | None = None,
+    steps: int = STEPS,
+    longest: bool = False,
+    alloc_conf: str = "",
+    trace: str | Path | None = None,
+    on_event: OnEvent | None = None,
+) -> Simulation:
+    """Run an unmodified training script as one rank of a cluster for its first optimizer steps, on fake devices.
+
+    Args:
+        command: the start command with all options: python, torchrun, deepspeed or accelerate launch.
+        cluster: the hardware; None: this machine.
+        rank: the rank to simulate; None: the heaviest.
+        steps: optimizer steps after which the script is stopped.
+        longest: also simulate batches of the longest length that the script allows.
+        alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
+        trace: file for a Chrome trace of the last step of the returned rank.
+        on_event: gets progress.
+
+    Raises UserError with all problems of the command, the script's own error, or what cannot be simulated.
+
+    >>> import zerofit as zf
+    >>> from pathlib import Path
+    >>> lines = ["import torch, deepspeed", "net = torch.nn.Linear(1024, 1024)"]
+    >>> lines += ["adam = {'type': 'AdamW', 'params': {'lr': 1e-3}}"]
+    >>> lines += ["config = {'train_micro_batch_size_per_gpu': 8, 'optimizer': adam}"]
+    >>> lines += ["engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)"]
+    >>> lines += ["while True:", "    loss = engine(torch.randn(8, 1024, device=engine.device)).mean()"]
+    >>> lines += ["    engine.backward(loss)", "    engine.step()"]
+    >>> _ = Path("train.py").write_text("\\n".join(lines))
+    >>> simulation = zf.simulate_script(["deepspeed", "--num_gpus", "2", "train.py"], zf.Cluster("l4", gpus=2))
+    >>> simulation.fits, simulation.peak_bytes > 4 * 4 * 1024 * 1025  # weights, gradients, Adam's moments in fp32
+    (True, True)
+    """
+    start, report = time.perf_counter(), Reporter(on_event)
+    script = read_command(command)
+    cluster = Cluster.here() if cluster is None else cluster
+    read_alloc_conf(alloc_conf)
+    if trace is not None:
+        refuse_place(Path(trace))
+    check_command(script, cluster, rank=rank or 0, steps=steps)
+    target = ScriptTarget(
+        command=script,
+        device=cluster.device,
+        gpus=cluster.gpus,
+        nodes=cluster.nodes,
+        rank=rank or 0,
+        workspace_bytes=blas_workspace_bytes(cluster.device.kind),
+        alloc_conf=alloc_conf,
+        steps=steps,
+        traced=trace is not None,
+    )
+    targets = [target, replace(target, longest=True)] if longest else [target]
+    # the list grows while it is walked: only a stage's record tells the next stage what it receives
+    stages = [(targets, _simulate(targets, report.status))]
+    assessed = list[tuple[ScriptTarget, RankRecord, Simulation]]()
+    for targets, records in stages:
+        if rank is None:
+            stages += _next_stage(targets, records, report)
+            targets, records = _heaviest(targets, records, report)
+        usual, *with_longest = [_assessed(*pair, cluster) for pair in zip(targets, records, strict=True)]
+        assert isinstance(records[0], RankRecord)
+        simulation = _with_longest(usual, with_longest[0]) if with_longest else usual
+        assessed.append((targets[0], records[0], simulation))
+    target, record, worst = max(assessed, key=lambda entry: severity(entry[2]))
+    if trace is not None:
+        write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
+    return replace(
+        worst,
+        stages=stage_peaks([simulation for *_, simulation in assessed]),
+        trace=Path(trace) if trace is not None else None,
+        seconds=round(time.perf_counter() - start, 1),
+        simulate_knobs=ScriptKnobSimulations(target=target, simulation=worst, cluster=cluster),
+    )
+
+
+def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+    """Return the record of each target's rank; a rank in a later pipeline stage runs after all stages before it."""
+    records = simulate_all(targets, show)
+    # A rank of a later stage needs the activations that it receives. So a rank of each stage before it runs first, from
+    # stage 0 on, and its record has what it sends.
+    later = [n for n, record in enumerate(records) if isinstance(record, Problem) and record.kind == LATER_STAGE]
+    running = {n: replace(targets[n], rank=0, received=None) for n in later}
+    while running:
+        for n, record in zip(list(running), simulate_all(list(running.values()), show), strict=True):
+            records[n] = record
+            if isinstance(record, Problem) or running[n].rank == targets[n].rank or record.pipeline is None:
+                del running[n]
+                continue
+            last_stage, stage = record.pipeline.stage_of_rank[targets[n].rank], record.pipeline.stage + 1
+            rank = targets[n].rank if stage == last_stage else record.pipeline.stage_of_rank.index(stage)
+            running[n] = replace(running[n], rank=rank, received=record.pipeline.sends)
+    return records
+
+
+def _next_stage(
+    targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
+) -> list[tuple[list[ScriptTarget], list[RankRecord | Problem]]]:
+    """Return the targets of the next pipeline stage with their records; [] after the last or if one failed."""
+    following = []
+    for target, record in zip(targets, records, strict=True):
+        if isinstance(record, Problem) or record.pipeline is None or record.pipeline.sends is None:
+            return []
+        rank = record.pipeline.stage_of_rank.index(record.pipeline.stage + 1)
+        following.append(replace(target, rank=rank, received=record.pipeline.sends))
+    return [(following, simulate_all(following, report.status))]
+
+
+def _heaviest(
+    targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
+) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
+    """Return the targets and records of the heavier rank, if there is one that can be simulated."""
+    first = records[0]
+    if isinstance(first, Problem) or first.heavier_rank is None:
+        return targets, records
+    heavier_targets = [replace(target, rank=first.heavier_rank) for target in targets]
+    heavier_records = simulate_all(heavier_targets, report.status)
+    heavier = heavier_records[0]
+    if isinstance(heavier, RankRecord) and heavier.needs > first.needs:
+        return heavier_targets, heavier_records
+    return targets, records
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptKnobSimulations:
+    """Changes of a command that would need less memory; calling this simulates each of them."""
+
+    target: ScriptTarget
+    simulation: Simulation  # of the command as it is
+    cluster: Cluster
+
+    def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Return the result of each change, least memory first, without those that cannot be simulated."""
+        assert isinstance(self.simulation.run, SimulatedScript)
+        report, rows = Reporter(on_event), []
+        with tempfile.TemporaryDirectory() as folder:
+            knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target.world_size, Path(folder))
+            targets = [self._changed(knob, Path(folder)) for knob in knobs]
+            records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
+        note_failed(records, "knobs", report)
+        for number, (knob, target, record) in enumerate(zip(knobs, targets, records, strict=True)):
+            if not isinstance(record, Problem):
+                rows.append(KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config, number))
+        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+
+    def _changed(self, knob: ScriptKnob, folder: Path) -> ScriptTarget:
+        arguments = dict(knob.arguments)
+        if knob.config:
+            file = folder / f"{knob.config}.json"
+            write_for_trainer(knob.config, file)
+            arguments["deepspeed"] = str(file)
+        return replace(self.target, command=knob.command, arguments=arguments, received=None, traced=False)
+
+
+def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
+    """Return the simulation of a record. Raises UserError if the rank could not be simulated."""
+    if isinstance(record, Problem):
+        raise UserError(record)
+    assert record.script
+    return assess(SimulatedScriptRank(target=target, record=record, facts=record.script), cluster)
+
+
+def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
+    """Return a simulation with the needs of the longest batches; it fits only if they fit too."""
+    assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
+    names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
+    tokens = longest.run.facts.longest_seen
+    run = replace(usual.run, longest=LongestBatch(tokens=tokens, **{name: getattr(longest, name) for name in names}))
+    if longest.fits or not usual.fits:
+        return replace(usual, run=run)
+    because = f"With batches of {tokens} tokens: {longest.because}"
+    return replace(
+        usual, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
+    )
+
+
+def check_command(script: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
+    """Check the command against files and hardware. Raises UserError with all problems."""
+    problems = Problems()
+    if not script.is_module and not Path(script.script).is_file():
+        problems.add("command", f"no script {script.script}", "use a path relative to the current folder", "COMMAND")
+    problems.extend(rank_problems(script, cluster.gpus, cluster.nodes))
+    if not 0 <= rank < cluster.ranks:
+        problems.add(
+            "bad-value", f"no rank {rank}: there are {cluster.ranks}", f"use 0 to {cluster.ranks - 1}", "--rank"
+        )
+    if steps < 1:
+        problems.add(
+            "bad-value", f"--steps {steps} is less than 1", "use 2: the second step may need more memory", "--steps"
+        )
+    problems.raise_if_any()

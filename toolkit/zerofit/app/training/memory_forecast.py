@@ -1,0 +1,250 @@
+"""Forecast of the memory that a job's ranks use, from building the model to the last save; simulated once per job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from zerofit.app.job.result_cache import result_file
+from zerofit.app.simulation.runs import PreparedSimulation
+from zerofit.check.dotted import get
+from zerofit.models.catalog import find
+from zerofit.simulate.forecast.assess import assess, decided
+from zerofit.simulate.forecast.result import Simulation
+from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
+from zerofit.simulate.forecast.run import simulate as simulate_ranks
+from zerofit.simulate.memory.categories import MASTER, PARAMETERS, STATE
+from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import write_json
+from zerofit.spec.foreign import read_json, shaped
+from zerofit.spec.mesh import heaviest_of_stages
+from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
+from zerofit.spec.run_folder import Job, MemoryForecast
+
+# keys of a DeepSpeed JSON that keep master weights (with bf16 also moments) in 16 bits
+NARROW_STATES = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")
+SAVE = "save"  # the phase in which the trained model is written
+# fields of a run that do not affect memory: runs that differ only in them share one simulation
+_INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
+_INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
+_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer", "profile", "profile_ranks"}
+_INDIFFERENT |= {"ds_config"}  # the job's filled-in JSON counts instead
+
+
+# The memory of a rank over its life, from few simulated ranks:
+#
+#   rank 0           build, init, steps of the engine  + the copy for --save-async + saving the model
+#   one per stage    the same, with the part of the model that it saves
+#
+# What the engine does is simulated. What zerofit adds around it (copies while saving) is added by formulas, since a
+# simulation writes no checkpoint. Records are cached by all that decides them: job, device, code and versions.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankForecasts:
+    """The ranks of a job that differ in memory: rank 0, which saves the model, and one rank of each pipeline stage."""
+
+    cluster: Cluster  # with as many devices as the job has ranks
+    first: SimulatedRank
+    stages: tuple[SimulatedRank, ...]
+
+    def of(self, rank: int) -> SimulatedRank:
+        """Return the simulated rank that represents this rank."""
+        return self.stages[rank * len(self.stages) // self.cluster.ranks] if rank else self.first
+
+    @cached_property
+    def summary(self) -> MemoryForecast:
+        """The forecast as stored in plan.json."""
+        ranks = [assess(rank, self.cluster) for rank in (self.first, *self.stages)]
+        phases: dict[str, int] = {}
+        for phase in (phase for rank in ranks for phase in rank.phases):
+            phases[phase.name] = max(phases.get(phase.name, 0), phase.peak_bytes)
+        return MemoryForecast(
+            phases=phases,
+            reserved_bytes=max(rank.reserved_bytes for rank in ranks),
+            beside_bytes=max(sum(part.bytes for part in rank.overheads) for rank in ranks),
+            margin_bytes=max(map(_margin, ranks)),
+            host_bytes=max(sum(rank.host_bytes.values()) for rank in ranks),
+            pinned_bytes=max(rank.host_bytes["pinned"] for rank in ranks),
+            stages=tuple(self.host_need(rank) for rank in self.stages),
+            first_bytes=self.host_need(self.first),
+        )
+
+    def host_need(self, rank: SimulatedRank) -> int:
+        """Return the peak host memory of a rank with its process, without shared pages of libraries."""
+        if not self.cluster.on_cpu:
+            return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
+        overheads = assess(rank, self.cluster).overheads
+        return rank.record.peaks[0].bytes + sum(part.bytes for part in overheads)
+
+
+def least_bytes(job: Job) -> int:
+    """Return the lower bound of what all ranks of a job keep in memory together, without a simulation.
+
+    It counts weights once at stage 3, else on each data parallel rank. fp32 master weights and Adam's two moments count
+    once, except in fp32 at stage 0, where each data parallel rank has them (`plan.persistent`). Gradients and
+    activations come on top.
+    """
+    parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
+    narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
+    masters = 0 if narrow or job.precision == "fp32" else 4
+    moments = 8 if not narrow and str(get(job.ds_config, "optimizer.type")).lower() in ("adam", "adamw") else 0
+    weights = job.facts.weight_bytes(job.precision) * (1 if stage == 3 else copies)
+    return weights + parameters * (masters + moments) * (1 if stage or job.precision != "fp32" else copies)
+
+
+def _margin(rank: Simulation) -> int:
+    """Return the bytes that the verdict keeps free above the reserved peak and the mean estimate outside torch."""
+    late = rank.reserved_ahead_bytes - rank.reserved_bytes  # memory that streams free later than in the simulation
+    uncertain = sum(part.high_bytes - part.bytes for part in rank.overheads)
+    return late + round(REPLAYED * rank.reserved_bytes) + uncertain
+
+
+def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
+    """Return the memory forecast of a job's ranks, or the reason why it cannot be simulated.
+
+    A rank with extrapolated layers is used as it is if the free memory leaves no doubt about its verdict.
+    """
+    job, cluster = prepared.job, prepared.cluster
+    ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
+    exactly = partial(_simulate_or_recall, report=report, exact=True)
+    ranks = decided(ranks, free, exactly)
+    for problem in ranks:
+        if isinstance(problem, Problem):
+            return problem
+    heaviest = heaviest_of(ranks, exactly)
+    known = [rank for rank in [ranks[0], *heaviest] if isinstance(rank, SimulatedRank)]
+    first, *stages = (
+        _with_save(_with_copy(rank, first=n == 0), saved, cluster.on_cpu)
+        for n, (rank, saved) in enumerate(zip(known, _saved_bytes(job, cluster.on_cpu), strict=True))
+    )
+    return RankForecasts(cluster=cluster, first=first, stages=tuple(stages))
+
+
+def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
+    """Return a rank with the copy of everything it saves, written while it trains (`--save-async`).
+
+    At stage 0 one data parallel rank saves all. At stages 1 and 2 it alone saves the parameters. At stage 3 they are
+    saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
+    (`train.checkpoint_engine.HostCopies`); with a GPU it is pinned.
+    """
+    job, record = rank.target.job, rank.record
+    if not job.run.save_async or job.run.save_every == "0":
+        return rank
+    stage, one_of_each_stage = job.layout.zero_stage, first or job.layout.dp == 1
+    saved = [STATE, MASTER] if stage or one_of_each_stage else []
+    saved += [PARAMETERS] if stage < 3 and one_of_each_stage else []
+    copy = sum(record.kept[kind] for kind in saved)
+    host = {name: size + (copy if name in STEPS else 0) for name, size in record.host_phases.items()}
+    pinned = {**record.host, "pinned": record.host["pinned"] + copy}
+    if rank.target.accelerator != "cpu":
+        return replace(rank, record=replace(record, host_phases=host, host=pinned))
+    phases = [_larger(phase, copy) if phase.name in STEPS else phase for phase in record.phases]
+    peaks = [_larger_peak(peak, copy) if peak.phase in STEPS else peak for peak in record.peaks]
+    peaks.sort(key=lambda peak: -peak.bytes)
+    return replace(rank, record=replace(record, phases=phases, peaks=peaks))
+
+
+def _larger(phase: RankPhase, by: int) -> RankPhase:
+    return replace(
+        phase, start_bytes=phase.start_bytes + by, peak_bytes=phase.peak_bytes + by, end_bytes=phase.end_bytes + by
+    )
+
+
+def _larger_peak(peak: KindPeak, by: int) -> KindPeak:
+    parts = {**peak.breakdown, "copy of what is saved": by}
+    return replace(peak, bytes=peak.bytes + by, breakdown=parts)
+
+
+def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
+    """Return the bytes copied to host memory when the model is saved: on rank 0, then on a rank of each stage.
+
+    `EngineTrainer.weights` gathers partitioned modules one at a time, and copies one tensor at a time from a GPU. A
+    pipeline stage copies its part before it writes it. Rank 0 keeps all of a model outside transformers, and all
+    adapters (`train.run.save_model`).
+    """
+    layout, facts, weights = job.layout, job.facts, job.facts.weight_bytes(job.precision)
+    streamed = find(job.run.model).family == "transformers"
+    if job.run.lora:
+        adapters = weights * facts.trained_parameters // facts.parameters
+        return [adapters, *[adapters // layout.pp] * layout.pp]
+    if layout.pp > 1:
+        part = weights // layout.pp * (1 if on_cpu else 2)
+        return [part if streamed else max(part, weights), *[part] * layout.pp]
+    largest, gathered = weights * facts.largest_parameter // facts.parameters, layout.zero_stage == 3 or layout.tp > 1
+    copied = gathered or not on_cpu
+    return [(largest if streamed else weights) if copied else 0, largest if gathered else 0]
+
+
+def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
+    """Return a rank that also saves the model, with copies of `saved_bytes` on top of the training state."""
+    record = rank.record
+    if not on_cpu:
+        host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}
+        return replace(rank, record=replace(record, host_phases=host))
+    last = record.phases[-1]
+    total = last.end_bytes + saved_bytes
+    figures = {"start_bytes": last.end_bytes, "peak_bytes": total, "end_bytes": total}
+    phase = RankPhase(name=SAVE, step=-1, **figures)
+    parts = {"state of training": last.end_bytes, "copies of weights": saved_bytes}
+    peak = KindPeak(key=SAVE, phase=SAVE, step=-1, module="", at="", bytes=total, breakdown=parts)
+    peaks = sorted([*record.peaks, peak], key=lambda peak: -peak.bytes)
+    return replace(rank, record=replace(record, phases=[*record.phases, phase], peaks=peaks))
+
+
+def _simulate_or_recall(
+    targets: Sequence[SimulationTarget], report: Reporter, *, exact: bool = False
+) -> list[SimulatedRank | Problem]:
+    """Return each target's rank, cached or simulated now; `exact`: with all of its layers simulated."""
+    files = [_file(target) for target in targets]
+    recalled = [_recall(target, file) for target, file in zip(targets, files, strict=True)]
+    ranks: list[SimulatedRank | Problem | None] = [
+        rank if rank and not (exact and rank.layers) else None for rank in recalled
+    ]
+    missing = [n for n, rank in enumerate(ranks) if rank is None]
+    new: list[SimulatedRank | Problem] = []
+    if missing:
+        new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"), exact=exact)
+    for n, rank in zip(missing, new, strict=True):
+        ranks[n] = rank
+        if isinstance(rank, SimulatedRank):
+            record = _RECORD.dump_python(replace(rank.record, timeline=(), events=None, host_moments={}), mode="json")
+            files[n].parent.mkdir(parents=True, exist_ok=True)
+            write_json(files[n], {"record": record, "layers": rank.layers, "check_error": rank.check_error})
+    return [rank for rank in ranks if rank is not None]
+
+
+_RECORD = TypeAdapter(RankRecord)
+
+
+def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
+    try:
+        kept = read_json(file)
+        record, layers = shaped(kept["record"], _RECORD), tuple(kept["layers"])
+        return SimulatedRank(target=target, record=record, layers=layers, check_error=kept["check_error"])
+    except (OSError, ValueError, KeyError, TypeError):  # never simulated, or written by another version
+        return None
+
+
+def _file(target: SimulationTarget) -> Path:
+    """Return the file of a target's record, named by everything that it depends on, including the code."""
+    plain = target.as_dict()
+    run = {name: value for name, value in plain["job"]["run"].items() if name not in _INDIFFERENT}
+    job = {**plain["job"], "run": run, "steps": None}
+    config = {**job["ds_config"], "optimizer": None, "scheduler": None}
+    optimizer = get(job["ds_config"], "optimizer.type")
+    plain |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": _own_code(target.job)}
+    return result_file("forecasts", plain)
+
+
+def _own_code(job: Job) -> int | None:
+    """Return when the user's own model file last changed, since the model's name does not identify its code."""
+    path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
+    return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None

@@ -1,0 +1,278 @@
+"""The run folder of a start: found, filled with the resolved job, and cleaned up if it was used before."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerofit.app.job.resolve import ResolvedJob, resolve_job
+from zerofit.app.planning.step_time import forecast_step_s
+from zerofit.checkpoint.compatible import obstacles, same_storage
+from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_look, verify
+from zerofit.launch.run_lock import refuse_if_held
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import atomic_write, number_in, parse_line, write_json
+from zerofit.spec.foreign import read_json, refused
+from zerofit.spec.local_machine import versions
+from zerofit.spec.model_facts import Machine
+from zerofit.spec.partial_training import PART_FIELDS
+from zerofit.spec.run import Run, RunRequest, flag
+from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
+from zerofit.spec.stages import stages_of
+
+# What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Damaged ones are skipped with a
+# note. The run must be the same in all that decides the weights (SAME_RUN); other changes are notes. If the layout has
+# changed, each rank assembles its part from all shards; else DeepSpeed loads its own files (`same_storage`).
+MODEL = ("model", "model_args")
+SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
+SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
+UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
+UNREMARKABLE |= {"profile", "profile_ranks"}
+
+
+Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
+Fitter = Callable[[RunRequest, RunFolder], tuple[RunRequest, FittedLayout | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A job that is ready for ranks to start, and its folder."""
+
+    job: Job
+    folder: RunFolder
+    machine: Machine
+
+
+def prepare(
+    request: RunRequest,
+    report: Reporter,
+    machine: Machine | None = None,
+    folder: RunFolder | None = None,
+    model: nn.Module | None = None,
+    gate: Gate | None = None,
+    fitter: Fitter | None = None,
+) -> PreparedRun:
+    """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
+
+    `machine`: the devices of all hosts together; None: this machine. `folder`: the run folder if this command has
+    locked it already. `model`: used instead of the one that the run names. `gate`: forecasts memory, and raises before
+    anything is written if it does not fit. `fitter`: chooses the layout if the run asks for it. Raises UserError with
+    all problems.
+    """
+    problems = Problems()
+    folder = folder or problems.attempt(lambda: find_folder(request.run))
+    fit = None
+    if fitter and folder:
+        request, fit = fitter(request, folder)
+    elif fitter:  # still report all other problems
+        request = replace(request, run=request.run.model_copy(update={"fit": False}))
+    resolved = resolve_job(request, machine=machine, report=report, problems=problems, model=model)
+    assert folder
+    if stages := stages_of(resolved.job):
+        report.stages(stages)
+    forecast = gate(request, resolved, folder.path) if gate else None
+    step_s = forecast_step_s(resolved) if gate and machine is None else None
+    start = find_start(resolved.job, folder, report)
+    batch = resolved.job.batch
+    if start and start.shares:
+        batch = replace(batch, by_rank=start.shares)
+    job = replace(resolved.job, batch=batch, start=start, forecast=forecast, fit=fit, step_s=step_s)
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(kind="output-unwritable", message=f"cannot create the run folder: {error}", where="--output")
+        raise UserError(problem) from None
+    job.write(folder, resolved.ds_source)
+    device = {name: getattr(resolved.machine, name) for name in ("accelerator", "devices", "cores")}
+    python = {"versions": versions(), "python": sys.version.split()[0], "platform": platform.platform()}
+    write_json(folder.env, {**python, **device, "device": resolved.machine.device_name})
+    return PreparedRun(job=job, folder=folder, machine=resolved.machine)
+
+
+def find_folder(run: Run) -> RunFolder:
+    """Return the run folder: a new or empty one, or one of an earlier start that may resume.
+
+    Raises UserError for any other folder.
+    """
+    if run.output is None:
+        return RunFolder(_new_path(run).absolute())
+    path = run.output.absolute()
+    folder = RunFolder(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return folder
+    if run.resume != "never" and folder.plan.is_file():
+        refuse_if_held(folder)
+        return folder
+    what = "contains another run" if folder.run.exists() else "exists and is not an empty folder"
+    hint = "use another folder, or remove this one"
+    if folder.plan.is_file():
+        hint = "--resume auto resumes it; for a new run use another folder"
+    raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
+
+
+def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
+    """Return the request for the start after a failed one in this folder: from its newest checkpoint, if any."""
+    fields: dict[str, Any] = {"output": folder.path}
+    if request.run.resume == "never" or Store(folder.checkpoints).entries():
+        fields["resume"] = "auto"
+    return replace(request, run=request.run.model_copy(update=fields))
+
+
+def _new_path(run: Run) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
+    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, n = stem, 1
+    while path.exists():
+        path, n = stem.with_name(f"{stem.name}-{n}"), n + 1
+    return path
+
+
+def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
+    """Archive what earlier starts left in this folder, and return notes for the user.
+
+    Records of steps that will be repeated move to logs/, and checkpoints of such steps are renamed. Only incomplete
+    files are deleted. Call it while no rank runs in the folder.
+    """
+    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.launch_spec]:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder.model_parts, ignore_errors=True)
+    step = start.step if start else 0
+    store = Store(folder.checkpoints)
+    store.remove_incomplete()
+    later = [entry.path for entry in store.entries() if entry.step > step]
+    notes = [f"{old.name} renamed to {new.name}" for old, new in zip(later, store.archive(later), strict=True)]
+    folder.result.unlink(missing_ok=True)
+    return notes + _cut_metrics(folder, step)
+
+
+def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
+    """Keep the records of steps up to this one in metrics.jsonl, and move all other lines to logs/."""
+    if not folder.metrics.exists():
+        return []
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+    if len(kept) == len(lines):
+        return []
+    number = 1
+    while (undone := folder.logs / f"metrics-undone-{number}.jsonl").exists():
+        number += 1
+    undone.write_bytes(b"".join(line for line in lines if not line.endswith(b"\n") or _step_of(line) > step))
+    with atomic_write(folder.metrics) as file:
+        file.write(b"".join(kept))
+    return [f"moved {len(lines) - len(kept)} records of steps after step {step} to {undone.relative_to(folder.path)}"]
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a record; infinity for a line that is not a record."""
+    step = number_in(parse_line(line) or {}, "step")
+    return math.inf if step is None else step
+
+
+def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
+    """Find and verify the checkpoint to resume this job from; None if it starts at step 1.
+
+    `report` gets notes about damaged checkpoints and changed settings. Raises UserError if the job cannot resume.
+    """
+    resume = job.run.resume
+    if resume == "never" or (resume == "auto" and not folder.plan.exists()):
+        return None
+    if resume == "auto":
+        with refused(folder.run):
+            former = read_json(folder.run)
+        _refuse_another_run(former, job, folder, SAME_RUN)
+        entry = _newest(folder.checkpoints, report)
+        if entry is None:
+            report.note(f"no checkpoint in {folder.path} yet: training starts at step 1")
+            return None
+    else:
+        entry = _named(Path(resume).absolute(), report)
+    assert entry.manifest is not None
+    return _start(entry.path, entry.manifest, job, folder, report)
+
+
+def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
+    damaged: list[CheckpointEntry] = []
+
+    def passed_over(entry: CheckpointEntry) -> None:
+        damaged.append(entry)
+        first = entry.damage[0]
+        report.note(f"skipping damaged checkpoint {entry.path}: {first.file}: {first.kind} {first.message}".rstrip())
+
+    found = Store(checkpoints).newest_whole(passed_over, report.status)
+    if found is None and damaged:
+        message = f"all checkpoints in {checkpoints} are damaged: {', '.join(e.path.name for e in damaged)}"
+        hint = "`zerofit ckpt verify` lists the damage; to start over use --resume never and another --output"
+        raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where=str(checkpoints)))
+    return found
+
+
+def _named(path: Path, report: Reporter) -> CheckpointEntry:
+    """Return the checkpoint that --resume names, or the newest one if it names a run folder."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if not (path / "manifest.json").exists() and path.is_dir():
+        entry = _newest(path, report)
+        if entry:
+            return entry
+    manifest, _ = quick_look(path)
+    damage = verify(path, report.status)
+    if damage or manifest is None:
+        first = damage[0]
+        message = f"{path} is not a complete checkpoint: {first.file}: {first.kind} {first.message}".rstrip()
+        hint = "set --resume to a run folder or one of its checkpoints/step-* (listed by `zerofit ckpt ls`)"
+        raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
+    return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
+
+
+def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
+    old, new = manifest.job.run.model_dump(mode="json"), job.run.model_dump(mode="json")
+    _refuse_another_run(old, job, folder, (*MODEL, *PART_FIELDS))
+    problems = obstacles(manifest.job, job)
+    if manifest.step > job.steps:
+        message = f"{checkpoint} is at step {manifest.step}, past --steps {job.steps}"
+        problems.append(Problem(kind="steps", message=message, hint="raise --steps, or resume an older checkpoint"))
+    if problems:
+        raise UserError(*problems)
+    same = same_storage(manifest.job, job)
+    changed = [name for name in new if name not in UNREMARKABLE and old[name] != new[name]]
+    for name in changed:
+        report.note(f"{flag(name)} is now {new[name]} (was {old[name]})")
+    if not same:
+        report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
+    was, batch = manifest.job.batch, job.batch
+    # shares that were measured for the same batch are still right, so a resume does not measure again
+    same_batch = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
+    return Start(
+        checkpoint=str(checkpoint),
+        step=manifest.step,
+        samples=manifest.samples,
+        same_layout=same,
+        shares=was.by_rank if same_batch else (),
+    )
+
+
+def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
+    new = job.run.model_dump(mode="json")
+    then = Run().model_dump(mode="json") | old  # runs of older versions lack some fields
+    changed = [name for name in fields if then[name] != new[name]]
+    if changed:
+        what = ", ".join(f"{flag(name)} was {then[name]}, now {new[name]}" for name in changed)
+        message = f"{folder.path} contains another run: {what}"
+        hint = "use another --output; `--resume CHECKPOINT --output NEW` continues from its weights with other data"
+        raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
+
+
+def _shown(layout: Layout) -> str:
+    degrees = layout.as_dict().items()
+    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1 or name in ("dp", "zero_stage"))

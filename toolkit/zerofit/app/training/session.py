@@ -1,0 +1,188 @@
+"""A session for custom training loops: engine, batches, records and checkpoints inside ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerofit.app.job.requests import as_request
+from zerofit.app.job.resolve import find_model
+from zerofit.app.training.memory_gate import MemoryGate
+from zerofit.app.training.prepare_folder import make_ready, prepare
+from zerofit.app.training.result import TrainingResult
+from zerofit.launch.host import this_machine
+from zerofit.launch.hostfile import Host
+from zerofit.launch.local import free_port
+from zerofit.launch.run_lock import alive, held
+from zerofit.spec.errors import DoesNotFit, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run_folder import Job, RunFolder
+
+if TYPE_CHECKING:
+    from zerofit.train.callbacks import Callback
+    from zerofit.train.run import RankRun
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+class Session:
+    """One rank of a run with a custom training loop.
+
+    Works in scripts started by `deepspeed` or `torchrun`, and with plain `python` as one rank. The run folder gets the
+    files of `zerofit train`: metrics, checkpoints by the run's `save_every`, the model, the result. An existing
+    run resumes from its newest checkpoint.
+
+    >>> import torch, zerofit as zf
+    >>> session = zf.Session(zf.Run(data="digits", steps=5, micro_batch=8, output="runs/own"))
+    >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    >>> engine, batches = session.prepare(model)
+    >>> for batch in batches:
+    ...     loss = torch.nn.functional.cross_entropy(engine(batch["inputs"]), batch["labels"])
+    ...     _ = engine.backward(loss)
+    ...     engine.step()
+    ...     session.step(loss)
+    >>> session.result.steps
+    5
+
+    Pipelines, sequence parallelism and GANs need another kind of loop and are refused. If the run names the model, its
+    memory is checked as in `zerofit train`. For a model object it is not, since no other process can simulate it.
+    """
+
+    def __init__(
+        self,
+        run: Run | RunRequest | str | Path,
+        *,
+        on_event: OnEvent | None = None,
+        callbacks: Sequence[Callback] = (),
+        handle_signals: bool = False,
+        anyway: bool = False,
+    ):
+        """Set up this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
+
+        `anyway`: warn instead of refusing if the free memory is too small for the run.
+        """
+        self._asked, self._report, self._anyway = as_request(run), Reporter(on_event), anyway
+        self._callbacks, self._handle_signals = callbacks, handle_signals
+        self._losses: list[Tensor] = []
+        self._rank_run: RankRun | None = None
+        self._locks = ExitStack()
+        self._result: dict[str, Any] | None = None
+
+    def prepare(self, model: nn.Module | None = None) -> tuple[Any, Iterator[dict[str, Any]]]:
+        """Join the ranks, and return the DeepSpeed engine and this rank's micro batches.
+
+        `model`: a model object, the same on all ranks; None: the model that the run names. A batch has `inputs` and
+        `labels` on the rank's device (inputs in the run's precision) and `indices`, the numbers of its samples. Raises
+        UserError on all ranks with all problems, and DoesNotFit if memory is too small.
+        """
+        job, folder = self._share_job(model)
+        from zerofit.train.run import RankRun
+        from zerofit.train.stop_signals import SignalNotes
+
+        signals = SignalNotes() if self._handle_signals else None
+        if signals:
+            signals.listen()
+        self._locks.enter_context(alive(folder))
+        self._rank_run = RankRun(job, folder, signals, callbacks=self._callbacks, model=model)
+        return self._rank_run.trainer.engine, self._batches(self._rank_run)
+
+    def step(self, loss: Tensor) -> None:
+        """Record the loss of a micro batch; call it after `engine.step()`."""
+        self._losses.append(loss.detach().float())
+
+    @property
+    def result(self) -> TrainingResult | None:
+        """The result after the last batch; None before, and if the run was stopped on request."""
+        return TrainingResult.of(self._rank_run.folder, self._result) if self._rank_run and self._result else None
+
+    def _batches(self, run: RankRun) -> Iterator[dict[str, Any]]:
+        """Yield the micro batches of all steps; record and save between them, and write the result at the end."""
+        from zerofit.train.engines import ZeroTrainer
+        from zerofit.train.loop import LoopResult
+
+        trainer = run.trainer
+        assert isinstance(trainer, ZeroTrainer)
+        run.begin()
+        done, stopped = run.loop.first, False
+        for step, batches, indices in run.loop.steps():
+            self._losses, lr = [], trainer.engine.get_lr()[0]
+            for batch in batches:
+                inputs, labels, extra = trainer.to_device(batch)
+                yield {"inputs": inputs, "labels": labels, **extra, "indices": batch["indices"]}
+            if len(self._losses) != run.job.batch.accumulation:
+                got = f"{len(self._losses)} losses for {run.job.batch.accumulation} micro batches"
+                raise RuntimeError(f"step {step + 1} has {got}: call session.step(loss) once after each engine.step()")
+            run.loop.record(step, torch.stack(self._losses), indices, lr)
+            done, stopped = step + 1, run.loop.save_and_stop(step + 1)
+            if stopped:
+                break
+        run.loop.recorder.flush()
+        self._result = run.finish(LoopResult(step=done, stopped=stopped, figures={}))
+        self._locks.close()
+
+    def _share_job(self, model: nn.Module | None) -> tuple[Job, RunFolder]:
+        """Check the run and prepare its folder on rank 0; return job and folder on all ranks."""
+        if "RANK" not in os.environ:
+            os.environ.update(ALONE, MASTER_PORT=str(free_port()))
+        machine = this_machine()
+        os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
+        from zerofit.train.process_group import leave, start
+
+        if not dist.is_initialized():  # otherwise the script started the group and has to leave it
+            atexit.register(leave)
+        start(timeout=timedelta(minutes=30))
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            machine = replace(machine, devices=max(machine.devices, dist.get_world_size()))
+            try:
+                gate = self._gate() if model is None else None
+                prepared = prepare(self._request(model), self._report, machine, model=model, gate=gate)
+                self._locks.enter_context(held(prepared.folder, self._report.status))
+                for note in make_ready(prepared.folder, prepared.job.start):
+                    self._report.note(note)
+                found = [str(prepared.folder.path)]
+            except (UserError, DoesNotFit) as error:
+                self._locks.close()  # releases the gate's reservations
+                found = [(type(error), error.problems)]
+        dist.broadcast_object_list(found)
+        if not isinstance(found[0], str):
+            kind, problems = found[0]
+            raise kind(*problems)
+        folder = RunFolder(Path(found[0]))
+        return Job.read(folder), folder
+
+    def _gate(self) -> MemoryGate:
+        """Return the gate for the ranks of this host; the free memory of others is unknown."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+        hosts = [Host(socket.gethostname(), ranks)] if ranks < dist.get_world_size() else None
+        return self._locks.enter_context(closing(MemoryGate(self._report, anyway=self._anyway, hosts=hosts)))
+
+    def _request(self, model: nn.Module | None) -> RunRequest:
+        """Return the request with the actual number of ranks. Raises UserError for layouts without custom loops."""
+        run, problems, world = self._asked.run, Problems(), dist.get_world_size()
+        if run.ranks not in (None, world):
+            message = f"the run sets {run.ranks} ranks, but {world} were started"
+            problems.add("ranks", message, "remove ranks", self._asked.place("ranks"))
+        for field in ("pipeline", "sequence_parallel", "expert_parallel"):
+            if getattr(run, field) != 1:
+                message = f"{field} {getattr(run, field)}: a custom loop does not support this layout"
+                problems.add("layout", message, "use `zerofit.train`", self._asked.place(field))
+        if model is None and find_model(self._asked)[1] == "gan":
+            problems.add("model-task", f"{run.model} trains two engines", "use `zerofit.train`", "model")
+        problems.raise_if_any()
+        changed: dict[str, Any] = {"ranks": world}
+        if model is not None:
+            changed["model"] = f"{type(model).__module__}:{type(model).__name__}"
+        return replace(self._asked, run=run.model_copy(update=changed))

@@ -1,0 +1,178 @@
+"""List the kernels of a traced step: kind, shape, FLOPs and memory traffic; equal ones are merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, flops_of
+from zerofit.spec.profile import Kernel, KernelKind, Linear
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_NORMALISATIONS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "softmax")
+_COPIES = ("clone", "_to_copy", "copy_", "cat", "stack", "slice_backward", "index_select", "constant_pad_nd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCall:
+    """One call of an op that launches a kernel, at one micro batch."""
+
+    kind: KernelKind
+    dtype: str
+    flops: int
+    moved_bytes: int
+    shape: tuple[int, ...] = ()  # see zerofit.spec.profile.Kernel
+    groups: int = 1
+    causal: bool = False
+
+
+def call_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> KernelCall:
+    """Return what a call of an op computes and moves."""
+    name = func._overloadpacket.__name__
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    first = tensors[0] if tensors else out
+    dtype = str(getattr(first, "dtype", "")).removeprefix("torch.")
+    kind = _kind(name)
+    call = KernelCall(
+        kind=kind,
+        dtype=dtype,
+        flops=flops_of(func, args, kwargs, out),
+        moved_bytes=_moved_bytes(kind, name, tensors, _written(func, args, out)),
+    )
+    if "batch_norm" in name:
+        channels = next(one.shape[1] for one in tensors if one.dim() > 1)
+        return replace(call, shape=(channels,), groups=channels)
+    shape = _SHAPES.get(kind)
+    if shape is None:
+        return call
+    arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return replace(
+        call,
+        shape=shape(arguments, tensors, out),
+        groups=arguments.get("groups", 1),
+        causal=bool(arguments.get("is_causal", False)),
+    )
+
+
+def one_kernel(call: KernelCall) -> Kernel:
+    """Return the kernel of a single call, with costs that do not depend on the micro batch."""
+    return Kernel(
+        kind=call.kind,
+        dtype=call.dtype,
+        count=1.0,
+        moved_bytes=Linear(fixed=call.moved_bytes),
+        flops=Linear(fixed=call.flops),
+        shape=tuple(Linear(fixed=size) for size in call.shape),
+        groups=call.groups,
+        causal=call.causal,
+    )
+
+
+def _kind(name: str) -> KernelKind:
+    if name in _PRODUCTS:
+        return "product"
+    if "convolution" in name:
+        return "convolution"
+    if "attention" in name:
+        return "attention"
+    if any(part in name for part in _NORMALISATIONS):
+        return "normalisation"
+    if name.startswith("embedding"):
+        return "embedding"
+    return "copy" if name in _COPIES else "elementwise"
+
+
+def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]:
+    """Return an op's outputs or, if it has none, the tensors that it changes, such as optimizers' lists."""
+    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    if made:
+        return made
+    changed = [
+        value
+        for one, value in zip(func._schema.arguments, args, strict=False)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+
+
+def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Count each tensor once, expanded ones as stored, except where an op is known to read less or more.
+
+    An embedding reads only the rows that it writes. Batch norm reads activations twice, for the statistics and to
+    normalise them, in forward and backward (ATen/native/cuda/Normalization.cuh).
+    """
+    written = sum(map(_stored_bytes, outputs))
+    if name == "embedding":
+        return 2 * written
+    read = sum(map(_stored_bytes, inputs))
+    if kind == "normalisation" and "batch_norm" in name:
+        read += sum(_stored_bytes(t) for t in inputs if t.dim() > 1)
+    return read + written
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _product_shape(arguments: dict[str, object], tensors: Sequence[Tensor], out: object) -> tuple[int, ...]:
+    """Return M, N, K; for a mixture of experts, M is the average number of rows per expert."""
+    left, right = [t for t in tensors if t.dim() > 1 and t.is_floating_point()][-2:]
+    rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
+    return rows, right.shape[-1], left.shape[-1]
+
+
+def _convolution_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
+    """Return output pixels of all samples, output channels per group, and inputs per output."""
+    made = arguments.get("grad_output", out)
+    weight, groups = arguments["weight"], arguments["groups"]
+    return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
+
+
+def _attention_shape(arguments: OpKeywords, tensors: Sequence[Tensor], out: OpOutput) -> tuple[int, ...]:
+    """Return heads of all samples, queries, keys, and the width of a head."""
+    query, key = arguments["query"], arguments["key"]
+    return query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3]
+
+
+_SHAPES: dict[str, Callable[[OpKeywords, Sequence[Tensor], OpOutput], tuple[int, ...]]] = {
+    "product": _product_shape,
+    "convolution": _convolution_shape,
+    "attention": _attention_shape,
+}
+
+
+def kernels_of(
+    few: Sequence[KernelCall], more: Sequence[KernelCall], line: Callable[[Sequence[float]], Linear]
+) -> tuple[Kernel, ...]:
+    """Return the kernels of a section from its calls at two micro batches; `line` fits a line through two values.
+
+    Kernels of equal kind and shape become one entry. If the micro batches ran different kernels, each kind becomes one.
+    """
+    made: dict[tuple, tuple[list[KernelCall], list[KernelCall]]] = {}
+    alike = [call.kind for call in few] == [call.kind for call in more]
+    for a, b in zip(few, more, strict=True) if alike else ():
+        shape = tuple(line(sizes) for sizes in zip(a.shape, b.shape, strict=True))
+        pair = made.setdefault((a.kind, a.dtype, shape, a.groups, a.causal), ([], []))
+        pair[0].append(a)
+        pair[1].append(b)
+    for n, calls in enumerate(() if alike else (few, more)):
+        for call in calls:
+            made.setdefault((call.kind, call.dtype, (), call.groups, call.causal), ([], []))[n].append(call)
+    return tuple(
+        Kernel(
+            kind=kind,
+            dtype=dtype,
+            count=float(max(map(len, pair))),
+            moved_bytes=line([sum(call.moved_bytes for call in calls) for calls in pair]),
+            flops=line([sum(call.flops for call in calls) for calls in pair]),
+            shape=shape,
+            groups=groups,
+            causal=causal,
+        )
+        for (kind, dtype, shape, groups, causal), pair in made.items()
+    )

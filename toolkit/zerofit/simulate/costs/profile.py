@@ -1,0 +1,293 @@
+"""Profile a model: trace the costs of each of its layers in each setting, without memory or DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zerofit.models import checkpointing as models_checkpointing
+from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
+from zerofit.models.catalog import ModelError, ModelSource, is_cnn
+from zerofit.models.depth import of_all_layers
+from zerofit.models.dtypes import DTYPES
+from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
+from zerofit.models.layer_drop import EveryLayer
+from zerofit.models.layers import as_layers
+from zerofit.models.sections import ModelSection, watched
+from zerofit.simulate.costs.layers import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
+from zerofit.simulate.costs.traced_experts import without_ranks
+from zerofit.simulate.costs.traced_model import TracedModel, cast_by_zero3, make_subject
+from zerofit.simulate.fakes.kernels import as_on
+from zerofit.simulate.fakes.quantized import traced_bits
+from zerofit.simulate.ops.costs import scratch_on
+from zerofit.spec.errors import reason_of
+from zerofit.spec.model_facts import Precision, Task
+from zerofit.spec.profile import NOTHING_SAVED, ZERO3, LayerCost, LayerRun, Linear, Profile, Savings, setting
+from zerofit.train import loss as train_loss
+from zerofit.train.head_loss import head_loss
+from zerofit.train.loss import weighted_cross_entropy
+from zerofit.train.probe import expert_count
+
+
+class TraceSetting(NamedTuple):
+    """All that a trace depends on besides the model and its inputs."""
+
+    precision: str
+    checkpointing: bool = False
+    tp: int = 1
+    sp: int = 1
+    ep: int = 1
+    savings: Savings = NOTHING_SAVED
+    zero3: bool = False  # trace as ZeRO-3 does, which partitions the model while it is built
+    whole: bool = False  # trace every layer, even equal ones
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's type of the precision."""
+        return DTYPES[cast("Precision", self.precision)]
+
+
+def profile_model(
+    source: ModelSource,
+    task: Task,
+    inputs: Inputs,
+    args: dict[str, object],
+    settings: Iterable[TraceSetting],
+    device: str = "cuda",
+) -> Profile:
+    """Return the layers of a model and their costs on these inputs; `device` is "cpu" or "cuda".
+
+    Bytes are those of a rank with the full model. Of many equal layers only a few are traced, unless that misses
+    parameters. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta device
+    (the message names the op).
+    """
+    wanted = list(dict.fromkeys(settings))
+    if all(one.tp * one.ep > 1 for one in wanted):  # the full layers are needed, too
+        wanted.append(wanted[0]._replace(tp=1, ep=1))
+    traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
+    subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp * one.ep == 1)
+    costs = {_key(one): here for one, (_, _, here) in traced.items()}
+    others = [one._replace(zero3=True) for one in wanted if _differs_at_zero3(subject.model, one)]
+    zero3 = {f"{_key(one)}{ZERO3}": _traced(source, task, inputs, args, one, device)[2] for one in others}
+    config = subject.config
+    heads = of_all_layers(config, "num_attention_heads")
+    tensors = tensors_of(inputs)
+    profile = Profile(
+        model=source.name,
+        task=task,
+        seq_len=getattr(inputs, "seq_len", None),
+        layers=_with_shares(layers, costs),
+        costs=costs,
+        zero3=zero3,
+        attention_heads=heads,
+        kv_heads=of_all_layers(config, "num_key_value_heads") or heads,
+        hidden_size=of_all_layers(config, "hidden_size"),
+        sample_bytes=sum(math.prod(one.shape) * (4 if one.ids is None else 8) for one in tensors),  # float32, int64
+        experts=expert_count(config),
+        model_type=getattr(config, "model_type", None),
+        cnn=is_cnn(source) and not (source.partial and source.partial.lora),
+        pipelines=source.family != "custom" and not are_packed(inputs) and _is_list_of_layers(subject.model),
+        versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+    )
+    if profile.parameters != subject.parameters and not wanted[0].whole:  # e.g. MPNet's blocks share a position table
+        return profile_model(source, task, inputs, args, [one._replace(whole=True) for one in wanted], device)
+    return profile
+
+
+def _key(one: TraceSetting) -> str:
+    return setting(one.precision, one.checkpointing, one.tp, one.sp, one.ep)
+
+
+def _traced(
+    source: ModelSource, task: Task, inputs: Inputs, args: dict[str, object], one: TraceSetting, device: str
+) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
+    """Return the model, its layers and their costs in one setting."""
+    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep, one.whole)
+    if one.zero3:
+        for module, name in cast_by_zero3(subject.model):
+            module._buffers[name] = module.get_buffer(name).to(one.dtype)
+    bits = traced_bits(device) if source.partial and source.partial.quantization else nullcontext()
+    linear = patch.object(nn.functional, "linear", zero3_linear_wrap) if one.zero3 else nullcontext()
+    with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits, linear:
+        few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+        if not all(("forward", unit) in few.before for unit in range(len(subject.units))):
+            # e.g. SqueezeBERT calls its blocks' forward directly, so no hook runs: the model becomes one layer
+            subject = replace(subject, units=[ModelSection(name="model", start=None)])
+            few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+    units = [n for n, unit in enumerate(subject.units) if unit.count]
+    layers = tuple(layer_of(subject, few, unit) for unit in units)
+    costs = _whole([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
+    pairs = zip(costs, layers, strict=True)
+    return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+
+
+def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
+    """Return whether a step under ZeRO-3 needs other memory than with full parameters.
+
+    DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's does not (runtime/zero/linear.py).
+    """
+    frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
+    return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
+
+
+def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
+    """Return the costs of the units that are layers.
+
+    With activations in host memory the model still holds the first block's input. These extra bytes are added to the
+    layer before it.
+    """
+    found: list[LayerCost] = []
+    for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
+        if unit.count:
+            found.append(cost)
+        elif found:
+            one, first, other = found[-1].saved_bytes, cost.saved_bytes, after.saved_bytes
+            more = Linear(
+                fixed=one.fixed + first.fixed - other.fixed,
+                per_sample=one.per_sample + first.per_sample - other.per_sample,
+            )
+            found[-1] = replace(found[-1], saved_bytes=more)
+    return tuple(found)
+
+
+def _is_list_of_layers(model: nn.Module) -> bool:
+    try:
+        as_layers(model)
+    except ModelError:
+        return False
+    return True
+
+
+def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
+    """Add the bytes that tensor and sequence parallelism send, and the element counts of a rank's shards."""
+    out = cost.output_bytes
+    if one.tp * one.ep > 1:
+        cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
+    if one.tp > 1 and layer.name == "block":  # the outputs of attention and of the MLP are all-reduced
+        sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
+        cost = replace(cost, tp_allreduce_bytes=sent)
+    if one.sp > 1 and layer.name == "block":
+        # queries and the output have all heads, keys and values have the kv heads; a tensor rank has its share of them
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
+        width = head_dim * heads / config.hidden_size / one.tp  # of all heads, relative to the hidden size
+        share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * width
+        sent = Linear(fixed=share * out.fixed, per_sample=share * out.per_sample)
+        cost = replace(cost, sp_alltoall_bytes=sent)
+    return cost
+
+
+def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
+    """Add the share of each layer's parameters that tensor parallelism splits, measured in a setting with tp > 1."""
+    for key, entries in costs.items():
+        degree = int(key.split("/tp=")[1].split("/")[0])
+        if degree > 1:
+            return tuple(_with_share(layer, cost, degree) for layer, cost in zip(layers, entries, strict=True))
+    return layers
+
+
+def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
+    whole, mine = sum(layer.matrices) + sum(layer.vectors), sum(cost.matrices) + sum(cost.vectors)
+    return replace(layer, tp_sharded=(1 - mine / whole) / (1 - 1 / degree)) if cost.matrices else layer
+
+
+def _run(
+    subject: TracedModel, task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
+) -> ProfileRecorder:
+    """Record forward, loss and backward of `count` samples as in a training step (train/engines.py)."""
+    model, last = subject.model, len(subject.units) - 1
+    recorder = ProfileRecorder(model, scratch_on(device))
+    passing = True
+
+    def begin(unit: int, tensors: object) -> None:
+        if not passing:  # checkpointing is running a forward again
+            return
+        # until the next op, the caller still holds the block that has returned, and its input
+        mark = recorder.mark_later if subject.units[unit].after else recorder.mark
+        mark("forward", unit)
+        tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
+        if tensor is not None:
+            recorder.handed_on[unit - 1] = tensor.nbytes
+            tensor.register_hook(lambda grad: recorder.mark("backward", unit - 1))
+
+    handles = recorder.watch()
+    try:
+        with recorder, watched(subject.units, begin), torch.device("meta"), _stand_ins(recorder, device):
+            handles += recorder.watch_modules()  # after the hooks that begin sections
+            recorder.mark("forward", 0)
+            batch, kept = _batch(inputs, count, one, device)
+            loss = _loss(model, batch, inputs, task, one, recorder)
+            passing = False
+            del batch
+            recorder.mark("backward", last)
+            loss.backward()
+            del kept
+    except ModelError:
+        raise
+    except Exception as error:  # a model can raise anything
+        where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
+        hint = "" if one.precision == "fp32" else f"if the model does not support {one.precision}, try --precision fp32"
+        message = f"cannot be traced without data, {where}: {reason_of(error)}"
+        raise ModelError("profile-trace", message, hint) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder
+
+
+@contextmanager
+def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
+    """Save activations to the host as for a GPU, and run only two chunks of a chunked loss."""
+    to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
+    in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
+    alone = without_ranks(device, recorder.exchange)
+    with in_chunks, alone, patch.object(models_checkpointing, "save_on_cpu", to_host), EveryLayer():
+        yield
+
+
+def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the batch, and other tensors that live through the step (train/engines.py, to_device).
+
+    Images arrive in float32. On the CPU, where host and device are one, they stay alive with the cast copies.
+    """
+    if isinstance(inputs, TextInputs):
+        inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)
+    made = empty_batch(inputs, count, torch.empty)
+    cast = {key: t.to(one.dtype) if t.is_floating_point() else t for key, t in made.items()}
+    return cast, [t for t in made.values() if t.is_floating_point()] if device == "cpu" else []
+
+
+def _loss(
+    model: nn.Module, batch: dict[str, Tensor], inputs: Inputs, task: Task, one: TraceSetting, recorder: ProfileRecorder
+) -> Tensor:
+    if isinstance(inputs, NamedInputs):
+        return forward_loss(model, inputs, batch)
+    x, labels, extra = batch["inputs"], batch["labels"], extra_inputs(inputs, batch)
+    if one.sp > 1:
+        extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
+    if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # computes its loss
+        out = model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels)
+        return output_part(out, "loss")
+    head = head_loss(model, one.savings.loss_chunk, inside=True)
+    if head:
+        with head.given(labels):
+            loss, aux = forward_logits(model, x, **extra)
+        last = recorder.segments[-1].key[1]
+        recorder.handed_on[last] = recorder.handed_on[last - 1]  # a pipeline's last stage sends the head's input
+    else:
+        logits, aux = forward_logits(model, x, **extra)
+        logits = output_part(logits, "logits")
+        recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
+        loss = weighted_cross_entropy(logits, labels, 1.0, one.savings.loss_chunk)
+    return loss if aux is None else loss + aux

@@ -1,0 +1,177 @@
+"""Build the model for a trace: a few of its equal blocks, as one rank's shard, divided into units.
+
+A rank's shard of a transformers model is the same as DeepSpeed's AutoTP makes it (deepspeed/module_inject/auto_tp.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofit.models.batch_norm import BatchNorm
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.checkpointing import keep_on_host
+from zerofit.models.denoisers import is_denoiser
+from zerofit.models.depth import with_depths
+from zerofit.models.equal_layers import equal_layers, few_layers
+from zerofit.models.hf_config import make_config
+from zerofit.models.inputs import Inputs
+from zerofit.models.quantized import compute_in
+from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
+from zerofit.models.tiled_mlp import tile_mlps
+from zerofit.simulate.costs.traced_experts import spread
+from zerofit.spec.profile import NOTHING_SAVED, Savings
+from zerofit.train.build import batch_norm_in_fp32
+
+# linear layers whose inputs are split and whose outputs are all-reduced (AutoTP's all_reduce_linears)
+_ROWS = ("o_proj", "down_proj", "output.dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """A model on the meta device, ready to be traced."""
+
+    model: nn.Module
+    units: list[ModelSection]
+    parameters: int  # of the full model; with tensor or expert parallelism, of one rank's shard
+    config: Any = None  # transformers' config of the full model
+
+
+def make_subject(
+    source: ModelSource,
+    inputs: Inputs | None,
+    args: dict[str, object],
+    dtype: torch.dtype,
+    checkpointing: bool,
+    tp: int,
+    savings: Savings = NOTHING_SAVED,
+    ep: int = 1,
+    whole: bool = False,
+) -> TracedModel:
+    """Return the model as a rank has it: parameters in `dtype`, buffers as built.
+
+    `whole`: keep all layers, even equal ones. Raises ModelError if it has no tensor or expert parallel form.
+    """
+    config = make_config(source, inputs, args) if source.family == "transformers" else None
+    equal = {} if whole else equal_layers(source, inputs, args)
+    small = with_depths(args, {path: few_layers(config, path) for path in equal})
+    with torch.device("meta"):
+        model = build(source, inputs, small, checkpointing=checkpointing)
+    found = block_lists(model, inputs) if config is not None else []
+    if tp > 1:
+        if len(found) != 1:
+            raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
+        _shard(model, found[0][0], tp)
+    if ep > 1:
+        spread(model, ep)
+    if savings.activation_offload and checkpointing:
+        keep_on_host(model)
+    if savings.mlp_chunk:
+        tile_mlps(model, savings.mlp_chunk)
+    if dtype != torch.float32:
+        for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        compute_in(model, dtype)
+        batch_norm_in_fp32(model)
+    equal_lists = [(blocks, equal.get(path)) for blocks, path in found]
+    units = block_sections(equal_lists) if found else stage_sections(model)
+    stood_for = sum(
+        (equal[path] - len(blocks)) * parameter_count(blocks[-1]) for blocks, path in found if path in equal
+    )
+    parameters = parameter_count(model) + stood_for
+    return TracedModel(model=model.train(), units=units, parameters=parameters, config=config)
+
+
+def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the modules and names of float buffers that ZeRO-3 casts to the lower type, e.g. BART's bias of logits.
+
+    transformers partitions a model while it is built, and zero.Init casts all that its constructor makes. Exceptions
+    are rotary frequencies (models/hf.py) and norms' statistics (train/build.py).
+    """
+    if not hasattr(model, "config") or is_denoiser(model):
+        return []
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.dtype == torch.float32
+        and "Rotary" not in type(module).__name__
+        and not isinstance(module, BatchNorm)
+    ]
+
+
+def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
+    """Replace the blocks' linear layers and an untied `lm_head` by one rank's shards, in place.
+
+    Raises ModelError if the degree does not divide a layer, or if a block has matrices outside of linear layers.
+    """
+    for block in blocks:
+        linears = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear)]
+        if {id(p) for p in block.parameters() if p.dim() > 1} != {id(linear.weight) for _, linear in linears}:
+            message = f"tensor parallelism splits linear layers only, but {type(block).__name__} has other matrices"
+            raise ModelError("profile-tp", message)
+        for path, linear in linears:
+            made = _RowLinear if path.endswith(_ROWS) else _ColumnLinear
+            block.set_submodule(path, made(linear, degree))
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
+        model.lm_head = _ColumnLinear(head, degree, gather=True)
+
+
+class _ColumnLinear(nn.Module):
+    """1/degree of the outputs; with `gather`, the ranks' outputs are concatenated (LinearLayer)."""
+
+    def __init__(self, linear: nn.Linear, degree: int, gather: bool = False):
+        super().__init__()
+        self.degree, self.gather = degree, gather
+        self.weight = _part(linear.weight, 0, degree)
+        self.bias = None if linear.bias is None else _part(linear.bias, 0, degree)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out / degree), or to (..., out) with `gather`."""
+        out = torch.matmul(x, self.weight.transpose(-1, -2))
+        if self.bias is not None:
+            out = out + self.bias
+        return _Gather.apply(out, self.degree) if self.gather else out
+
+
+class _RowLinear(nn.Module):
+    """1/degree of the inputs; outputs are all-reduced in place before the bias is added (LinearAllreduce)."""
+
+    def __init__(self, linear: nn.Linear, degree: int):
+        super().__init__()
+        self.weight, self.bias = _part(linear.weight, 1, degree), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in / degree) to (..., out)."""
+        out = torch.matmul(x, self.weight.transpose(-1, -2))
+        return out if self.bias is None else out + self.bias
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate the shards of all ranks along the last dimension, after receiving them in one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, degree: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        received = torch.empty(degree, *x.shape, dtype=x.dtype)
+        return torch.cat(list(received), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[..., : ctx.width].contiguous(), None
+
+
+def _part(parameter: Tensor, dim: int, degree: int) -> nn.Parameter:
+    size = parameter.shape[dim]
+    if size % degree:
+        raise ModelError("profile-tp", f"tensor parallel degree {degree} does not divide a layer of width {size}")
+    shape = [*parameter.shape]
+    shape[dim] = size // degree
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device))

@@ -1,0 +1,96 @@
+"""Divide a rank's run into phases, both for real ranks under an allocator meter and for simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deepspeed.runtime.pipe import schedule
+
+from zerofit.simulate.record import RankPhase
+
+INSTRUCTIONS: dict[type, str] = {  # CommitP2P, which commits sends and receives of both directions, starts no phase
+    schedule.LoadMicroBatch: "forward",
+    schedule.RecvActivation: "forward",
+    schedule.ForwardPass: "forward",
+    schedule.SendActivation: "forward",
+    schedule.RecvGrad: "backward",
+    schedule.BackwardPass: "backward",
+    schedule.SendGrad: "backward",
+    schedule.ReduceTiedGrads: "step",
+    schedule.ReduceGrads: "step",
+    schedule.OptimizerStep: "step",
+}
+
+
+class MemoryMeter(Protocol):
+    """Measures live bytes and their peak since the last reset."""
+
+    def live(self) -> int:
+        """Return the live bytes."""
+        ...
+
+    def peak(self) -> int:
+        """Return the peak of live bytes since the last reset."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Reset the peak."""
+
+
+def phase_name(name: str, step: int) -> str:
+    """Return a phase for the user, with its optimizer step if it has one (steps count from 0)."""
+    return name if step < 0 else f"step {step + 1}: {name}"
+
+
+class PhaseLog:
+    """The phases so far. Beginning the current phase again changes nothing."""
+
+    def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
+        self._meter, self.on_begin = meter, on_begin
+        self._current: tuple[str, int] | None = None  # name, optimizer step
+        self._start = 0
+        self.step = -1  # the optimizer step that phases belong to from now on
+        self.done: list[RankPhase] = []
+
+    @property
+    def name(self) -> str:
+        """The current phase; "" if there is none."""
+        return self._current[0] if self._current else ""
+
+    def begin(self, name: str) -> None:
+        """End the current phase and begin another one."""
+        if (name, self.step) == self._current:
+            return
+        self.end()
+        self._current, self._start = (name, self.step), self._meter.live()
+        self._meter.reset_peak()
+        self.on_begin(name, self.step)
+
+    def end(self) -> None:
+        """End the current phase, if there is one."""
+        if self._current is not None:
+            name, step = self._current
+            figures = {"start_bytes": self._start, "peak_bytes": self._meter.peak(), "end_bytes": self._meter.live()}
+            self.done.append(RankPhase(name=name, step=step, **figures))
+        self._current = None
+
+
+def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
+    """Make an engine announce its phases."""
+    if hasattr(engine, "_INSTRUCTION_MAP"):
+        engine._INSTRUCTION_MAP = {
+            kind: _announced(function, begin, INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else function
+            for kind, function in engine._INSTRUCTION_MAP.items()
+        }
+        return
+    for name in ("backward", "step"):
+        setattr(engine, name, _announced(getattr(engine, name), begin, name))
+
+
+def _announced(function: Callable[..., object], begin: Callable[[str], None], name: str) -> Callable[..., object]:
+    def run(*args: object, **kwargs: object) -> object:
+        begin(name)
+        return function(*args, **kwargs)
+
+    return run

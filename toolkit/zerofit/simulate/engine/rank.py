@@ -1,0 +1,202 @@
+"""Simulate one rank: the real driver and engine on fake tensors, in a process used for nothing else."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zerofit.check.dotted import get
+from zerofit.models.build import UNCHECKED, build, empty_batch
+from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
+from zerofit.models.dtypes import DTYPES
+from zerofit.models.inputs import Inputs, are_packed, are_padded
+from zerofit.models.layers import RotaryBlock, as_layers
+from zerofit.models.router_loss import router_loss
+from zerofit.simulate.endings import first_lines
+from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
+from zerofit.simulate.engine.partitions import GradientLog
+from zerofit.simulate.engine.phases import PhaseLog, phase_name
+from zerofit.simulate.engine.rank_record import record_of
+from zerofit.simulate.engine.stage_input import Sizes, give_input
+from zerofit.simulate.fakes import device
+from zerofit.simulate.fakes.gpu_patches import apply_to_run
+from zerofit.simulate.fakes.quantized import eight_bits, four_bits, moments_of_eight_bits
+from zerofit.simulate.memory.categories import STATE, tag_owned_storages, watch_gradient
+from zerofit.simulate.ops.costs import Scratch, scratch_on
+from zerofit.simulate.ops.tracker import AllocationTracker, is_own
+from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.optimizers import EIGHT_BIT
+from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.trainer import own_tokens
+
+_NO_ZENFLOW = Problem(
+    kind="not-simulated",
+    message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
+    "(runtime/zenflow/engine_stage3.py:192)",
+    hint="simulate with --ds-config zero3_offload, which is the same without ZenFlow",
+    where="zero_optimization.zenflow",
+)
+
+
+def simulate(
+    target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+) -> RankRecord:
+    """Build, initialise and train on fake tensors; return the record.
+
+    Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's table.
+    """
+    if get(target.job.ds_config, "zero_optimization.zenflow") is not None:
+        raise UserError(_NO_ZENFLOW)
+    _set_environment(target)
+    gpu = target.accelerator == "cuda"
+    chosen = scratch or scratch_on("cuda" if gpu else "cpu")
+    meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
+    device.install(gpu, meter, target.device_bytes)
+    apply_to_run(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
+    gradients = GradientLog(meter)
+    if target.job.run.quantize:
+        four_bits() if target.job.run.quantize == "nf4" else eight_bits()
+    if target.job.run.optimizer in EIGHT_BIT:
+        moments_of_eight_bits(gpu)
+    try:
+        with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
+            # a process group that sends nothing
+            world = target.job.layout.world_size
+            dist.init_process_group("fake", store=FakeStore(), rank=target.rank, world_size=world)
+            deepspeed.init_distributed("fake")
+            log, engine = _live(_without_files(target, folder), meter, say)
+            heavier = gradients.heavier_rank([engine], _alike(target))
+    except (UserError, ModelError):
+        raise
+    except RunFailed as error:  # real ranks would fail in the same way
+        raise UserError(error.problem) from error
+    except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
+        traceback.print_exc()
+        raise UserError(_not_simulated(target, meter, error)) from error
+    return record_of(meter, log, target.alloc_conf, heavier_rank=heavier)
+
+
+def _alike(target: SimulationTarget) -> list[int]:
+    """Return the ranks with as many samples as this one; [] if all have as many."""
+    samples = target.job.batch.by_rank
+    return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
+
+
+def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
+    """Return where the simulation stopped: the op, the running module and the line that raised."""
+    op, module = meter.last
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([f for f in frames if is_own(f.filename)] or frames)[-1]
+    return Problem(
+        kind="not-simulated",
+        message=f"{target.job.run.model} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
+        f"at op {op}: {first_lines(error)}",
+        hint="check that it accepts the inputs of --data or --input. Code that reads values of tensors (item(), "
+        "`if x.sum() > 0`) cannot be simulated: train it for a step instead",
+        where=f"{frame.filename}:{frame.lineno}",
+    )
+
+
+def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
+    """Return a target with drawn weights instead of pickled ones and a temporary folder as NVMe: only shapes count."""
+    job = target.job
+    source = find(job.run.model)
+    if source.origin == PRETRAINED and not list(Path(source.path or "").glob("*.safetensors")):
+        job = replace(job, run=job.run.model_copy(update={"model": f"{source.path}/config.json"}))
+    job = replace(job, run=job.run.model_copy(update={"pretrained": None}))
+    zero = dict(job.ds_config.get("zero_optimization", {}))
+    for part in ("offload_optimizer", "offload_param"):
+        if zero.get(part, {}).get("device") == "nvme":
+            zero[part] = {**zero[part], "nvme_path": folder}
+    return replace(target, job=replace(job, ds_config={**job.ds_config, "zero_optimization": zero}))
+
+
+def _set_environment(target: SimulationTarget) -> None:
+    """Set the environment variables that a launcher would set."""
+    os.environ |= {
+        "RANK": str(target.rank),
+        "WORLD_SIZE": str(target.job.layout.world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # threads do not inherit the fake mode
+    } | UNCHECKED
+
+
+def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, object]:
+    """Train; return the log of phases and the engine."""
+    job, drivers = target.job, []
+
+    def built(model: torch.nn.Module) -> None:
+        meter.learn_names(model)
+        for parameter in model.parameters():
+            watch_gradient(meter.tag, parameter)
+
+    def begin(name: str, step: int) -> None:
+        for one in drivers:
+            tag_owned_storages(meter.tag, one.engine)
+            for average in one.averaged.tensors if one.averaged else ():
+                meter.tag(average, STATE)
+        meter.begin(name, step)
+        say(phase_name(name, step))
+
+    log = PhaseLog(meter, begin)
+    driver = start(job, target.rank, target.inputs, log, on_built=built)
+    if isinstance(driver, PipelineTrainer):
+        _set_stage_input_shape(driver, target.inputs)
+    drivers.append(driver)
+    meter.learn_names(driver.engine.module)  # tensor parallelism has replaced linear layers
+    samples = job.batch.most_of(driver.coords.dp_rank)
+    train_steps(driver, empty_batches(job, target.inputs, samples), target.steps, log)
+    tag_owned_storages(meter.tag, driver.engine)
+    return log, driver.engine
+
+
+def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
+    """Give a pipeline stage's engine the shapes that its neighbour stages would send."""
+    found = [_part_input(driver, inputs, part.start) for part in driver.parts]
+
+    def sent_by(stage: int) -> tuple[Sizes, bool]:
+        sizes = found[stage > driver.coords.pp_rank]
+        return sizes, len(sizes) > 1
+
+    give_input(driver.engine, sent_by)
+
+
+@torch.no_grad()
+def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return shape and type of each tensor that enters a layer, by running the layers before it on meta.
+
+    They are built again, since the driver's may share weights with layers of this stage. Decoder blocks are skipped:
+    their attention may exchange heads between ranks by now, and they keep shape and type. From the first block on, the
+    sums of routers are sent, too.
+    """
+    run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
+    with torch.device("meta"):
+        model = build(source_of(run), inputs, dict(run.model_args)).to(dtype)
+        x = empty_batch(inputs, driver.job.batch.micro)["inputs"]
+    x = x.to(dtype) if x.is_floating_point() else x
+    if layout.sp > 1:
+        x = x[:, own_tokens(x.shape[1], layout, driver.coords)]
+    before, routers = as_layers(model)[:first], router_loss(model)
+    for layer in before:
+        x = x if isinstance(layer.module, RotaryBlock) else layer.module(x)
+    entering = [(x.shape, x.dtype)]
+    if routers is not None and any(layer.block for layer in before):
+        entering.append((torch.Size((2, routers.experts)), torch.float32))
+    return entering

@@ -1,0 +1,50 @@
+"""Make the record of a simulated rank from its tracker and its log."""
+
+from __future__ import annotations
+
+from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
+from zerofit.simulate.memory.allocator import replay
+from zerofit.simulate.memory.categories import SAVED, classify
+from zerofit.simulate.memory.host import highest, host_moments
+from zerofit.simulate.memory.ledger import device_events, kind_peaks, timeline
+from zerofit.simulate.ops.tracker import AllocationTracker
+from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts
+
+
+def record_of(
+    meter: AllocationTracker,
+    log: PhaseLog,
+    alloc_conf: str,
+    *,
+    script: ScriptFacts | None = None,
+    heavier_rank: int | None = None,
+) -> RankRecord:
+    """Return the record; `alloc_conf` has the caching allocator's options."""
+    ledger = meter.ledger
+    for storage in ledger.storages:
+        storage.kind = storage.kind or classify(storage)
+    moments = host_moments(ledger)
+    events, settings = device_events(ledger), read_alloc_conf(alloc_conf)
+    return RankRecord(
+        phases=log.done,
+        peaks=kind_peaks(ledger),
+        host=highest(moments),
+        host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
+        host_moments=moments,
+        kept={kind: sum(one.bytes for one in meter.live_storages() if one.kind == kind) for kind in SAVED},
+        nvme_bytes=sum(meter.files.values()),
+        reserved_bytes=replay(events, settings=settings, host_ahead=False).peak_reserved_bytes,
+        reserved_ahead_bytes=replay(events, settings=settings).peak_reserved_bytes,
+        sent=[
+            CollectiveCalls(op=op, bytes=size, group_size=ranks, phase=phase, count=count, step=step)
+            for (op, ranks, phase, step), (count, size) in meter.sent.items()
+        ],
+        groups=[GroupUse(ranks=ranks, ops=tuple(sorted(ops))) for ranks, ops in meter.groups.values()],
+        flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
+        timeline=timeline(ledger),
+        events=events,
+        convolution_bytes=meter.convolution_bytes,
+        script=script,
+        heavier_rank=heavier_rank,
+    )

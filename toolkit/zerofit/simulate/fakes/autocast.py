@@ -1,0 +1,136 @@
+"""Apply CUDA's autocast to a simulated device: its list of ops, types and cache.
+
+torch's own autocast kernels cast only tensors on a CUDA device. These do the same for tensors on the simulated one. The
+list of ops comes from the installed torch (include/ATen/autocast_mode.h). The templates `WrapFunction_` there are
+the policies here; `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch._ops import OpOverload
+from torch.utils.weak import WeakTensorKeyDictionary
+
+LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
+# ops without an argument for the type -> overloads that have one (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
+_WITH_DTYPE = {
+    "aten::norm.Scalar": "ScalarOpt_dtype",
+    "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+    "aten::norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",  # gone in torch 2.14
+}
+_LIST = re.compile(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)+.*)")
+_OP = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
+_libraries: list[torch.library.Library] = []  # kernels stay registered as long as these objects live
+
+
+def policies() -> dict[str, str]:
+    """Return autocast's policy for each op, by its full name ("aten::conv_transpose2d.input")."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
+    found = {name: APPEND for name in _WITH_DTYPE if f'"{name.removeprefix("aten::")}"' in header}
+    for policy, ops in _LIST.findall(header):
+        if policy in (LOWER, FP32, FP32_DTYPE, PROMOTE):
+            found |= {f"aten::{op}.{overload}".rstrip("."): policy for op, overload in _OP.findall(ops)}
+    return found
+
+
+class CastCache:
+    """Weights in the lower type, kept until the outermost autocast ends, so each is cast once."""
+
+    def __init__(self, device: str):
+        self.device = device  # type of device as Python sees it
+        self._kept = WeakTensorKeyDictionary()
+
+    @property
+    def lower(self) -> torch.dtype:
+        """The type in which products are computed."""
+        return torch.get_autocast_dtype(self.device)
+
+    def clear(self) -> None:
+        """Forget all casts."""
+        self._kept = WeakTensorKeyDictionary()
+
+    def eligible(self, value: Any) -> bool:
+        """Return whether autocast may cast a value."""
+        is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return is_float and value.device.type == self.device
+
+    def cast(self, value: Any, to: torch.dtype) -> object:
+        """Return a tensor, or those of a list, in another type; anything else unchanged."""
+        if isinstance(value, (list, tuple)):
+            return [self.cast(one, to) for one in value]
+        if not self.eligible(value) or value.dtype == to:
+            return value
+        weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        if not weight or to != self.lower or not torch.is_autocast_cache_enabled():
+            return value.to(to)
+        if value not in self._kept:
+            self._kept[value] = value.to(to)
+        return self._kept[value]
+
+
+def autocast_as_cuda(name: str, device: str) -> None:
+    """Make autocast on this type of device cast the same ops as CUDA's, for the rest of this process.
+
+    `name`: dispatch key of the device's autocast. The key is active for all ops, since fakes have the host's keys.
+    (torch.clear_autocast_cache)
+    """
+    cache, key = CastCache(device), torch._C._parse_dispatch_key(name)
+    assert key is not None
+    if name != "AutocastCUDA":  # without a fallback, every op would be an error
+        everything = torch.library.Library("_", "IMPL")
+        everything.fallback(torch.library.fallthrough_kernel, name)
+        _libraries.append(everything)
+    library = torch.library.Library("aten", "IMPL")
+    for op, policy in _registered():
+        library.impl(op.name(), _kernel(op, policy, key, cache), name, allow_override=True)
+    _libraries.append(library)
+    torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+    clear = torch.clear_autocast_cache
+
+    def clear_autocast_cache() -> None:
+        cache.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_autocast_cache
+
+
+def _registered() -> Iterator[tuple[OpOverload, str]]:
+    """Yield the ops of the installed torch with their policies."""
+    for name, policy in policies().items():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy
+
+
+def _kernel(op: OpOverload, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
+    """Return the function that autocast runs for an op."""
+    if policy == APPEND:
+        op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
+    excluded, names = DispatchKeySet(key), [one.name for one in op._schema.arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _ExcludeDispatchKeyGuard(excluded):
+            if policy == APPEND:
+                return op(*args, **kwargs, dtype=torch.float32 if cache.eligible(args[0]) else args[0].dtype)
+            if policy == FP32_DTYPE:
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                if cache.eligible(args[0]) and given.get("dtype") is None:
+                    given["dtype"] = torch.float32
+                return op(**given)
+            to = torch.float32 if policy == FP32 else cache.lower
+            if policy == PROMOTE and any(_is_float32(one, cache) for one in args):
+                to = torch.float32
+            cast = {name: cache.cast(value, to) for name, value in kwargs.items()}
+            return op(*(cache.cast(one, to) for one in args), **cast)
+
+    return run
+
+
+def _is_float32(value: object, cache: CastCache) -> bool:
+    return isinstance(value, Tensor) and cache.eligible(value) and value.dtype == torch.float32

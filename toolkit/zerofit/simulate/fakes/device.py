@@ -1,0 +1,225 @@
+"""Simulate a GPU: a device type of its own for torch, and an accelerator for DeepSpeed.
+
+Tensors on it are always fake. Its accelerator answers as DeepSpeed's CUDA accelerator does
+(accelerator/cuda_accelerator.py). DeepSpeed's C++ ops do nothing: they work in place, and all memory is
+allocated in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from zerofit.simulate.memory.ledger import LOCKED
+from zerofit.simulate.ops.streams import SimulatedEvent, SimulatedStream
+from zerofit.simulate.ops.tracker import AllocationTracker
+
+NAME = "simgpu"
+_BACKEND = SimpleNamespace(  # the functions that torch needs of a device's module
+    is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    manual_seed_all=lambda seed: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: None,
+)
+
+
+def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
+    """Make DeepSpeed use a device of this size. Must be called before anything reads the accelerator."""
+    if gpu:
+        register()
+    real_accelerator.set_accelerator((SimulatedGpu if gpu else SimulatedHost)(meter, device_bytes))
+
+
+def register() -> None:
+    """Register the simulated device in torch."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
+
+
+# in earlier releases of DeepSpeed each accelerator pins memory itself
+_TORCH_PINS = hasattr(DeepSpeedAccelerator, "_torch_pins_host_memory")
+
+
+class SimulatedHost(CPU_Accelerator):
+    """The CPU accelerator with a given amount of memory."""
+
+    def __init__(self, meter: AllocationTracker, device_bytes: int):
+        super().__init__()
+        self._meter, self._device_bytes = meter, device_bytes
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the bytes of the device."""
+        return self._device_bytes
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return the free bytes of the device."""
+        return max(0, self._device_bytes - self._meter.live())
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the bytes of live tensors on the device."""
+        return self._meter.live()
+
+
+class SimulatedGpu(SimulatedHost):
+    """A CUDA accelerator, as DeepSpeed sees it."""
+
+    _torch_pins_host_memory = True
+
+    def __init__(self, meter: AllocationTracker, device_bytes: int):
+        super().__init__(meter, device_bytes)
+        self._name, self._communication_backend_name = NAME, "fake"
+
+    def is_synchronized_device(self) -> bool:
+        """Return False: as on CUDA, ops are issued ahead of the device."""
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return the device's name for torch."""
+        return NAME if device_index is None else f"{NAME}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """Return a context in which the device is current."""
+        return nullcontext()
+
+    def current_device(self) -> int:
+        """Return 0: there is one device."""
+        return 0
+
+    def current_device_name(self) -> str:
+        """Return the name of the one device."""
+        return f"{NAME}:0"
+
+    def device_count(self) -> int:
+        """Return 1."""
+        return 1
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device."""
+        return tensor.device.type == NAME
+
+    def is_fp16_supported(self) -> bool:
+        """Return True: every GPU of the catalogue supports it."""
+        return True
+
+    def empty_cache(self) -> None:
+        """Return cached memory to the driver."""
+        self._meter.ledger.empty_cache()
+
+    @property
+    def Stream(self) -> type[SimulatedStream]:
+        """The class of streams."""
+        return self._meter.streams.Stream
+
+    @property
+    def Event(self) -> type[SimulatedEvent]:
+        """The class of events."""
+        return self._meter.streams.Event
+
+    def stream(self, stream: Any) -> Any:
+        """Return a context in which a stream is current."""
+        return self._meter.streams.using(stream)
+
+    def current_stream(self, device_index: int | None = None) -> SimulatedStream:
+        """Return the stream to which this thread issues work."""
+        return self._meter.streams.current
+
+    def default_stream(self, device_index: int | None = None) -> SimulatedStream:
+        """Return the stream that is current at the start."""
+        return self._meter.streams.default
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for all streams."""
+        self._meter.streams.synchronize()
+
+    def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a copy in pinned memory; the CPU accelerator's method does nothing."""
+        if _TORCH_PINS:
+            return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
+        return self._torch_pin_memory(tensor)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in pinned memory."""
+        return DeepSpeedAccelerator.is_pinned(self, tensor) if _TORCH_PINS else self._torch_is_pinned(tensor)
+
+    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+        pinned = tensor.clone()
+        self._meter.pin(pinned)
+        return pinned
+
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        pinned = tensor.new_empty(shape)
+        self._meter.pin(pinned)
+        return pinned
+
+    def _torch_is_pinned(self, tensor: Tensor) -> bool:
+        return self._meter.is_pinned(tensor)
+
+
+def fake_op(name: str, meter: AllocationTracker) -> object:
+    """Return a replacement for the module that the builder of this op (by its NAME) would load."""
+    return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace(meter)
+
+
+class _InPlace:
+    """A module with functions of any name, which change their arguments in place and return 0."""
+
+    def __init__(self, meter: AllocationTracker):
+        self._meter = meter
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def work(*args: object, **_: object) -> int:
+            self._meter.ran(name, args)
+            return 0
+
+        return work
+
+
+class _AsyncHandle:
+    """DeepSpeed's aio_handle, as its swappers use it: sizes of written files are recorded, reads do nothing.
+
+    Every request is complete when `wait` is called.
+    """
+
+    def __init__(self, meter: AllocationTracker):
+        self._meter, self._pending = meter, 0
+
+    def async_pwrite(self, buffer: Tensor, path: str, offset: int = 0) -> int:
+        size = offset + buffer.numel() * buffer.element_size()
+        self._meter.files[path] = max(self._meter.files[path], size)
+        self._pending += 1
+        return 0
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int = 0) -> int:
+        self._pending += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self._pending = self._pending, 0
+        return done
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self._meter.device == "cpu" or self._meter.is_pinned(tensor)
+
+    def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
+        tensor = like.new_empty(count, device="cpu")
+        self._meter.pin(tensor, LOCKED)
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        return True

@@ -1,0 +1,98 @@
+"""Patch experts on fake tensors: which expert gets a token is unknown, so each gets the same number.
+
+`patches` applies these.
+"""
+
+from __future__ import annotations
+
+import torch
+from deepspeed import comm
+from torch import Tensor
+from torch._subclasses import fake_impls
+
+from zerofit.models.build import bincount
+from zerofit.simulate.fakes.device import NAME
+
+
+def experts() -> None:
+    """Spread tokens evenly over experts, since the real choice depends on values.
+
+    (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels, torch._grouped_mm)
+    """
+    from deepspeed.module_inject import auto_ep, auto_ep_layer
+    from deepspeed.moe import ep_kernels
+
+    auto_ep._gate_activation_matches = lambda experts_module: None  # compares values of the experts' activation
+    auto_ep_layer.compute_split_plan = even_split_plan
+    ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = unfilled_indices
+    fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = grouped_product
+
+
+def expert_counts() -> None:
+    """Give torch.bincount, which counts the tokens of each expert, a shape rule. (torch.bincount)"""
+    fake_impls.op_implementations_dict[torch.ops.aten.bincount.default] = bincount
+
+
+def expert_rows() -> None:
+    """Order the rows of experts as Triton's kernels do on a GPU. (deepspeed.moe.ep_kernels)"""
+    from deepspeed.moe import ep_kernels
+
+    ep_kernels.permute_rows_supported = lambda rows: rows.device.type == NAME
+    ep_kernels.gather_rows = gather_rows
+
+
+def even_split_plan(
+    selected_experts: Tensor,
+    num_experts: int,
+    ep_size: int,
+    num_local_experts: int,
+    ep_group: object,
+    num_tokens_per_expert: Tensor | None = None,
+) -> object:
+    """Return AutoEP's plan of what ranks send each other, and exchange the counts as it does.
+
+    (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
+    """
+    from deepspeed.module_inject.auto_ep_layer import SplitPlan
+
+    assert num_tokens_per_expert is not None  # the layer passes its router's counts
+    counts = num_tokens_per_expert.view(-1).contiguous()
+    received = torch.empty_like(counts)
+    if ep_size > 1:
+        comm.all_to_all_single(received, counts, group=ep_group)
+    share, more = divmod(selected_experts.numel(), ep_size)
+    splits = [share + (rank < more) for rank in range(ep_size)]
+    return SplitPlan(splits, splits, received.view(ep_size, num_local_experts))
+
+
+def unfilled_indices(
+    counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: object
+) -> Tensor:
+    """Return unknown places of rows among the experts (-1). (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
+    return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
+
+
+def gather_rows(src: Tensor, index: Tensor) -> Tensor:
+    """Return the tensor that Triton's kernel fills with rows of `src`. (deepspeed/moe/ep_kernels.py, gather_rows)"""
+    return torch.empty((index.numel(), src.shape[1]), dtype=src.dtype, device=src.device)
+
+
+def grouped_product(
+    fake_mode: object,
+    func: object,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the output of torch._grouped_mm; before torch 2.15 it has no fp32 shape rule.
+
+    It multiplies rows by a matrix for each group or, in backward, the rows of each group.
+    """
+    if mat_a.dim() == mat_b.dim() == 2:
+        assert offs is not None
+        shape = (offs.numel(), mat_a.shape[0], mat_b.shape[1])
+    else:
+        shape = (*mat_a.shape[:-1], mat_b.shape[-1])
+    return mat_a.new_empty(shape, dtype=out_dtype or mat_a.dtype)

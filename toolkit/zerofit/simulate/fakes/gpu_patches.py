@@ -1,0 +1,211 @@
+"""Patch torch and DeepSpeed for a simulated GPU, in addition to `patches`; each function explains why."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from zerofit.models.state_space import install_mamba_kernels
+from zerofit.simulate.fakes import patches
+from zerofit.simulate.fakes.autocast import autocast_as_cuda
+from zerofit.simulate.fakes.device import NAME
+from zerofit.simulate.fakes.experts import expert_rows, experts
+from zerofit.simulate.fakes.kernels import cuda_attention
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import AllocationTracker
+
+
+def tensor_constructor() -> None:
+    """Return a fake from torch.tensor() on a device that has no kernels. (torch.tensor)"""
+    from deepspeed.runtime.zero import partition_parameters
+
+    original = torch.tensor
+
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> object:
+        made = original(*args, **kwargs)
+        if device is None:
+            return made
+        if torch.device(device).type in ("cpu", "meta"):
+            return made.to(device)
+        return torch.empty(made.shape, dtype=made.dtype, device=device)
+
+    torch.tensor = tensor
+    partition_parameters._orig_torch_tensor = tensor  # zero.Init restores this
+
+
+def list_indices() -> None:
+    """Turn list indices of GPU tensors into tensors: torch's C++ code would make real ones.
+
+    (torch.Tensor.__getitem__)
+    """
+    original = torch.Tensor.__getitem__
+
+    def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
+        if isinstance(index, list | tuple) and self.device.type not in ("cpu", "meta"):
+            if isinstance(index, list):
+                index = torch.tensor(index, device=self.device)
+            else:
+                index = tuple(torch.tensor(i, device=self.device) if isinstance(i, list) else i for i in index)
+        return original(self, index)
+
+    replace_in(torch.Tensor, "__getitem__", getitem)
+
+
+def constants() -> None:
+    """Forget the value of a small CPU tensor that is copied to the device, where no kernel could compute with it.
+
+    (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
+    """
+    original = FakeTensorMode._dispatch_impl
+
+    def dispatch_impl(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        device = (kwargs or {}).get("device")
+        known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
+        if not known or device is None or torch.device(device).type in ("cpu", "meta"):
+            return original(self, func, types, args, kwargs)
+        values = [t.constant for t in known]
+        for t in known:
+            t.constant = None
+        try:
+            return original(self, func, types, args, kwargs)
+        finally:
+            for t, value in zip(known, values, strict=True):
+                t.constant = value
+
+    FakeTensorMode._dispatch_impl = dispatch_impl
+
+
+def backend_keys() -> None:
+    """Give fakes the CPU's dispatch keys, so `.data =` works between devices; their `.device` stays their own.
+
+    (torch.Tensor._make_subclass)
+    """
+    original = torch.Tensor._make_subclass
+
+    def make_subclass(cls: type, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+        if kwargs.get("device_for_backend_keys") is not None:
+            kwargs["device_for_backend_keys"] = torch.device("cpu")
+        return original(cls, data, require_grad, **kwargs)
+
+    replace_in(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+
+
+def attention() -> None:
+    """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matrix products.
+
+    With a mask or in fp32, which flash attention does not support, it is the memory-efficient kernel.
+    (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
+    """
+    original = nn.functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attention = original if query.device.type in ("cpu", "meta") else cuda_attention
+        return attention(query, *args, **kwargs)
+
+    nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def record_stream(meter: AllocationTracker) -> None:
+    """Record that a stream uses a tensor's memory: torch has no streams for a custom device.
+
+    (torch.Tensor.record_stream)
+    """
+    replace_in(torch.Tensor, "record_stream", lambda self, stream: meter.record_stream(self, stream))
+
+
+def autocast() -> None:
+    """Let the simulated device's autocast cast the same ops as CUDA's: for a custom device torch lists none.
+
+    (torch.clear_autocast_cache)
+    """
+    autocast_as_cuda("AutocastPrivateUse1", NAME)
+
+
+def state_space() -> None:
+    """Use stand-ins that allocate what mamba_ssm's kernels do; without them transformers scans token by token.
+
+    (transformers.models.mamba.modeling_mamba)
+    """
+    install_mamba_kernels()
+
+
+def sends_in_batches() -> None:
+    """Run the sends and receives of a batch one by one: torch would need a backend for the device.
+
+    (torch.distributed.batch_isend_irecv, DualPipeV)
+    """
+
+    def batch_isend_irecv(p2p_op_list: list[torch.distributed.P2POp]) -> list[object]:
+        return [one.op(one.tensor, one.peer, group=one.group, tag=one.tag) for one in p2p_op_list]
+
+    torch.distributed.batch_isend_irecv = batch_isend_irecv
+
+
+def superoffload() -> None:
+    """Let SuperOffload run on the simulated device and step in this process: fakes cannot be sent to another one.
+
+    (superoffload_stage3.py:23, superoffload_utils.py:220)
+    """
+    from deepspeed.runtime.superoffload import superoffload_stage3
+
+    replace_in(superoffload_stage3, "_validate_superoffload_accelerator", lambda: None)
+    replace_in(superoffload_stage3, "SuperOffloadCPUOptimizer", HostSteps)
+
+
+class HostSteps:
+    """Steps groups at once, instead of SuperOffload's optimizer process (superoffload_utils.py).
+
+    That process has moments and a buffer in host memory. A simulation has a single process, so they are allocated here.
+    """
+
+    def __init__(self, *, max_grad_numel: int, pin_memory: bool, **_: object):
+        from deepspeed.runtime.superoffload.superoffload_utils import _allocate_worker_grad_buffer
+
+        self._buffer = _allocate_worker_grad_buffer(max_grad_numel, pin_memory)
+        self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._done: deque[dict[str, Any]] = deque()
+
+    def async_step(
+        self, param_group_id: int, sub_group_id: int, fp32_param: torch.Tensor, fp32_grad: torch.Tensor, **_: object
+    ) -> None:
+        """Step a group; the first time, allocate its moments."""
+        from deepspeed.runtime.superoffload.superoffload_utils import ResultKeys, TaskKeys
+
+        if sub_group_id not in self._moments:
+            self._moments[sub_group_id] = torch.zeros_like(fp32_param), torch.zeros_like(fp32_param)
+        self._done.append({TaskKeys.SUB_GROUP_ID: sub_group_id, ResultKeys.UPDATED_PARAM: fp32_param})
+
+    def get_result(self, **_: object) -> dict[str, object] | None:
+        """Return the next group that was stepped, if there is one."""
+        return self._done.popleft() if self._done else None
+
+
+ON_EVERY_GPU = (constants, backend_keys, attention, list_indices, sends_in_batches)
+OF_RUNS = (patches.small_values, patches.packed_samples, patches.no_padding, patches.data_setter, experts)
+OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, superoffload)
+
+
+def apply_common(gpu: bool, meter: AllocationTracker) -> None:
+    """Apply the patches that runs and scripts need, for the rest of this process."""
+    for patch in patches.ALWAYS + (ON_EVERY_GPU if gpu else ()):
+        patch()
+    for tracked in (patches.compiled_ops, patches.item, patches.rng_state, *((record_stream,) if gpu else ())):
+        tracked(meter)
+
+
+def apply_to_run(gpu: bool, meter: AllocationTracker, packed: bool, padded: bool) -> None:
+    """Apply all patches of a run for the rest of this process.
+
+    `packed`: samples hold several documents; `padded`: samples may end early.
+    """
+    apply_common(gpu, meter)
+    for patch in OF_RUNS + (OF_RUNS_ON_GPU if gpu else ()):
+        patch()
+    if packed:
+        patches.packed_samples(packed)
+    if padded:
+        patches.no_padding(padded)

@@ -1,0 +1,183 @@
+"""Replace kernels that differ on the meta device from a GPU or CPU: attention, masks, dropout, all-to-all.
+
+`as_on` replaces them during a trace; a simulation replaces them for good (`patches`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerofit.models.build import UNCHECKED, no_value_checks
+from zerofit.models.state_space import mamba_kernels
+
+
+def _sees_all(padding_mask: Tensor | None, kv_length: int, local_attention_size: int | None = None) -> bool:
+    return local_attention_size is None or kv_length < local_attention_size
+
+
+# transformers searches positions for packed samples, which needs values, and keeps masks when it believes it is traced.
+# Without padding it passes no mask (BART makes one of ones itself), and attention gets is_causal
+MASKING = {
+    "_ignore_bidirectional_mask_sdpa": _sees_all,
+    "find_packed_sequence_indices": lambda position_ids: None,
+    "is_tracing": lambda *_, **__: False,
+    "fast_all": lambda tensor: True,
+}
+
+
+def document_numbers(position_ids: Tensor) -> Tensor:
+    """Number the packed documents as transformers does, but assume that there are several.
+
+    With one document no mask is made, which needs less memory. (find_packed_sequence_indices)
+    """
+    first = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+
+
+PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
+# padded samples: assume a shorter one in each batch, so there is a mask; full ones need less memory
+PADDED_MASKING = {
+    **MASKING,
+    "fast_all": lambda tensor: False,
+    "_ignore_bidirectional_mask_sdpa": lambda padding_mask, *lengths, **more: (
+        padding_mask is None and _sees_all(padding_mask, *lengths, **more)
+    ),
+}
+FLASH_WIDTH = 256  # maximum width of a head (check_head_dim_size_flash)
+_math_attention = functional.scaled_dot_product_attention
+
+
+@contextmanager
+def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) -> Iterator[None]:
+    """Use the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention has Ulysses' all-to-all around it.
+
+    `packed`: samples hold several documents, separated by a mask. `padded`: some samples end early.
+    """
+    attention: Callable[..., Tensor] = partial(_fused_attention, device)
+    if sp > 1:
+        attention = _ulysses(attention, sp)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, UNCHECKED))
+        stack.enter_context(no_value_checks())
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
+        if device == "cuda":
+            stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
+            stack.enter_context(mamba_kernels())
+        masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
+        for name, stand_in in (PACKED_MASKING if packed else PADDED_MASKING if padded else MASKING).items():
+            if hasattr(masking_utils, name):
+                stack.enter_context(patch.object(masking_utils, name, stand_in))
+        yield
+
+
+def _fused_attention(
+    device: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
+
+    Fused kernels store nothing of length squared. If none applies, torch computes the full matrix of scores. On "cpu"
+    that happens with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" it happens if
+    query heads share the keys of a single head by broadcasting (Falcon), with older versions of torch on "cpu", too.
+
+    On "cuda" the kernel is flash attention. In float32, with a mask, for values of another width (multi-head latent
+    attention) or heads wider than FLASH_WIDTH, it is the memory-efficient kernel. Keys and values are then repeated for
+    every query head.
+    """
+    narrow = query.shape[-1] == value.shape[-1]
+    learnt = attn_mask is not None and attn_mask.requires_grad
+    whole = dropout_p > 0.0 or learnt or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)
+    if device == "cpu" and whole:
+        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if device == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        plain = torch.ops.aten._scaled_dot_product_attention_math
+        return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is None and query.dtype != torch.float32 and narrow and query.shape[-1] <= FLASH_WIDTH:
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        return op(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+    return op(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+
+
+def _too_few_keys(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
+    return key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa and not _cpu_shares_keys()
+
+
+@cache
+def _cpu_shares_keys() -> bool:
+    """Return whether the installed torch's CPU kernel broadcasts the keys of one head (torch 2.11's does not)."""
+    choice: Any = vars(torch)["_fused_sdp_choice"]
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
+        return choice(query, key, key) != 0  # 0: attention by plain matrix products
+
+
+cuda_attention = partial(_fused_attention, "cuda")
+
+
+def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Run a GPU's fused dropout, which stores a mask of one byte per element (torch's native_dropout)."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
+
+
+def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]:
+    """Give attention the full sequence and 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+
+    Inputs and output are (batch, heads, length / sp, head_dim).
+    """
+
+    def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if key.shape[1] % sp:  # repeat key and value heads, so each rank has one
+            key = key.repeat_interleave(sp // key.shape[1], dim=1)
+            value = value.repeat_interleave(sp // value.shape[1], dim=1)
+        out = attention(*(_gather(t, sp) for t in (query, key, value)), *args, **kwargs)
+        batch, heads, length, dim = out.shape
+        sent = out.permute(2, 0, 1, 3).reshape(sp, length // sp, batch, heads * dim).contiguous()
+        back = _AllToAll.apply(sent).permute(1, 2, 0, 3).reshape(length // sp, batch, sp * heads * dim).contiguous()
+        return back.reshape(length // sp, batch, sp * heads, dim).permute(1, 2, 0, 3)
+
+    return behind_all_to_all
+
+
+def _gather(x: Tensor, sp: int) -> Tensor:
+    """Turn (batch, heads, length / sp, dim) into (batch, heads / sp, length, dim)."""
+    batch, heads, length, dim = x.shape
+    sent = x.permute(2, 0, 1, 3).reshape(length, batch, sp, heads // sp, dim)
+    received = _AllToAll.apply(sent.permute(2, 0, 1, 3, 4).contiguous())
+    return received.reshape(sp * length, batch, heads // sp, dim).permute(1, 2, 0, 3).contiguous()
+
+
+class _AllToAll(torch.autograd.Function):
+    """Receive into a new buffer of the same shape, in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: object, sent: Tensor) -> Tensor:
+        return torch.empty_like(sent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad.contiguous())

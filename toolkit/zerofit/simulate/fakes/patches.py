@@ -1,0 +1,316 @@
+"""Patch torch, transformers and DeepSpeed so that the unmodified engine runs on fake tensors.
+
+The patches are applied once, and only in the process of a simulation. Each is a function; its docstring explains why it
+is needed. `tests/simulate/test_patches.py` has a test for each, which fails if a new version lacks what it replaces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributions import Distribution
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from zerofit.simulate.fakes.device import fake_op
+from zerofit.simulate.fakes.experts import expert_counts
+from zerofit.simulate.fakes.kernels import MASKING, PACKED_MASKING, PADDED_MASKING
+from zerofit.simulate.ops.shortcuts import sharing_pieces
+from zerofit.simulate.ops.tracker import AllocationTracker
+from zerofit.train.process_group import compile_no_collectives
+
+_SMALL = 1024  # elements: as many layers as a model has
+
+
+class AskedForValueError(RuntimeError):
+    """The user's own module reads the value of a fake tensor, so what it does next is unknown."""
+
+
+def replace_in(owner: object, name: str, value: object) -> None:
+    """Replace an attribute where type checkers reject a plain assignment."""
+    setattr(owner, name, value)
+
+
+def module_apply() -> None:
+    """Make Module.to() assign `.data`, as it does for real parameters, instead of swapping the tensors' contents.
+
+    Torch refuses to swap fakes that have a weak reference or a graph node. (torch.nn.Module._apply)
+    """
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own = [t for t in [*self._parameters.values(), *self._buffers.values()] if t is not None]
+        if own and not any(isinstance(t, FakeTensor) for t in own):
+            return original(self, function, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(function)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    moved = function(parameter.data)
+                    if moved.is_meta:  # `.data` cannot change to meta: torch makes a new parameter, too
+                        self._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+                        continue
+                    if moved is not parameter.data:
+                        parameter.data = moved
+                    if parameter.grad is not None:
+                        parameter.grad.data = function(parameter.grad.data)
+        self._buffers.update({name: b if b is None else function(b) for name, b in self._buffers.items()})
+        return self
+
+    replace_in(nn.Module, "_apply", apply)
+
+
+def item(meter: AllocationTracker) -> None:
+    """Return a harmless value for `item()` of a fake tensor: no overflow, a norm of 1, zero, equal.
+
+    Libraries read norms, overflow flags and counters this way. If the user's own model reads a value, the simulation
+    stops: what the model does with the value is unknown.
+    (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
+    """
+
+    def local_scalar_dense(fake_mode: object, func: OpOverload, arg: FakeTensor) -> object:
+        if arg.constant is not None:
+            return arg.constant.item()
+        if meter.in_own_code():
+            raise AskedForValueError("the model reads the value of a tensor, which a simulation does not compute")
+        if arg.dtype == torch.bool:
+            return False
+        return 1.0 if arg.dtype.is_floating_point else 0
+
+    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = local_scalar_dense
+    torch.equal = lambda one, other: one.shape == other.shape
+
+
+def tracing() -> None:
+    """Keep transformers from making causal masks that it omits in real runs: it mistakes fake tensors for tracing.
+
+    (transformers.masking_utils)
+    """
+    from transformers import masking_utils
+
+    replace_in(masking_utils, "is_tracing", MASKING["is_tracing"])
+
+
+def packed_samples(packed: bool = False) -> None:
+    """Keep transformers from searching the values of positions for packed samples. (transformers.masking_utils)"""
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    replace_in(masking_utils, name, (PACKED_MASKING if packed else MASKING)[name])
+
+
+def no_padding(padded: bool = False) -> None:
+    """Let transformers find that a mask of ones, which BART makes itself, hides nothing. (transformers.masking_utils)
+
+    `padded`: samples end early, so masks hide something.
+    """
+    from transformers import masking_utils
+
+    for name in ("fast_all", "_ignore_bidirectional_mask_sdpa"):
+        replace_in(masking_utils, name, (PADDED_MASKING if padded else MASKING)[name])
+
+
+def foreach_types() -> None:
+    """Let optimizers and gradient clipping use their multi-tensor code on fakes.
+
+    For unknown tensor types they go parameter by parameter, with other memory.
+    (torch.optim.optimizer, torch.utils._foreach_utils)
+    """
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
+
+
+def order_checks() -> None:
+    """Skip ZeRO-3's comparison of parameter order with rank 0, which needs values. (deepspeed.runtime.zero.utils)"""
+    from deepspeed.runtime.zero import utils
+
+    utils.get_lst_from_rank0 = lambda values: values
+    utils.assert_lst_len_same_as_other_ranks = lambda values: None
+
+
+def device_mesh() -> None:
+    """Make device meshes from real tensors, since they read the rank numbers. (deepspeed.comm, AutoTP)"""
+    from deepspeed.comm import comm
+
+    original = comm.initialize_mesh_device
+
+    def initialize_mesh_device(*args: object, **kwargs: object) -> object:
+        with _disable_current_modes():
+            return original(*args, **kwargs)
+
+    replace_in(comm, "initialize_mesh_device", initialize_mesh_device)
+    replace_in(sys.modules["deepspeed.comm"], "initialize_mesh_device", initialize_mesh_device)
+
+
+def object_collectives() -> None:
+    """Use this rank's objects for all ranks: fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
+
+    def broadcast_object_list(object_list: list[object], *_: object, **__: object) -> None:
+        pass
+
+    def all_gather_object(object_list: list[object], obj: object, *_: object, **__: object) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    torch.distributed.broadcast_object_list = broadcast_object_list
+    torch.distributed.all_gather_object = all_gather_object
+
+
+def compiled_ops(meter: AllocationTracker) -> None:
+    """Replace DeepSpeed's C++ ops, which would read memory that does not exist. (deepspeed.ops.op_builder)"""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def load(self: Any, verbose: bool = True) -> Any:
+        return fake_op(self.NAME, meter)
+
+    replace_in(OpBuilder, "load", load)
+    compile_no_collectives()
+
+
+def cpu_vendor() -> None:
+    """Skip py-cpuinfo's 1.5 s search for the CPU vendor, which DeepSpeed starts for Adam and Lion on offloaded states.
+
+    They use it only to warn of fp16 on AMD CPUs. (deepspeed/ops/adam/cpu_adam.py:75, ops/lion/cpu_lion.py:42)
+    """
+    import cpuinfo
+
+    def get_cpu_info() -> dict[str, object]:
+        return {}
+
+    cpuinfo.get_cpu_info = get_cpu_info
+
+
+def rng_state(meter: AllocationTracker) -> None:
+    """Record the random states that activation checkpointing saves, which are real tensors. (torch.get_rng_state)"""
+    original = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = original()
+        meter.track(state, "get_rng_state")
+        return state
+
+    torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+
+
+class WeightFile:
+    """A file of weights without its data: its tensors are fakes that are not tracked.
+
+    Real ones are mapped pages of the file, which the kernel can drop, until they are copied or cast.
+    """
+
+    def __init__(self, file: str, *args: str, **kwargs: str):
+        from safetensors import safe_open
+
+        self._file = safe_open(file, *args, **kwargs)
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        """Return the tensors' names."""
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor in host memory, in the file's type."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> WeightSlice:
+        """Return a tensor's shape and type before it is read."""
+        return WeightSlice(self._file.get_slice(name))
+
+
+class WeightSlice:
+    """A tensor in a file of weights before it is read."""
+
+    def __init__(self, lazy: Any):
+        self.get_shape: Callable[[], list[int]] = lazy.get_shape
+        self.get_dtype: Callable[[], str] = lazy.get_dtype
+
+    def __getitem__(self, index: EllipsisType | slice | tuple[slice, ...]) -> torch.Tensor:
+        from transformers.modeling_utils import str_to_torch_dtype
+
+        fakes = next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, FakeTensorMode))
+        with _disable_current_modes(), fakes:
+            mapped = torch.empty(self.get_shape(), dtype=str_to_torch_dtype[self.get_dtype()])
+        return mapped[index]
+
+
+def weight_files() -> None:
+    """Read no weights of a pretrained folder, but let transformers allocate what it would.
+
+    (transformers.modeling_utils.safe_open)
+    """
+    from transformers import modeling_utils
+
+    replace_in(modeling_utils, "safe_open", WeightFile)
+
+
+def small_values() -> None:
+    """Let fakes on the CPU keep the values of small tensors; torch keeps only those of scalars.
+
+    Hiera sums the depths of its stages, and many models space rates evenly, so other values would give other models.
+    (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)
+    """
+    original = torch.linspace
+
+    def linspace(*args: Any, **kwargs: Any) -> object:
+        made = original(*args, **kwargs)
+        if isinstance(made, FakeTensor) and made.device.type == "cpu" and made.numel() <= _SMALL:
+            with unset_fake_temporarily():
+                made.constant = original(*args, **kwargs)
+        return made
+
+    Distribution._validate_args = False  # Gemma 3n makes a distribution in each forward; its checks read values
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _SMALL
+    torch.linspace = linspace
+
+
+def data_setter() -> None:
+    """Let `parameter.data = t` adopt t's device and forget the old value. (torch.Tensor.data)"""
+    data: Any = torch._C.TensorBase.data  # its descriptor
+
+    def set_data(self: FakeTensor, value: object) -> None:
+        data.__set__(self, value)
+        self.constant = None
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
+
+
+def pieces_of_ranks() -> None:
+    """Keep ZeRO-3 from creating a fake for each rank's part of a collective: with hundreds of ranks it takes minutes.
+
+    (deepspeed.runtime.zero.stage3, AllGatherCoalescedHandle of deepspeed.runtime.zero.partition_parameters)
+    """
+    from deepspeed.runtime.zero import partition_parameters, stage3
+
+    handle, name = partition_parameters.AllGatherCoalescedHandle, "reduce_scatter_coalesced"
+    replace_in(stage3, name, sharing_pieces(stage3.reduce_scatter_coalesced, "__getitem__"))
+    replace_in(handle, "wait", sharing_pieces(handle.wait, "narrow"))
+
+
+ALWAYS = (
+    module_apply,
+    expert_counts,
+    tracing,
+    foreach_types,
+    order_checks,
+    pieces_of_ranks,
+    device_mesh,
+    object_collectives,
+    cpu_vendor,
+    weight_files,
+)

@@ -1,0 +1,126 @@
+"""Simulate 4-bit and 8-bit weights and 8-bit moments: bitsandbytes' own code runs on fakes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zerofit.models.quantized import library
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.spec.optimizers import EIGHT_BIT_OP
+
+_FOUR = {
+    "quant_state": None,
+    "blocksize": 64,
+    "compress_statistics": True,
+    "quant_type": "fp4",
+    "quant_storage": torch.uint8,
+    "module": None,
+    "bnb_quantized": False,
+}
+_EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
+
+
+def four_bits() -> None:
+    """Make bitsandbytes' 4-bit weights fakes, and count the weights that its products unpack.
+
+    Tensor._make_subclass refuses fakes, and the product's shape rule has only its result: backends/cuda/ops.py,
+    _dequant_linear_fallback. The table of quantised scales has values, which cannot be copied to a simulated device.
+    (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
+    """
+    weight = library().Params4bit
+    replace_in(importlib.import_module("bitsandbytes.functional"), "name2qmap", {"dynamic": _CodeTable()})
+    replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _FOUR)))
+    for packet, impl in _unpacking().items():
+        replace_in(packet, "default", impl)
+
+
+def eight_bits() -> None:
+    """Make bitsandbytes' 8-bit weights fakes, which Tensor._make_subclass refuses.
+
+    (bitsandbytes.nn.Int8Params.__new__)
+    """
+    weight = library().Int8Params
+    replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))
+
+
+def moments_of_eight_bits(gpu: bool) -> None:
+    """Put paged moments on the host, where the driver may move them; on a CPU count the memory of a step.
+
+    The step's shape rule allocates nothing, as CUDA's kernel does; the CPU's unpacks everything (backends/cpu/ops.py).
+    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    """
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: object = None) -> torch.Tensor:
+        made: Any = torch.empty(shape, dtype=dtype, device="cpu")
+        made.is_paged, made.page_deviceid = True, 0
+        return made
+
+    if gpu:
+        replace_in(functional, "get_paged", get_paged)
+        replace_in(functional, "fill", lambda *_, **__: None)
+        replace_in(functional, "prefetch_tensor", lambda *_, **__: None)
+        return
+    ops: Any = importlib.import_module("bitsandbytes.backends.cpu.ops")
+    for name in (EIGHT_BIT_OP, "optimizer_update_32bit"):
+        replace_in(torch.ops.bitsandbytes, name, getattr(ops, f"_{name}_cpu"))
+
+
+class _CodeTable:
+    """The values of a scale's 256 codes, which exist only on a device."""
+
+    def to(self, device: torch.device, copy: bool = False) -> torch.Tensor:
+        return torch.empty(256, device=device)
+
+
+@contextmanager
+def traced_bits(device: str) -> Iterator[None]:
+    """For a trace on meta: count the weights that products unpack, and run the products of this kind of device."""
+    kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
+
+    def on_cpu(
+        a: object, b: object, out: object = None, state: object = None, threshold: float = 0.0, bias: object = None
+    ) -> object:
+        return functions.MatMul8bitFp.apply(a, b, out, bias, state)
+
+    stand_ins = [patch.object(packet, "default", impl) for packet, impl in _unpacking().items()]
+    if device == "cpu":
+        stand_ins.append(patch.object(kinds.bnb, "matmul", on_cpu))
+    for one in stand_ins:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in stand_ins:
+            one.stop()
+
+
+def _unpacking() -> Mapping[object, Callable[..., object]]:
+    """Return the products of packed weights as separate ops, for devices without a kernel that does both."""
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        return {}  # older versions call dequantize_4bit themselves
+    ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
+    return {torch.ops.bitsandbytes.gemm_4bit: ops._gemm_4bit_default_impl}
+
+
+def _or_fakes(weight: Any, state: Mapping[str, object]) -> Callable[..., object]:
+    """Return a constructor that makes a fake parameter of a fake, with the attributes of `state`."""
+    original = weight.__new__
+    kind = type(weight.__name__, (FakeTensor, weight), {})
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: Any) -> Any:
+        if not isinstance(data, FakeTensor):
+            return original(cls, data, requires_grad, **given)
+        made: Any = data.detach().requires_grad_(requires_grad)
+        made.__class__, made._is_param = kind, True
+        vars(made).update({**state, **{name: given[name] for name in state if given.get(name) is not None}})
+        return made
+
+    return new

@@ -1,0 +1,76 @@
+"""Compare a simulation with an earlier one's `--json`, to see what a change to the code costs. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerofit.spec.errors import Problems
+from zerofit.spec.foreign import Unreadable, parse_json, refused
+from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from zerofit.simulate.forecast.result import Simulation
+
+HINT = "write one with: zerofit simulate ... --json > base.json"
+SAME = ("device", "world_size", "rank")  # must be equal for a comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineComparison:
+    """The change of a simulation's peak since an earlier one."""
+
+    baseline: str  # the file
+    base_bytes: int
+    added_bytes: int  # negative: saved
+    allowed: float  # relative to base_bytes
+    no_longer_fits: bool
+    exceeded: bool  # it adds more than allowed, or no longer fits
+    because: str
+
+    @property
+    def added(self) -> float:
+        """The added bytes relative to the baseline."""
+        return self.added_bytes / self.base_bytes
+
+
+def read_baseline(path: Path) -> dict[str, object]:
+    """Read the output of an earlier `zerofit simulate --json`: the last line of a file. Raises UserError."""
+    with refused(path, kind="baseline", hint=HINT, where="--baseline"):
+        lines = path.read_bytes().strip().splitlines() or [b""]
+        found = parse_json(lines[-1])
+        if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys():
+            raise Unreadable("it contains no simulation")
+        if not isinstance(found["peak_bytes"], int) or found["peak_bytes"] <= 0:
+            raise Unreadable(f"peak_bytes must be a positive number of bytes, not {found['peak_bytes']!r:.40}")
+        return found
+
+
+def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
+    """Compare with an earlier simulation of the same rank on the same hardware. Raises UserError if they differ."""
+    problems = Problems()
+    for name in SAME:
+        if base[name] != getattr(now, name):
+            message = f"{path} has {name.replace('_', ' ')} {base[name]}, but this simulation has {getattr(now, name)}"
+            problems.add("baseline", message, "simulate both with the same setting", "--baseline")
+    problems.raise_if_any()
+    added, lost = now.peak_bytes - base["peak_bytes"], bool(base["fits"]) and not now.fits
+    return BaselineComparison(
+        baseline=str(path),
+        base_bytes=base["peak_bytes"],
+        added_bytes=added,
+        allowed=allowed,
+        no_longer_fits=lost,
+        exceeded=lost or added > allowed * base["peak_bytes"],
+        because=_sentence(now, added, base["peak_bytes"], lost),
+    )
+
+
+def _sentence(now: Simulation, added: int, before: int, lost: bool) -> str:
+    if added == 0 and not lost:
+        return f"the peak is unchanged, {shown_bytes(before)}"
+    change = f"{'adds' if added >= 0 else 'saves'} {shown_bytes(abs(added))} ({added / before:+.2%})"
+    where = f" at {now.peak_at.own or now.peak_at.line} in {now.peak_phase}" if added > 0 else ""
+    end = f", and no longer fits on {now.device}" if lost else ""
+    return f"this change {change}{where}{end}: the peak was {shown_bytes(before)}, now {shown_bytes(now.peak_bytes)}"

@@ -1,0 +1,113 @@
+"""List changes to a run that reduce its memory; each is simulated as a run of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.check.dotted import get, put
+from zerofit.spec.profile import offered
+from zerofit.spec.run_folder import Job
+
+PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ only in their stage
+OFFLOADED = ("zero2_offload", "zero3_offload")
+SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
+STATE, PARAMETERS, BUCKETS = "optimizer state", "parameters", "buckets"  # what a change makes smaller on the device
+_SHOWN = {
+    STATE: "optimizer state in host memory (offload_optimizer)",
+    PARAMETERS: "optimizer state and parameters in host memory",
+    BUCKETS: f"buckets of {SMALL_BUCKET:,} elements",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One change to a run: to fields of Run, or to the DeepSpeed JSON as the user wrote it."""
+
+    change: str  # as on the command line or in the JSON
+    fields: dict[str, Any]
+    config: dict[str, Any] | str  # or the name of a bundled JSON
+
+
+def knobs(job: Job, written: dict[str, object], named: str | None = None) -> list[Knob]:
+    """Return changes worth trying for a job with the JSON `written`, roughly those that cost least speed first.
+
+    The training's mathematics stay the same. Changes that DeepSpeed or zerofit refuse for this model are found when
+    they are resolved. `named`: the run's bundled JSON, if it has one; then other bundled ones are tried, since these
+    are flags.
+    """
+    run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
+    found = _half_the_micro_batch(job, written)
+    chunks, length = offered(job.facts.task, job.facts.model_type), run.seq_len or 0
+    chunk, tile = chunks.loss_chunk, chunks.mlp_chunk
+    if chunk and run.loss_chunk is None and job.batch.micro * length > 2 * chunk:
+        found.append(Knob(change=f"--loss-chunk {chunk}", fields={"loss_chunk": chunk}, config=written))
+    if tile and run.mlp_chunk is None and length // layout.sp > 2 * tile:
+        found.append(Knob(change=f"--mlp-chunk {tile}", fields={"mlp_chunk": tile}, config=written))
+    stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
+    if named in PLAIN:
+        found += [_bundled(f"zero{s}") for s in stages]
+    else:
+        found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
+    if not run.activation_checkpointing:
+        fields = {"activation_checkpointing": True}
+        found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
+    if run.activation_checkpointing and not run.activation_offload:
+        found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
+    changes = less_on_device(zero, layout.zero_stage)
+    if named in PLAIN and layout.pp == 1:  # bundled JSONs are flags, so these stand for the first two changes
+        found += [_bundled(name) for name in OFFLOADED if name >= named]
+        changes = {name: values for name, values in changes.items() if name == BUCKETS}
+    found += [_edited(written, _SHOWN[name], **values) for name, values in changes.items()]
+    if run.seq_len and run.seq_len > 1:
+        fields = {"seq_len": run.seq_len // 2}
+        found.append(Knob(change=f"--seq-len {run.seq_len // 2} (other data)", fields=fields, config=written))
+    return found
+
+
+def less_on_device(zero: dict[str, Any], stage: int) -> dict[str, dict[str, object]]:
+    """Return what each change to a JSON's `zero_optimization` sets, by dotted path; cheapest in speed first.
+
+    Changes that the JSON has already, or that this ZeRO stage does not support, are left out.
+    """
+    state: dict[str, object] = {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    found: dict[str, dict[str, object]] = {}
+    if stage and get(zero, "offload_optimizer.device", "none") == "none":
+        found[STATE] = state
+    if stage == 3 and get(zero, "offload_param.device", "none") == "none":
+        found[PARAMETERS] = {**state, "zero_optimization.offload_param": {"device": "cpu", "pin_memory": True}}
+    bucket = get(zero, "reduce_bucket_size", 500_000_000)
+    if stage and (bucket == "auto" or bucket > SMALL_BUCKET):
+        found[BUCKETS] = {f"zero_optimization.{key}_bucket_size": SMALL_BUCKET for key in ("reduce", "allgather")}
+    return found
+
+
+def _half_the_micro_batch(job: Job, written: dict[str, Any]) -> list[Knob]:
+    """Halve the micro batch and accumulate more, unless the global batch would change."""
+    half = job.batch.micro // 2
+    steps = job.batch.total // (half * job.batch.dp) if half else 0
+    if not half or half * steps * job.batch.dp != job.batch.total:
+        return []
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {**written, **{key: "auto" for key in sizes if key in written}}
+    fields = {"gradient_accumulation_steps": steps, "micro_batch": half}
+    text = f"--micro-batch {half} --gradient-accumulation-steps {steps}"
+    return [Knob(change=text, fields=fields, config=config)]
+
+
+def _bundled(name: str) -> Knob:
+    return Knob(change=f"--ds-config {name}", fields={}, config=name)
+
+
+def edited(written: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
+    """Return a copy of a DeepSpeed JSON with new values at dotted paths."""
+    config = copy.deepcopy(written)
+    for path, value in values.items():
+        put(config, path, value)
+    return config
+
+
+def _edited(written: dict[str, object], change: str, **values: object) -> Knob:
+    return Knob(change=change, fields={}, config=edited(written, values))

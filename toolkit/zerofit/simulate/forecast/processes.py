@@ -1,0 +1,308 @@
+"""Run simulations in parallel, each in a process of its own, forked from a server that has imported everything.
+
+The server (`spec.server_process`) runs `serve`. A request is a folder and the modules to import for it. When the server
+ends, it kills all that it has started.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import importlib
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from zerofit.models.catalog import ModelError, find
+from zerofit.simulate.endings import (
+    EXITED,
+    Ending,
+    is_about_memory,
+    lacks_memory,
+    out_of_memory,
+    why_ended,
+    with_output,
+)
+from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.local_machine import host_memory, oom_kills
+from zerofit.spec.process import collector_off
+from zerofit.spec.server_process import ServerProcess
+
+REQUEST, GROUP = "request", "group"  # files in a request's folder: the targets, and the process group that runs them
+# modules that every simulation imports or patches
+IMPORTED = ("cpuinfo", "transformers.masking_utils", "transformers.modeling_utils")
+IMPORTED_FOR_RUNS = ("zerofit.simulate.engine.rank",)
+IMPORTED_FOR = {  # by the model's family, before the first simulation of one
+    "torchvision": ("torchvision",),
+    "transformers": (
+        "transformers.integrations.deepspeed",
+        "transformers.modeling_layers",
+        "transformers.models.auto.modeling_auto",
+    ),
+}
+NEW_IN_DEEPSPEED = (
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
+)
+# torchvision may also be built for another torch: models that need it raise its own error
+MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED)
+IMPORTED_FOR_SCRIPTS = (
+    *(module for modules in IMPORTED_FOR.values() for module in modules),
+    *NEW_IN_DEEPSPEED,
+    "zerofit.simulate.script.rank",
+)
+Target = SimulationTarget | ScriptTarget
+POLL_S = 0.2
+PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most need less
+
+
+def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+    """Return for each target the record of its rank, or the Problem that prevented it.
+
+    As many run at a time as cores and memory allow. `show` gets a line of progress.
+    """
+    if not targets:
+        return []
+    kills, count = oom_kills(), len(targets)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder, start = Path(name), time.monotonic()
+        path = [os.path.abspath(entry) for entry in sys.path]
+        (folder / REQUEST).write_bytes(pickle.dumps((path, os.getcwd(), list(targets))))
+        server = _server()
+        try:
+            server.tell([str(folder), list(dict.fromkeys(one for target in targets for one in _needed(target)))])
+            while not all((folder / f"{n}.ended").exists() for n in range(count)) and not _is_over(server, folder):
+                show(_progress(folder, count, time.monotonic() - start))
+                time.sleep(POLL_S)
+            short = oom_kills() > kills or is_about_memory(server.said())
+            status = server.process.poll()
+            if status is not None:
+                _kill(folder)
+                if status >= 0 and not short:
+                    server.refuse_if_ended()
+        except BaseException:
+            _kill(folder)
+            raise
+        finally:
+            _release(server)
+        died = -status if status and status < 0 else None
+        return [_result(folder, n, died, short) for n in range(count)]
+
+
+def _kill(folder: Path) -> None:
+    """Kill all processes of a request."""
+    with suppress(OSError, ValueError):  # not started, or ended
+        os.killpg(int((folder / GROUP).read_text()), signal.SIGKILL)
+
+
+def _is_over(server: ServerProcess, folder: Path) -> bool:
+    """Return whether no process is left to answer: the server has ended, or all that it has forked for this request."""
+    if server.process.poll() is not None:
+        return True
+    if not (folder / GROUP).exists():
+        return False
+    with (folder / REQUEST).open("rb") as request:
+        try:
+            fcntl.flock(request, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+def _needed(target: Target) -> tuple[str, ...]:
+    """Return the modules that the server imports before it forks processes for a target."""
+    if isinstance(target, ScriptTarget):
+        return IMPORTED_FOR_SCRIPTS
+    return (*IMPORTED_FOR_RUNS, *IMPORTED_FOR.get(find(target.job.run.model).family, ()))
+
+
+class _Server(ServerProcess):
+    """The running server, which ends together with this process."""
+
+    def __init__(self) -> None:
+        super().__init__("zerofit.simulate.forecast.processes")
+        self.owner = os.getpid()
+        self.users = 0  # threads that wait for it
+
+
+_lock = threading.Lock()
+_running: _Server | None = None
+
+
+def _server() -> _Server:
+    """Return this process's server, started on first use, and count one more user."""
+    global _running
+    with _lock:
+        if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None:
+            _running = _Server()
+        _running.users += 1
+        return _running
+
+
+def _release(server: _Server) -> None:
+    with _lock:
+        server.users -= 1
+
+
+def end_server() -> None:
+    """Stop this process's server, which holds torch and DeepSpeed in memory, unless another thread uses it.
+
+    The next simulation starts a new one.
+    """
+    global _running
+    with _lock:
+        if _running is None or _running.owner != os.getpid() or _running.users:
+            return
+        _running.end()
+        _running = None
+
+
+def _result(folder: Path, n: int, died: int | None, ran_short: bool) -> RankRecord | Problem:
+    """Return a simulation's result; `died`: the signal that ended the server before it could report."""
+    log, file, seen = folder / f"{n}.log", folder / f"{n}.result", folder / f"{n}.exit"
+    output = log.read_text(errors="replace") if log.exists() else ""
+    if not file.exists():
+        status, peak_bytes = json.loads(seen.read_text()) if seen.exists() else (died, 0)
+        return why_ended(Ending(status=status, peak_bytes=peak_bytes, ran_short=ran_short, output=output))
+    result = pickle.loads(file.read_bytes())
+    if isinstance(result, Exception):
+        raise result
+    return with_output(result, output) if isinstance(result, Problem) and result.kind == EXITED else result
+
+
+def _progress(folder: Path, count: int, seconds: float) -> str:
+    ended = [n for n in range(count) if (folder / f"{n}.ended").exists()]
+    statuses = [folder / f"{n}.status" for n in range(count) if n not in ended]
+    now = list(filter(None, (status.read_text() for status in statuses if status.exists())))
+    what = f": {', '.join(now)}" if now else ": importing torch and DeepSpeed" if not ended else ""
+    done = f" {len(ended)} of {count} done" if count > 1 else ""
+    return f"simulating{what}{done} ({seconds:.0f} s)"
+
+
+def serve() -> None:
+    """Answer requests until standard input is closed."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one replaces it
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _import(IMPORTED)
+    groups: list[int] = []
+    for line in sys.stdin:
+        folder, modules = json.loads(line)
+        _import(modules)
+        groups = [pid for pid in groups if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        with suppress(FileNotFoundError):  # the caller has given up
+            groups.append(_forked(Path(folder)))
+    for pid in groups:
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _forked(folder: Path) -> int:
+    """Fork the process that answers a request; the request's file stays locked until all its children have ended."""
+    with (folder / REQUEST).open("rb") as request:
+        fcntl.flock(request, fcntl.LOCK_EX)
+        pid = os.fork()
+        if pid == 0:
+            _answer(folder)
+        with suppress(OSError):  # the child has done it
+            os.setpgid(pid, pid)
+        (folder / GROUP).write_text(str(pid))
+    return pid
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import what the forked processes share, and exclude it from their garbage collections."""
+    with collector_off():
+        for name in names:
+            with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
+                importlib.import_module(name)
+        gc.freeze()
+
+
+def _answer(folder: Path) -> NoReturn:
+    """Simulate all targets of a request; write `N.ended` when target N ends, and its exit status to `N.exit`."""
+    try:
+        os.setpgid(0, 0)
+        path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
+        sys.path[:] = path
+        os.chdir(cwd)
+        _simulate_side_by_side(list(enumerate(targets)), folder)
+    except FileNotFoundError:  # the caller has given up
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
+    """Simulate as many at a time as cores and memory allow; if one is killed for memory, retry it alone."""
+    most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
+    running = dict[int, tuple[int, Target]]()
+    while waiting or running:
+        while waiting and len(running) < most:
+            n, target = waiting.pop(0)
+            pid = os.fork()
+            if pid == 0:
+                _simulate(target, folder, n)
+            running[pid] = n, target
+        pid, status, usage = os.wait4(-1, 0)
+        n, target = running.pop(pid)
+        if os.WIFSIGNALED(status) and oom_kills() > kills and most > 1:
+            most, kills = 1, oom_kills()
+            waiting.append((n, target))
+            continue
+        (folder / f"{n}.exit").write_text(json.dumps([status, usage.ru_maxrss << 10]))
+        (folder / f"{n}.ended").touch()
+
+
+def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
+    """Write the result of one simulation to `N.result`: a RankRecord, a Problem, or the exception that ended it."""
+    log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(file=log)
+    sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115  # in order with errors
+
+    pid = os.getpid()
+
+    def say(text: str) -> None:
+        (folder / f"{n}.status").write_text(text)
+
+    result: RankRecord | Problem | Exception
+    try:
+        if isinstance(target, ScriptTarget):
+            from zerofit.simulate.script.rank import simulate_script
+
+            result = simulate_script(target, say=say)
+        else:
+            from zerofit.simulate.engine.rank import simulate
+
+            result = simulate(target, say=say)
+    except UserError as error:
+        result = error.problems[0]
+    except ModelError as error:
+        result = Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
+    except BaseException as error:
+        result = out_of_memory() if lacks_memory(error) else RuntimeError(traceback.format_exc())
+    try:
+        if os.getpid() != pid:  # a script forked, and its exception arrived here
+            os._exit(1)
+        (folder / f"{n}.part").write_bytes(pickle.dumps(result))
+        (folder / f"{n}.part").replace(folder / f"{n}.result")
+        sys.stdout.flush()
+    finally:
+        os._exit(0)

@@ -1,0 +1,216 @@
+"""Return a simulation's result, as `zerofit simulate --json` prints it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from zerofit.models.inputs import Inputs
+from zerofit.report.html_table import html_table
+from zerofit.simulate.endings import optional
+from zerofit.simulate.forecast.baseline import BaselineComparison
+from zerofit.simulate.forecast.verdict import ORDER, Overhead
+from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.files import field_data, plain_data
+from zerofit.spec.run_folder import Layout
+from zerofit.spec.units import shown_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakLocation:
+    """The code that allocates at the peak."""
+
+    module: str  # the model's module, "" outside of it
+    line: str  # file:line, the path starting at its package
+    own: str  # the user's innermost line, "file:line"; "" if none was running
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """The simulated settings on which memory depends."""
+
+    model: str
+    precision: str | None
+    seq_len: int | None
+    activation_checkpointing: bool
+    activation_offload: bool
+    loss_chunk: int | None
+    mlp_chunk: int | None
+    optimizer: str | None
+    ds_config: Any
+    input: Inputs
+    micro_batch: int
+    gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestBatch:
+    """The same script with every batch as long as it allows."""
+
+    tokens: int
+    peak_bytes: int
+    peak_phase: str
+    reserved_bytes: int
+    fits: bool
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedScript:
+    """A user's script and what its simulation found."""
+
+    command: str  # as typed
+    facts: ScriptFacts
+    longest: LongestBatch | None = None  # if requested
+
+    @property
+    def model(self) -> str:
+        """The simulation's name: the script's file."""
+        return self.facts.name
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether figures are an upper bound, because of a mask of unknown values or a compiled region."""
+        return any(note.bound for note in self.facts.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its part of `zerofit simulate --json`."""
+        longest = {"longest": field_data(self.longest)} if self.longest else {}
+        return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **longest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePeak:
+    """The rank that was simulated for one pipeline stage."""
+
+    rank: int
+    peak_bytes: int
+    peak_phase: str
+    reserved_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobResult:
+    """The result of one simulated change to the run."""
+
+    change: str  # as a flag or a key of the DeepSpeed JSON
+    peak_bytes: int
+    reserved_bytes: int
+    host_node_bytes: int
+    fits: bool
+    config: str | None = None  # the bundled DeepSpeed JSON of the change
+    cost_rank: int = 0  # position among the changes by lost speed, 0 for the least
+    slowdown: float | None = None  # forecast: how much longer a step takes, as a share; None: unknown
+
+    @classmethod
+    def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:
+        """Return the memory that a change needs, from its simulation."""
+        names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
+        figures = {name: getattr(found, name) for name in names}
+        return cls(change=change, config=config, cost_rank=cost_rank, **figures)
+
+
+SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What one rank needs, and whether it fits. Bytes are one rank's; `host_node_bytes` are a node's."""
+
+    world_size: int
+    rank: int
+    layout: Layout
+    run: SimulatedRun | SimulatedScript
+    phases: tuple[RankPhase, ...]  # one for each phase of a step, its micro batches merged
+    peak_bytes: int  # allocated
+    peak_phase: str
+    peak_step: int
+    peak_at: PeakLocation
+    breakdown: dict[str, int]  # kind -> bytes; sums to peak_bytes
+    reserved_bytes: int  # peak of torch's caching allocator if the device keeps up with the host
+    reserved_ahead_bytes: int  # the same if the host runs ahead: memory used by other streams is freed later
+    overheads: tuple[Overhead, ...]  # device memory outside of reserved_bytes
+    smi_bytes: int  # as nvidia-smi shows it
+    device: str  # its name in the catalogue
+    device_total_bytes: int
+    host_bytes: dict[str, int]  # "pageable" and "pinned"
+    host_kept_bytes: int  # of the pinned bytes, those that torch caches for the next request
+    host_phases: dict[str, int]  # phase -> peak of host memory; for GPUs only
+    host_node_bytes: int  # of all ranks of a node, their processes included
+    host_total_bytes: int
+    nvme_bytes: int
+    comm: tuple[CollectiveCalls, ...]  # of the last simulated step
+    flops: int  # of the last simulated step
+    fits: bool
+    verdict: str  # "fits", "close to the limit" or "does not fit"
+    margin_bytes: int  # negative: this much is missing
+    because: str
+    layers_simulated: tuple[int, ...]  # () for the full model; the first checks the extrapolation
+    extension_error: float  # relative error of the extrapolation at the first
+    stages: tuple[StagePeak, ...] = ()  # of a pipeline
+    tried: tuple[KnobResult, ...] = ()  # the changes, after they were simulated
+    seconds: float = 0.0
+    picture: Path | None = None  # the picture that was drawn
+    trace: Path | None = None  # the trace of a step that was written
+    against: BaselineComparison | None = None  # comparison with an earlier simulation
+    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
+    simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
+
+    def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Simulate possible changes one by one on the first call; return them with the least memory first.
+
+        Changes that could not be simulated are reported as a note.
+        """
+        look = self.simulate_knobs
+        if look and not self.tried:
+            found = optional(lambda: look(on_event), (), "knobs", Reporter(on_event))
+            object.__setattr__(self, "tried", found)
+        return self.tried
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON of `zerofit simulate --json`; "knobs" are the simulated changes."""
+        left_out = ["tried", "timeline", "simulate_knobs"]
+        left_out += [name for name in ("stages", "picture", "trace", "against") if not getattr(self, name)]
+        return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
+
+    def plot(self, path: str | Path) -> None:
+        """Draw device memory over the run, by kind.
+
+        Raises UserError if `path` cannot be written as a picture, or if the layers were extrapolated.
+        """
+        from zerofit.report.memory_plot import MemoryTimeline, PlotPhase, draw
+
+        if not self.timeline:
+            message = "this simulation is extrapolated from a few layers, so it has no timeline to draw"
+            raise UserError(Problem(kind="no-timeline", message=message, hint="simulate with exact=True"))
+        phases: list[PlotPhase] = []
+        for (name, _), points in groupby(self.timeline, key=lambda point: (point.phase, point.step)):
+            moments = [point.t for point in points]
+            phases.append({"name": name, "start": moments[0], "end": moments[-1]})
+        timeline: MemoryTimeline = {
+            "points": [{"t": point.t, "phase": point.phase, "bytes": point.bytes} for point in self.timeline],
+            "phases": phases,
+            "title": f"{self.run.model}, rank {self.rank} of {self.world_size}",
+            "peak_at": " ".join(filter(None, (self.peak_at.module, self.peak_at.line))),
+            "device": self.device,
+            "device_total_bytes": self.device_total_bytes,
+        }
+        draw(timeline, Path(path))
+
+    def _repr_html_(self) -> str:
+        rows = [(kind, shown_bytes(size), f"{size / self.peak_bytes:.1%}") for kind, size in self.breakdown.items()]
+        rows += [("peak", shown_bytes(self.peak_bytes), self.peak_phase)]
+        rows += [("reserved", shown_bytes(self.reserved_bytes), f"of {shown_bytes(self.device_total_bytes)}")]
+        caption = f"{self.run.model}, rank {self.rank} of {self.world_size} on {self.device}: {self.verdict}"
+        return html_table(caption, ("memory", "bytes", ""), rows)
+
+
+def severity(simulation: Simulation) -> tuple[int, int]:
+    """Return the sort key for the worst of several ranks: its verdict, then its reserved bytes."""
+    return ORDER.index(simulation.verdict), simulation.reserved_bytes

@@ -1,0 +1,329 @@
+"""Simulate jobs: exactly, or extrapolated from a few layers and checked.
+
+In a model with many equal layers, all figures are linear in their number. So are the peaks of each kind
+(`record.KindPeak`) at the first, the last and the highest place where they occur. The highest of all is determined at
+the full number of layers, since with few layers another moment may be the highest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from zerofit.check.dotted import get
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import ModelError, find, source_of
+from zerofit.models.depth import depths, leading, part, with_depths
+from zerofit.models.hf_config import make_config
+from zerofit.models.partial import differ_by_layer
+from zerofit.simulate.forecast.limits import SUB_GROUP, limits, sub_groups
+from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.simulate.memory.host import extended, highest
+from zerofit.simulate.record import (
+    CollectiveCalls,
+    HostMoment,
+    KindPeak,
+    PhaseFlops,
+    RankPhase,
+    RankRecord,
+    SimulationTarget,
+)
+from zerofit.spec.errors import Problem
+
+Line = Callable[[float, float], int]
+Row = TypeVar("Row", CollectiveCalls, PhaseFlops)
+
+FEWEST = 2  # layers, if nothing needs more
+STEP = 2
+WORTH = 0.5  # share of all layers: if the three runs need more than this, the full model is simulated
+TOLERANCE = 0.005  # relative error of the peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRank:
+    """A simulated rank and its record."""
+
+    target: SimulationTarget
+    record: RankRecord
+    layers: tuple[int, ...] = ()  # numbers of layers that were simulated, the first for the check; () if all were
+    check_error: float = 0.0  # largest relative error of the extrapolation at the first number of layers
+
+
+def simulate(
+    targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
+) -> list[SimulatedRank | Problem]:
+    """Simulate each target; return a Problem for each that cannot be simulated.
+
+    A large model is extrapolated from a few layers unless `exact`. If its peak is not linear in the number of layers
+    (error above TOLERANCE), all layers are simulated.
+    """
+    counts = [None if exact else layer_counts(target) for target in targets]
+    wanted = [[_with_layers(t, n) for n in c] if c else [t] for t, c in zip(targets, counts, strict=True)]
+    outcomes = iter(simulate_all([one for several in wanted for one in several], show))
+    return [
+        _simulated(target, count, [next(outcomes) for _ in several], show)
+        for target, count, several in zip(targets, counts, wanted, strict=True)
+    ]
+
+
+def heaviest_of(
+    ranks: Sequence[SimulatedRank | Problem],
+    simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
+) -> list[SimulatedRank | Problem]:
+    """Replace each rank by the one with the highest peak in its data parallel group, if that one can be simulated."""
+    found = list(ranks)
+    heavier = [
+        (n, replace(one.target, rank=one.record.heavier_rank))
+        for n, one in enumerate(found)
+        if isinstance(one, SimulatedRank) and one.record.heavier_rank is not None
+    ]
+    more = simulate_more([target for _, target in heavier]) if heavier else []
+    for (n, _), other in zip(heavier, more, strict=True):
+        one = found[n]
+        if isinstance(one, SimulatedRank) and isinstance(other, SimulatedRank):
+            found[n] = max(one, other, key=lambda rank: rank.record.needs)
+    return found
+
+
+def _simulated(
+    target: SimulationTarget,
+    counts: tuple[int, ...] | None,
+    outcomes: Sequence[RankRecord | Problem],
+    show: Callable[[str], None],
+) -> SimulatedRank | Problem:
+    records = []
+    for outcome in outcomes:
+        if isinstance(outcome, Problem):
+            return outcome
+        records.append(outcome)
+    if counts is None:
+        return SimulatedRank(target=target, record=replace(records[0], peaks=_highest(records[0].peaks)))
+    extrapolated = _extrapolated(records, counts, _layers(target), _sub_groups(target))
+    if extrapolated is None or abs(extrapolated[1]) > TOLERANCE:
+        return simulate([target], show, exact=True)[0]
+    return SimulatedRank(target=target, record=extrapolated[0], layers=counts, check_error=extrapolated[1])
+
+
+def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
+    """Return three numbers of layers: one for the check, two to extrapolate from. None: simulate the full model.
+
+    Each includes the layers before the equal ones. With the equal layers, DeepSpeed must reach every limit that it
+    reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
+    must be the full model's, since a sub-group can end within a layer. The full model is simulated if layers differ in
+    their parameters, if its config has no plain number of layers, or if ranks divide flat groups (stages 1 and 2). Such
+    a group gives each rank other parameters if the number of layers changes.
+    """
+    total, before, layout = _layers(target), _leading(target), target.job.layout
+    if layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
+        return None
+    if layout.zero_stage in (1, 2) and layout.dp * layout.sp > 1:
+        return None
+    if 3 * (before + FEWEST) + 3 * STEP > WORTH * total:
+        return None
+    try:
+        counts = _worthwhile(target, total, before)
+        return counts if counts and _grows_evenly(target, counts, total) else None
+    except ModelError:  # other values of the config depend on the number of layers
+        return None
+
+
+def _grows_evenly(target: SimulationTarget, counts: tuple[int, int, int], total: int) -> bool:
+    """Return whether the full model's parameter count is on the line through these numbers of layers."""
+    source, sizes = replace(source_of(target.job.run), pretrained=None), list[int]()
+    for count in counts:
+        with torch.device("meta"):
+            args = dict(_with_layers(target, count).job.run.model_args)
+            sizes.append(parameter_count(build(source, target.inputs, args)))
+    steps = pairwise(zip((*counts, total), (*sizes, target.job.facts.parameters), strict=True))
+    return len({Fraction(more - few, m - n) for (n, few), (m, more) in steps}) == 1
+
+
+def _worthwhile(target: SimulationTarget, total: int, before: int) -> tuple[int, int, int] | None:
+    """Return the smallest numbers of layers for `layer_counts`; None if together they exceed WORTH of all layers."""
+    few, more = (_with_layers(target, before + n) for n in (1, 2))
+    first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
+    groups, counts = _sub_groups(target), list[int]()
+    full = get(target.job.ds_config, "zero_optimization.sub_group_size", SUB_GROUP)
+    largest = [max((part for part in groups(count) if part >= full), default=0) for count in range(total + 1)]
+    for count in range(first, total):
+        if largest[count] == largest[total] and (not counts or count >= counts[-1] + STEP):
+            counts.append(count)
+    chosen = tuple(counts[:3])
+    return chosen if len(chosen) == 3 and sum(chosen) <= WORTH * total else None
+
+
+def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
+    """Return a function: number of layers -> elements of a rank in each of stage 3's sub-groups ([] if not stage 3)."""
+    if target.job.layout.zero_stage != 3:
+        return lambda count: []
+    before = _leading(target)
+    of_equal = sub_groups(*(_with_layers(target, before + n) for n in (1, 2)))
+    return lambda count: of_equal(count - before)
+
+
+def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
+    """Return the target with a model of fewer layers and the same DeepSpeed JSON.
+
+    In an encoder-decoder model, the deeper part is cut, or both if they are equally deep.
+    """
+    run, deep = target.job.run, _depths(target)
+    wanted = {path: count for path, layers in deep.items() if layers == max(deep.values())}
+    fewer = run.model_copy(update={"model_args": with_depths(run.model_args, wanted)})
+    return replace(target, job=replace(target.job, run=fewer))
+
+
+def _extrapolated(
+    records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
+) -> tuple[RankRecord, float] | None:
+    """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
+
+    The line goes through the last two. The error is the line's relative error at the first number: the largest of those
+    of the highest peak, host memory and bytes on NVMe. It is infinite if there is no such peak. Returns None if host
+    memory is not linear.
+    """
+    first, few, more = records
+
+    def line(a: float, b: float, at: int = total) -> int:
+        return round(a + (b - a) * (at - counts[1]) / (counts[2] - counts[1]))
+
+    def back(a: float, b: float) -> int:
+        return line(a, b, counts[0])
+
+    def groups_with(count: int) -> list[list[int]]:
+        return [groups(counts[1]), groups(counts[2]), groups(count)]
+
+    peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
+    if len(groups(total)) > len(groups(counts[0])):
+        peaks = _without_first_states(peaks)
+    moments = _moments(few, more, line, groups_with(total))
+    checked = _moments(few, more, back, groups_with(counts[0]))
+    if moments is None or checked is None:
+        return None
+    record = RankRecord(
+        phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
+        peaks=_highest(peaks),
+        host=highest(moments),
+        host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
+        kept={kind: line(few.kept[kind], more.kept[kind]) for kind in few.kept},
+        nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
+        reserved_bytes=_reserved(records, counts, total, peaks[0].bytes, "reserved_bytes"),
+        reserved_ahead_bytes=_reserved(records, counts, total, peaks[0].bytes, "reserved_ahead_bytes"),
+        groups=more.groups,
+        convolution_bytes=more.convolution_bytes,
+        sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
+        flops=_rows(few.flops, more.flops, ("flops",), line),
+    )
+    winner = peaks[0].key, peaks[0].which
+    at, a, b = ({(peak.key, peak.which): peak.bytes for peak in one.peaks}.get(winner) for one in records)
+    host = sum(highest(checked).values())
+    misses = [
+        back(a, b) / at - 1 if at and a and b else math.inf,
+        _miss(host, sum(first.host.values())),
+        _miss(back(few.nvme_bytes, more.nvme_bytes), first.nvme_bytes),
+    ]
+    return record, max(misses, key=abs)
+
+
+def _miss(extended_bytes: int, known_bytes: int) -> float:
+    return extended_bytes / known_bytes - 1 if known_bytes else float(extended_bytes > 0)
+
+
+def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[int]]) -> dict[str, HostMoment] | None:
+    found = dict[str, HostMoment]()
+    for name, moment in more.host_moments.items():
+        if name in few.host_moments:
+            with_all = extended(few.host_moments[name], moment, line, groups)
+            if with_all is None:
+                return None
+            found[name] = with_all
+    return found
+
+
+def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
+    """Return the bytes reserved at a peak: the peak plus what is reserved but unused.
+
+    The unused bytes per layer are the smaller of the two slopes between the three counts: a single extra segment is not
+    a trend.
+    """
+    unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
+    steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
+    return peak + max(*unused, unused[-1] + round(min(steps) * (total - counts[-1])))
+
+
+def _highest(peaks: list[KindPeak]) -> list[KindPeak]:
+    """Return the highest peak of each kind; `peaks` are sorted by height."""
+    found: dict[str, KindPeak] = {}
+    for peak in peaks:
+        found.setdefault(peak.key, replace(peak, which=""))
+    return list(found.values())
+
+
+def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPeak]:
+    known = {(peak.key, peak.which): peak for peak in few}
+    found = []
+    for peak in more:
+        if (peak.key, peak.which) in known:
+            before = known[peak.key, peak.which].breakdown
+            kinds = dict.fromkeys([*peak.breakdown, *before])
+            parts = {kind: line(before.get(kind, 0), peak.breakdown.get(kind, 0)) for kind in kinds}
+            found.append(replace(peak, breakdown=parts, bytes=sum(parts.values())))
+    return found
+
+
+def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
+    """Leave out peaks of the first optimizer step that exceed those of the second, which is impossible.
+
+    Stage 3 allocates the states sub-group by sub-group in the first step. Its highest moment depends on the size of the
+    last sub-group, which is not linear in the layers. From the second step on all states exist.
+    """
+    later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=math.inf)
+    return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
+
+
+def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -> RankPhase:
+    start, end = line(few.start_bytes, more.start_bytes), line(few.end_bytes, more.end_bytes)
+    highest = (peak.bytes for peak in peaks if (peak.phase, peak.step) == (more.name, more.step))
+    return replace(more, start_bytes=start, end_bytes=end, peak_bytes=max([*highest, start, end]))
+
+
+def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
+    """Extrapolate the figures of rows that agree in all else; figures of rows that only `more` has are kept."""
+
+    def key(row: Row) -> tuple[object, ...]:
+        return tuple(value for name, value in vars(row).items() if name not in figures)
+
+    before = {key(row): row for row in few}
+    return [
+        replace(row, **{f: line(getattr(before.get(key(row), row), f), getattr(row, f)) for f in figures})
+        for row in more
+    ]
+
+
+def _layers(target: SimulationTarget) -> int:
+    """Return the number of layers in the model's deepest part; 0 if unknown."""
+    return max(_depths(target).values(), default=0)
+
+
+def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
+    config = _config(target)
+    return {} if config is None else depths(config)
+
+
+def _leading(target: SimulationTarget) -> int:
+    """Return the number of layers before the equal ones."""
+    config = _config(target)
+    return max((leading(part(config, path)) for path in _depths(target)), default=0)
+
+
+def _config(target: SimulationTarget) -> object:
+    """Return the transformers config of a target's model; None for other models."""
+    source = find(target.job.run.model)
+    if source.family != "transformers":
+        return None
+    return make_config(source, target.inputs, dict(target.job.run.model_args))

@@ -1,0 +1,1 @@
+"""Record what a simulated rank allocates, and replay it through torch's caching allocator."""

@@ -1,0 +1,144 @@
+"""Replay allocations and releases to find how much memory torch reserves on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from zerofit.simulate.memory.alloc_conf import AllocatorSettings
+from zerofit.simulate.memory.caching import CachingAllocator, ExpandableAllocator, segment_bytes
+
+
+@dataclass(frozen=True)
+class EmptyCache:
+    """An event: torch.cuda.empty_cache()."""
+
+
+@dataclass(frozen=True)
+class PhaseEnd:
+    """An event: record the reserved bytes here."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordStream:
+    """An event: a stream uses a storage that was allocated on another one (Tensor.record_stream)."""
+
+    storage: int
+    stream: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronized:
+    """An event: the host knows that a stream (None: every stream) has finished its work before a moment."""
+
+    stream: int | None
+    before: int  # number of an event
+
+
+_RESIZED = -1  # the key of a storage's second block while it is resized
+
+Note = EmptyCache | RecordStream | Synchronized
+# (number of the storage, change in bytes[, stream that allocates it])
+Event = tuple[int, int] | tuple[int, int, int] | Note | PhaseEnd
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """The first allocation that failed, after cached segments had been returned to the driver."""
+
+    event: int  # index of the event
+    asked_bytes: int  # as rounded for the driver: torch's "Tried to allocate"
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(kw_only=True)
+class AtPhaseEnd:
+    """Memory at a PhaseEnd event."""
+
+    name: str
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(kw_only=True)
+class Reserved:
+    """The result of a replay, which stops at an out of memory error as a run does."""
+
+    peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
+    peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
+    end_reserved_bytes: int = 0
+    phase_ends: list[AtPhaseEnd] = field(default_factory=list)
+    flushes: int = 0  # num_alloc_retries: cached segments were returned because the device was full
+    out_of_memory: OutOfMemory | None = None
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak that exceeds the allocated peak."""
+        return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
+
+
+def replay(
+    events: Iterable[Event],
+    *,
+    device_bytes: int | None = None,
+    settings: AllocatorSettings | None = None,
+    host_ahead: bool = True,
+) -> Reserved:
+    """Replay a device's allocations and releases in their order.
+
+    With `host_ahead`, a block that another stream uses is freed when the host knows that the stream is done. That is
+    the latest moment. Without, it is freed at once, as if the device kept up with the host. A positive change allocates
+    or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it frees the old
+    one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context and other uses
+    outside of the allocator.
+    """
+    settings = settings or AllocatorSettings()
+    allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(device_bytes, settings)
+    found = Reserved()
+    sizes: dict[int, int] = {}
+    for number, event in enumerate(events):
+        if isinstance(event, tuple):
+            if not _change(allocator, sizes, number, *event):
+                found.out_of_memory = OutOfMemory(
+                    event=number,
+                    asked_bytes=segment_bytes(settings.rounded_bytes(sizes[event[0]])),
+                    allocated_bytes=allocator.allocated_bytes,
+                    reserved_bytes=allocator.reserved_bytes,
+                )
+                break
+        elif isinstance(event, EmptyCache):
+            allocator.empty_cache()
+        elif isinstance(event, RecordStream):
+            if host_ahead:
+                allocator.record_stream(event.storage, event.stream)
+        elif isinstance(event, Synchronized):
+            allocator.synchronized(event.stream, event.before)
+        else:
+            at_end = {"allocated_bytes": allocator.allocated_bytes, "reserved_bytes": allocator.reserved_bytes}
+            found.phase_ends.append(AtPhaseEnd(name=event.name, **at_end))
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "flushes"):
+        setattr(found, name, getattr(allocator, name))
+    found.end_reserved_bytes = allocator.reserved_bytes
+    return found
+
+
+def _change(
+    allocator: CachingAllocator, sizes: dict[int, int], number: int, storage: int, change: int, stream: int = 0
+) -> bool:
+    """Apply an event; return False if it does not fit."""
+    old = sizes.get(storage, 0)
+    new = sizes[storage] = old + change
+    if not new:
+        del sizes[storage]
+        allocator.release(storage, number)
+        return True
+    if not old:
+        return allocator.allocate(storage, new, stream)
+    moved = allocator.allocate(_RESIZED, new, stream)
+    if moved:
+        allocator.release(storage, number)
+        allocator.live[storage] = allocator.live.pop(_RESIZED)
+    return moved

@@ -1,0 +1,362 @@
+"""Model torch's caching allocator for CUDA devices: which segments it allocates, and how it splits them.
+
+Follows c10/cuda/CUDACachingAllocator.cpp (native backend, its names and rules from torch 2.2 on, constants of 2.14.1).
+A segment is the result of one cudaMalloc. It is split into blocks that are linked to their neighbours. Free blocks are
+in the pool of their stream and size class. If another stream uses a block (`record_stream`), its release waits until
+the work on that stream is known to be done. Of two free blocks of one size, the allocator uses the one at the lower
+address. The driver chooses addresses; here later segments have higher ones. CUDA graphs' pools are not modelled.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from math import inf, isinf
+
+from zerofit.simulate.memory.alloc_conf import MIB, MIN_BLOCK_BYTES, AllocatorSettings
+from zerofit.spec.overhead import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+
+SMALL_BYTES = MIB  # kSmallSize: the largest request of the small pool
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on, a request has a segment of its own size
+ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+UNLIMITED_SPACE_BYTES = 2**48  # address space of an expandable segment without a limit
+
+
+def segment_bytes(size_bytes: int) -> int:
+    """Return the bytes requested from the driver when no cached block fits a rounded request (get_allocation_size)."""
+    if size_bytes <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size_bytes < MIN_LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+
+class Block:
+    """A range of one segment."""
+
+    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size", "uses")
+
+    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
+        self.pool, self.address, self.size = pool, address, size  # both in bytes
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.free = True
+        self.mapped = mapped  # False: address space without memory, in expandable segments only
+        self.uses: set[int] = set()  # streams other than the pool's that use it (stream_uses)
+
+    @property
+    def key(self) -> int:
+        """Sort by size, then by address (BlockComparatorSize)."""
+        return self.size << 64 | self.address
+
+    def cut(self, size: int) -> Block:
+        """Keep the first `size` bytes; return a block of the rest."""
+        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next = rest
+        self.size = size
+        return rest
+
+    def absorb_neighbours(self) -> None:
+        """Merge with free neighbours of the same segment, and remove them from their pool (try_merge_blocks)."""
+        before, after = self.prev, self.next
+        if before is not None and before.free and before.mapped == self.mapped:
+            self.pool.remove(before)
+            self.address = before.address
+            self.size += before.size
+            self.prev = before.prev
+            if self.prev is not None:
+                self.prev.next = self
+        if after is not None and after.free and after.mapped == self.mapped:
+            self.pool.remove(after)
+            self.size += after.size
+            self.next = after.next
+            if self.next is not None:
+                self.next.prev = self
+
+
+class Pool:
+    """The free blocks of one stream and one size class."""
+
+    def __init__(self, *, stream: int, small: bool) -> None:
+        self.stream, self.small = stream, small
+        self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES  # of expandable segments
+        self._keys: list[int] = []
+        self._blocks: dict[int, Block] = {}
+        self.unmapped: list[Block] = []  # by address
+
+    def add(self, block: Block) -> None:
+        """Add a free block."""
+        if block.mapped:
+            insort(self._keys, block.key)
+            self._blocks[block.key] = block
+        else:
+            insort(self.unmapped, block, key=lambda b: b.address)
+
+    def remove(self, block: Block) -> None:
+        """Remove a block."""
+        if block.mapped:
+            del self._keys[bisect_left(self._keys, block.key)]
+            del self._blocks[block.key]
+        else:
+            self.unmapped.remove(block)
+
+    def best_fit(self, size: int) -> Block | None:
+        """Return the smallest block of at least `size` bytes, at the lowest address; None if there is none."""
+        return next(self.at_least(size), None)
+
+    def largest_first(self) -> list[Block]:
+        """Return the free blocks, largest first."""
+        return [self._blocks[key] for key in reversed(self._keys)]
+
+    def at_least(self, size: int) -> Iterator[Block]:
+        """Yield free blocks of at least `size` bytes, smallest first."""
+        for at in range(bisect_left(self._keys, size << 64), len(self._keys)):
+            yield self._blocks[self._keys[at]]
+
+
+class CachingAllocator:
+    """The allocator of one device with `device_bytes` of memory (None: no limit)."""
+
+    def __init__(self, device_bytes: int | None = None, settings: AllocatorSettings | None = None) -> None:
+        self.device_bytes = inf if device_bytes is None else device_bytes
+        self.settings = settings or AllocatorSettings()
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.flushes = 0
+        self.live: dict[int, Block] = {}
+        self._waiting: list[tuple[int, Block]] = []  # released while other streams still used them (cuda_events)
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._next_address = 0
+
+    def allocate(self, storage: int, size_bytes: int, stream: int = 0) -> bool:
+        """Allocate for a storage; return False if the device has no room. As in torch, 0 bytes need no block."""
+        if not size_bytes:
+            return True
+        size = self.settings.rounded_bytes(size_bytes)
+        small = size <= SMALL_BYTES  # get_pool
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(stream=stream, small=small)
+        block = self._take_cached(pool, size) or self._grow(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._grow(pool, size)
+        if block is None:
+            self.flushes += 1
+            self.empty_cache()
+            block = self._grow(pool, size)
+        if block is None:
+            return False
+        if self._splits(pool, size, block.size - size):
+            pool.add(block.cut(size))
+        block.free = False
+        self.live[storage] = block
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+        return True
+
+    def record_stream(self, storage: int, stream: int) -> None:
+        """Record that a stream other than its own uses a storage (recordStream)."""
+        block = self.live.get(storage)
+        if block is not None and stream != block.pool.stream:
+            block.uses.add(stream)
+
+    def release(self, storage: int, moment: int = 0) -> None:
+        """Return a storage's block to its pool, at once or when the streams that use it are done (free)."""
+        block = self.live.pop(storage, None)
+        if block is None:
+            return
+        self.allocated_bytes -= block.size
+        if block.uses:
+            self._waiting.append((moment, block))
+        else:
+            self._free(block)
+
+    def synchronized(self, stream: int | None, before: int) -> None:
+        """Free blocks that waited for a stream's work (None: all streams) before a moment (process_events)."""
+        still = []
+        for moment, block in self._waiting:
+            if moment < before:
+                block.uses = set() if stream is None else block.uses - {stream}
+            if block.uses:
+                still.append((moment, block))
+            else:
+                self._free(block)
+        self._waiting = still
+
+    def empty_cache(self) -> None:
+        """Return segments without a live block to the driver (release_cached_blocks)."""
+        self._free_waiting()
+        for pool in self._pools.values():
+            for block in list(pool.at_least(0)):
+                if block.prev is None and block.next is None:
+                    self._give_back(block)
+
+    def _free_waiting(self) -> None:
+        """Wait for all streams (synchronize_and_free_events)."""
+        self.synchronized(None, 1 + max((moment for moment, _ in self._waiting), default=0))
+
+    def _free(self, block: Block) -> None:
+        """Return a block to its pool, merged with free neighbours (free_block)."""
+        block.free = True
+        block.absorb_neighbours()
+        block.pool.add(block)
+
+    def _give_back(self, block: Block) -> None:
+        """Return a segment to the driver (release_block)."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Return oversize blocks, which are never split, until a request fits (release_available_cached_blocks)."""
+        limit = self.settings.max_split_bytes
+        if isinf(limit):
+            return False
+        wanted = max(size, int(limit))
+        fitting = pool.best_fit(wanted)
+        if fitting is not None:
+            self._give_back(fitting)
+            return True
+        released = 0
+        for block in pool.largest_first():
+            if released >= wanted or block.size < limit:
+                break
+            released += block.size
+            self._give_back(block)
+        return released >= wanted
+
+    def _take_cached(self, pool: Pool, size: int) -> Block | None:
+        """Remove the best fit from its pool; None if it is too large to split (get_free_block)."""
+        block, limit = pool.best_fit(size), self.settings.max_split_bytes
+        if (
+            block is None
+            or (size < limit <= block.size)
+            or (size >= limit and block.size >= size + LARGE_SEGMENT_BYTES)
+        ):
+            return None
+        pool.remove(block)
+        return block
+
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        """Return whether the rest of a block becomes a block of its own (should_split)."""
+        if pool.small:
+            return rest >= MIN_BLOCK_BYTES
+        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Allocate a new segment (alloc_block); return None if the device has no room for it."""
+        new_bytes = segment_bytes(size)
+        if self.reserved_bytes + new_bytes > self.device_bytes:
+            return None
+        self._reserve(new_bytes)
+        block = Block(pool, self._next_address, new_bytes)
+        self._next_address += new_bytes
+        return block
+
+    def _reserve(self, new_bytes: int) -> None:
+        self.reserved_bytes += new_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+
+class ExpandableAllocator(CachingAllocator):
+    """The allocator under `expandable_segments:True`: one segment per pool, which grows page by page.
+
+    A segment is address space for 1 1/8 of the device. Memory is mapped into it in pages of 2 MiB (small pool) or 20
+    MiB (large pool).
+    """
+
+    def empty_cache(self) -> None:
+        """Unmap every page that is completely inside a free block (unmap_block)."""
+        self._free_waiting()
+        for pool in self._pools.values():
+            for block in list(pool.at_least(pool.page_bytes)):
+                self._unmap(block)
+
+    def _take_cached(self, pool: Pool, size: int) -> Block | None:
+        """Remove the best fit; a block counts with the unmapped space after it (get_free_block)."""
+        best = None
+        for block in pool.at_least(size):
+            if best is not None and _room(block) >= _room(best):
+                break
+            best = block
+        if best is not None:
+            pool.remove(best)
+        return best
+
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        return rest >= MIN_BLOCK_BYTES
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        return False  # nothing is oversize: pages are unmapped one by one
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Map memory at the lowest address where `size` bytes fit (try_allocate_expandable_block)."""
+        block = self._find_space(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next  # unmapped; once mapped, it merges with this block
+            assert following is not None
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _find_space(self, pool: Pool, size: int) -> Block:
+        """Return the first free or unmapped neighbours with enough room (find_expandable_block), else a new segment."""
+        for block in pool.unmapped:
+            first = block.prev if block.prev is not None and block.prev.free else block
+            room, at = 0, first
+            while at is not None and at.free and room < size:
+                room, at = room + at.size, at.next
+            if room >= size:
+                return first
+        device = UNLIMITED_SPACE_BYTES if isinf(self.device_bytes) else int(self.device_bytes)
+        pages = -(-(device + device // 8) // LARGE_SEGMENT_BYTES)  # a multiple of both page sizes
+        block = Block(pool, self._next_address, pages * LARGE_SEGMENT_BYTES, mapped=False)
+        self._next_address += block.size
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Map memory to the beginning of an unmapped block (map_block); return False if the device has none left."""
+        page = block.pool.page_bytes
+        mapped = -(-size // page) * page
+        if self.reserved_bytes + mapped > self.device_bytes:
+            return False
+        self._reserve(mapped)
+        block.pool.remove(block)
+        if mapped < block.size:
+            block.pool.add(block.cut(mapped))
+        block.mapped = True
+        block.absorb_neighbours()
+        block.pool.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        pool, page = block.pool, block.pool.page_bytes
+        begin = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if begin > block.address:
+            middle = block.cut(begin - block.address)
+            pool.add(block)
+            block = middle
+        if end < block.address + block.size:
+            pool.add(block.cut(end - block.address))
+        block.mapped = False
+        block.absorb_neighbours()
+        self.reserved_bytes -= end - begin
+        if block.prev is not None or block.next is not None:  # otherwise the segment is empty
+            pool.add(block)
+
+
+def _room(block: Block) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -1,0 +1,212 @@
+"""Record the storages of a simulated rank, and derive peaks, the timeline and the allocator's events."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import PurePath
+from types import CodeType
+
+from zerofit.simulate.memory.allocator import EmptyCache, Event, Note, Synchronized
+from zerofit.simulate.record import KindPeak, MemoryPoint
+
+DEVICE, HOST, PINNED, LOCKED = "device", "host", "pinned", "locked"  # LOCKED: page-locked, but not by torch
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # model.layers.17.mlp
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation. Its kind may be set later."""
+
+    bytes: int
+    place: str  # DEVICE, HOST, PINNED or LOCKED
+    phase: str
+    step: int
+    op: str
+    module: str  # the model's running module, "" outside of it
+    code: CodeType | None  # the innermost function outside of torch; `line` is in it
+    line: int
+    recomputed: bool = False  # allocated in backward while a checkpoint is recomputed
+    kind: str | None = None
+    own: str = ""  # the user's innermost line, "file:line"; only if this was a new peak of the phase
+    stream: int = 0  # the device's stream that allocated it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseMark:
+    """The beginning of a phase in the list of events."""
+
+    event: int
+    name: str
+    step: int
+
+
+class Ledger:
+    """Storages, their allocations (+bytes) and releases (-bytes) in order, and live and peak bytes by place."""
+
+    def __init__(self) -> None:
+        self.storages: list[Storage] = []
+        self.events: list[tuple[int, int]] = []  # (index of the storage, change in bytes)
+        self.marks: list[PhaseMark] = []
+        self.notes: list[tuple[int, Note]] = []  # other messages to the caching allocator, and the event they precede
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._going_over: tuple[int, int, int] | None = None  # next event, storage to be freed, peak before
+
+    def allocated(self, storage: Storage, instead: int | None = None) -> int:
+        """Record an allocation; return its index. If the storage `instead` is freed next, its memory is reused."""
+        before = self.peak[storage.place]
+        self.storages.append(storage)
+        self._change(len(self.storages) - 1, storage.bytes)
+        if instead is not None:
+            self._going_over = len(self.events), instead, before
+        return len(self.storages) - 1
+
+    def resized(self, index: int, new_bytes: int) -> None:
+        """Record a storage's new size."""
+        change = new_bytes - self.storages[index].bytes
+        self.storages[index].bytes = new_bytes
+        self._change(index, change)
+
+    def freed(self, index: int) -> None:
+        """Record a release."""
+        change = -self.storages[index].bytes
+        if self._going_over is None or self._going_over[:2] != (len(self.events), index):
+            self._change(index, change)
+            return
+        taker, size = self.events.pop()
+        place = self.storages[taker].place
+        self.live[place] -= size
+        self.peak[place] = self._going_over[2]
+        self._change(index, change)
+        self._change(taker, size)
+
+    def pinned(self, index: int, place: str = PINNED) -> None:
+        """Mark host memory as page-locked from the start, by torch (PINNED) or by other means (LOCKED)."""
+        storage = self.storages[index]
+        self.live[HOST] -= storage.bytes
+        self.live[place] += storage.bytes
+        self.peak[place] = max(self.peak[place], self.live[place])
+        storage.place = place
+
+    def begin(self, name: str, step: int) -> None:
+        """Record the beginning of a phase."""
+        self.marks.append(PhaseMark(event=len(self.events), name=name, step=step))
+
+    def empty_cache(self) -> None:
+        """Record that the caching allocator returns unused segments."""
+        self.note(EmptyCache())
+
+    def note(self, note: Note) -> None:
+        """Record a message to the caching allocator."""
+        self.notes.append((len(self.events), note))
+
+    def _change(self, index: int, change: int) -> None:
+        place = self.storages[index].place
+        self.events.append((index, change))
+        self.live[place] += change
+        self.peak[place] = max(self.peak[place], self.live[place])
+
+
+def kind_peaks(ledger: Ledger) -> list[KindPeak]:
+    """Return the highest peak of each kind on the device, and its first and last one, highest first.
+
+    Storages must be classified.
+    """
+    best: dict[tuple[object, ...], dict[str, _Moment]] = {}
+    alive: Counter[str] = Counter()
+    live = 0
+    for index, change in ledger.events:
+        storage = ledger.storages[index]
+        if storage.place != DEVICE:
+            continue
+        live += change
+        alive[storage.kind or "other"] += change
+        if change > 0:
+            key = (storage.phase, storage.step, _LAYER.sub("*", storage.module), storage.op, storage.code, storage.line)
+            now = live, storage, dict(alive)
+            known = best.get(key)
+            if known is None:
+                best[key] = {"": now, "first": now, "last": now}
+            else:
+                known["last"] = now
+                if live > known[""][0]:
+                    known[""] = now
+    found = [_kind_peak(which, *moment) for moments in best.values() for which, moment in moments.items()]
+    return sorted(found, key=lambda m: -m.bytes)
+
+
+_Moment = tuple[int, Storage, dict[str, int]]  # live bytes, the last allocation, live bytes by kind
+
+
+def _kind_peak(which: str, size: int, storage: Storage, parts: dict[str, int]) -> KindPeak:
+    at = place_in_code(storage)
+    return KindPeak(
+        key="|".join([storage.phase, str(storage.step), _LAYER.sub("*", storage.module), storage.op, at]),
+        which=which,
+        phase=storage.phase,
+        step=storage.step,
+        module=storage.module,
+        at=at,
+        own=storage.own,
+        bytes=size,
+        breakdown=dict(sorted(filter(itemgetter(1), parts.items()), key=lambda item: -item[1])),
+    )
+
+
+def place_in_code(storage: Storage) -> str:
+    """Return the allocating line, e.g. "deepspeed/runtime/zero/stage3.py:782"; "" if no Python was running."""
+    if storage.code is None:
+        return ""
+    parts = PurePath(storage.code.co_filename).parts
+    start = parts.index("site-packages") + 1 if "site-packages" in parts else max(0, len(parts) - 3)
+    return "/".join(parts[start:]) + f":{storage.line}"
+
+
+def device_events(ledger: Ledger) -> list[Event]:
+    """Return the messages to the device's caching allocator, in order, for `allocator.replay`."""
+    found: list[Event] = []
+    places: list[int] = []  # index in `found` for each event of the ledger
+    notes: defaultdict[int, list[Note]] = defaultdict(list)
+    for moment, note in ledger.notes:
+        notes[moment].append(note)
+    for moment in range(len(ledger.events) + 1):
+        places.append(len(found))
+        for note in notes[moment]:
+            if isinstance(note, Synchronized):
+                note = Synchronized(stream=note.stream, before=places[note.before])
+            found.append(note)
+        if moment < len(ledger.events):
+            index, change = ledger.events[moment]
+            if change and ledger.storages[index].place == DEVICE:
+                found.append((index, change, ledger.storages[index].stream))
+    return found
+
+
+def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
+    """Return device memory by kind over the run, at about `points` moments.
+
+    Events are divided into stretches within a phase; each gives its highest moment.
+    """
+    events = list(ledger.events)  # a copy: garbage collection may add releases meanwhile
+    stretch = max(1, len(events) // points)
+    marks = [*ledger.marks, PhaseMark(event=len(events) + 1, name="", step=-1)]
+    found: list[MemoryPoint] = []
+    alive: Counter[str] = Counter()
+    phase, highest = 0, -1
+    for number, (index, change) in enumerate(events):
+        while number >= marks[phase + 1].event:
+            phase, highest = phase + 1, -1
+        storage = ledger.storages[index]
+        if storage.place == DEVICE:
+            alive[storage.kind or "other"] += change
+        if number % stretch == 0:
+            highest = -1
+        if alive.total() > highest:
+            if highest >= 0:
+                found.pop()  # a lower moment of the same stretch
+            found.append(MemoryPoint(t=number, phase=marks[phase].name, step=marks[phase].step, bytes=dict(+alive)))
+            highest = alive.total()
+    return tuple(found)

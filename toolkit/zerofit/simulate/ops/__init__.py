@@ -1,0 +1,1 @@
+"""Observe each op of a simulated rank: its storages, streams, FLOPs and messages."""

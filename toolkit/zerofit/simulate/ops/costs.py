@@ -1,0 +1,195 @@
+"""Count the FLOPs of ops on fake tensors, and the scratch memory that kernels allocate while they run.
+
+FLOPs are torch's own count, plus ops that it lacks. Scratch memory is counted only where a source states it exactly.
+oneDNN's convolutions and bf16 products need an amount that depends on the processor, which
+`benchmarks/meter/scratch.py` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+# torch does not type the arguments and results of ops: numbers, tensors, None, or lists of them
+OpArguments = Sequence[Any]
+OpKeywords = dict[str, Any]
+OpOutput = Any
+Scratch = Callable[
+    [str, OpArguments, OpKeywords, OpOutput], int
+]  # (op, args, kwargs, out) -> bytes alive only while the op runs
+
+
+def flops_of(func: OpOverload, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
+    """Return the FLOPs of one call of an op, 2 per multiply-add; 0 for an op without products."""
+    count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    if not count:
+        return 0
+    if func._overloadname.startswith("dtype"):
+        args = args[:-1]  # the output's type, which the counters of torch before 2.14 mistake for its shape
+    return count(*args, **kwargs, out_val=out)
+
+
+def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> Tensor | None:
+    """Return the older gradient if this op is autograd's sum of two gradients; `caller`: the op's frame in Python.
+
+    Autograd adds in place if there is no other reference to the older one (autograd/input_buffer.cpp, accumulate), but
+    makes a new tensor while a dispatch mode is active. An addition in a node's own formula is mistaken for one.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
+        return None
+    while caller is not None and caller.f_code.co_filename.endswith(
+        ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+    ):
+        caller = caller.f_back  # frames around every mode
+    if caller is not None and not caller.f_code.co_filename.endswith("torch/autograd/graph.py"):
+        return None
+    older: Tensor = args[0]
+    return older if older.untyped_storage().nbytes() == older.nbytes else None
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Count attention's FLOPs without a reduction for a causal mask."""
+    return sdpa_flop_count(query.shape, *_ungrouped(query, key, value))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, *_ungrouped(query, key, value))
+
+
+def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes of keys and values with as many heads as queries: torch 2.11's counter ignores groups."""
+    return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
+
+
+def _grouped(a: Tensor, b: Tensor, *_: object, **__: object) -> int:
+    """Count the (tokens, k) by (experts, k, n) product of a mixture of experts."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: object) -> int:
+    """Count forward's FLOPs for each gradient: torch 2.11's counter multiplies the weight's by `groups`."""
+    transposed, wanted = more[4], more[7]
+    return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
+
+
+_MORE: dict[object, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: _grouped,
+    torch.ops.aten.convolution_backward: _convolution_backward,
+}
+for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
+    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
+# ops that call cuBLAS on a GPU
+BLAS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "_scaled_mm")
+)
+
+
+def bytes_of(value: object) -> int:
+    """Return the bytes of the tensors in a structure."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _softmax_mask(args: OpArguments, out: OpOutput) -> int:
+    """Count the bytes of a bool for each element and each row of the scores."""
+    return args[0].numel() + args[0].numel() // args[0].shape[-1] + 4
+
+
+def _flash_backward(args: OpArguments, out: OpOutput) -> int:
+    """Count the bytes of dq's accumulator (float32, padded to 128 rows and 32 columns) and of the row sums.
+
+    Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd (dq_accum and softmax_d). With fewer key
+    than query heads, dk and dv are first allocated for every query head.
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows, columns = -(-length // 128) * 128, -(-width // 32) * 32
+    accumulated = 4 * batch * heads * rows * (columns + 1)
+    expanded = 2 * batch * heads * key.shape[2] * width * key.element_size() if key.shape[1] != heads else 0
+    return accumulated + expanded
+
+
+def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
+    """Return a function that counts the bytes of those of an op's tensors that are not contiguous."""
+    return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
+
+
+def _reduced(args: OpArguments, out: OpOutput) -> int:
+    """Count the bytes of per-element losses if the op reduces them; args[2] is 0 if it does not."""
+    whole = torch.broadcast_tensors(*args[:2])[0]
+    return whole.numel() * out.element_size() if args[2:3] != (0,) else 0
+
+
+# ATen/native: SoftMax.cpp, cuda/SoftMax.cu, layer_norm.cpp and cuda/layer_norm_kernel.cu copy tensors that are not
+# contiguous; Loss.cpp stores the loss of each element before it adds them up
+_ANYWHERE: dict[str, Callable[[OpArguments, OpOutput], int]] = {
+    "aten::_softmax": _copies(0),
+    "aten::_log_softmax": _copies(0),
+    "aten::_softmax_backward_data": _copies(0, 1),
+    "aten::_log_softmax_backward_data": _copies(0, 1),
+    "aten::native_layer_norm": _copies(0),
+    "aten::native_layer_norm_backward": _copies(0, 1),
+    "aten::mse_loss": _reduced,
+    "aten::smooth_l1_loss": _reduced,
+    "aten::huber_loss": _reduced,
+}
+# Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather uses a flat
+# copy of the output, reduce-scatter an all-reduced clone of the input. aten: batch_norm_cpu's backward multiplies into
+# a copy of the input, _safe_softmax compares all scores with -inf.
+KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
+    "cpu": {
+        **_ANYWHERE,
+        "c10d::_allgather_base_": lambda args, out: bytes_of(args[0]),
+        "c10d::allgather_": lambda args, out: bytes_of(args[0]),
+        "c10d::_reduce_scatter_base_": lambda args, out: bytes_of(args[1]),
+        "aten::native_batch_norm": lambda args, out: 8 * args[0].shape[1],
+        "aten::native_batch_norm_backward": lambda args, out: bytes_of(args[1]),
+        "aten::_safe_softmax": _softmax_mask,
+    },
+    "cuda": {**_ANYWHERE, "aten::_scaled_dot_product_flash_attention_backward": _flash_backward},
+}
+
+
+def scratch_on(device: str) -> Scratch:
+    """Return the function for the scratch bytes of ops on a kind of device, "cpu" or "cuda"."""
+    table = KERNEL_SCRATCH[device]
+
+    def scratch(op: str, args: OpArguments, kwargs: OpKeywords, out: OpOutput) -> int:
+        formula = table.get(op)
+        if formula:
+            return formula(args, out)
+        return _casts(op, args, out) if device == "cpu" and _is_pointwise(op) else 0
+
+    return scratch
+
+
+@cache
+def _is_pointwise(op: str) -> bool:
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _casts(op: str, args: OpArguments, out: OpOutput) -> int:
+    """Count the bytes of operands whose type differs from the one that a pointwise op computes in.
+
+    A CPU kernel gets copies in that type (ATen/TensorIterator.cpp, compute_types); a GPU's casts while it reads. A
+    tensor that the op changes in place counts, too.
+    """
+    computed = args[1:] if op == "aten::where" else args  # the condition is not cast, and neither is a mask
+    operands = [one for one in computed if isinstance(one, Tensor) and one.dim() and not op.startswith("aten::masked")]
+    if not operands or not isinstance(out, Tensor) or len({one.dtype for one in (*operands, out)}) == 1:
+        return 0
+    common = reduce(torch.promote_types, (one.dtype for one in operands))
+    if out.dtype != torch.bool:  # e.g. a quotient of integers is a float, a sum of bools an integer
+        common = torch.promote_types(common, out.dtype)
+    changed = [out] if op.endswith("_") and out.dtype != common else []
+    return sum(one.numel() * common.itemsize for one in (*operands, *changed) if one.dtype != common)

@@ -1,0 +1,89 @@
+"""Run ops on fakes: correct the storage of some outputs, and take shortcuts for ops that ZeRO repeats per rank.
+
+ZeRO-3 splits gathered parameters and gradients into one piece per rank, and joins the pieces again. On a large cluster
+that is slow, since torch needs half a millisecond for each op
+(deepspeed/runtime/zero/partition_parameters.py:791, runtime/comm/coalesced_collectives.py:96).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput
+
+# losses that are stored per element in the tensor that becomes the scalar: its storage keeps that size
+# (aten/src/ATen/native/Loss.cpp)
+_AS_LONG_AS_ELEMENTS = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+
+def run(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
+    """Run an op; return fakes of the same shape, type and device as without shortcuts."""
+    if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+        return _view(func, args, kwargs)
+    if func is torch.ops.aten.cat.default and _are_rows_alike(list(args[0])):
+        return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
+    return as_stored(func, args, func(*args, **kwargs))
+
+
+def as_stored(func: OpOverload, args: OpArguments, out: OpOutput) -> OpOutput:
+    """Return an op's output with the storage that a real output has."""
+    if func in _AS_LONG_AS_ELEMENTS and not out.dim() and (out.is_meta or isinstance(out, FakeTensor)):
+        return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).resize_(())
+    return out
+
+
+def sharing_pieces(function: Callable[..., object], cut: str) -> Callable[..., object]:
+    """Wrap a function that only joins the pieces it cuts: it gets one shared fake for all pieces of equal size.
+
+    `cut`: the method of torch.Tensor that cuts, "narrow" or "__getitem__" with a slice.
+    """
+
+    def run_sharing(*args: object, **kwargs: object) -> Any:
+        pieces: dict[tuple[int, int], Tensor] = {}
+        original = getattr(Tensor, cut)
+
+        def piece(whole: Tensor, *where: Any) -> Tensor:
+            size = where[-1] if cut == "narrow" else len(range(*where[0].indices(len(whole))))
+            key = whole.untyped_storage()._cdata, size
+            if key not in pieces:
+                pieces[key] = original(whole, *where)
+            return pieces[key]
+
+        with patch.object(Tensor, cut, piece):
+            return function(*args, **kwargs)
+
+    return run_sharing
+
+
+def _view(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
+    whole = args[0]
+    with in_kernel_invocation_manager(whole.fake_mode):
+        made = func(*args, **kwargs)
+    if isinstance(made, Tensor):
+        return FakeTensor(whole.fake_mode, made, whole.fake_device)
+    return [FakeTensor(whole.fake_mode, one, whole.fake_device) for one in made]
+
+
+def _are_rows_alike(pieces: list[Any]) -> bool:
+    """Return whether all are one-dimensional fakes of unknown value, of one type and on one device."""
+    first = pieces[0]
+    return all(
+        type(piece) is FakeTensor
+        and piece.constant is None
+        and piece.dim() == 1
+        and piece.dtype == first.dtype
+        and piece.fake_device == first.fake_device
+        for piece in pieces
+    )

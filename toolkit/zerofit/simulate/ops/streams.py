@@ -1,0 +1,176 @@
+"""Simulate the device's streams and events: the memory that each uses, and the work that the host knows is done.
+
+The host runs ahead of the device. It knows that a stream's work is done after waiting for it, by `synchronize()`, for a
+value (`item()`) or for a copy without `non_blocking`. Work that this stream has waited for is then also done. `query()`
+returns False until then. If it is called again without new work, the host is in a waiting loop, and it returns True.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zerofit.simulate.memory.allocator import Synchronized
+from zerofit.simulate.memory.ledger import Ledger
+from zerofit.simulate.ops.issued import IssuedLog
+
+
+class Streams:
+    """The streams of one device, by number; the first is the default, and current in each thread at the start."""
+
+    def __init__(self, ledger: Ledger):
+        streams, self.ledger, self.made = self, ledger, 0
+        self.issued: IssuedLog | None = None  # the log of issued work, if any
+        self.known: dict[int, int] = {}  # stream's number -> the host knows its work before this moment to be done
+        self._here = threading.local()
+
+        class Stream(SimulatedStream):
+            """A stream of this device (torch.cuda.Stream)."""
+
+            def __init__(self, *_: object, **__: object):
+                super().__init__(streams, streams.made)
+                streams.made += 1
+
+        class DeviceEvent(SimulatedEvent):
+            """An event of this device (torch.cuda.Event)."""
+
+            def __init__(self, *_: object, **__: object):
+                super().__init__(streams)
+
+        self.Stream, self.Event = Stream, DeviceEvent
+        self.default = Stream()
+
+    @property
+    def current(self) -> SimulatedStream:
+        """The stream to which this thread issues work."""
+        return getattr(self._here, "stream", self.default)
+
+    @current.setter
+    def current(self, stream: object) -> None:
+        self._here.stream = stream
+
+    @contextmanager
+    def using(self, stream: SimulatedStream | None) -> Iterator[None]:
+        """Make another stream current inside this context; None changes nothing."""
+        before = self.current
+        self.current = stream or before
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, *_: object) -> None:
+        """Wait for all work on the device."""
+        self.ledger.note(Synchronized(stream=None, before=self.now))
+        self.known = dict.fromkeys(range(self.made), self.now)
+        if self.issued is not None:
+            self.issued.wait(None, None)
+
+    def wait_for(self, done: dict[int, int]) -> None:
+        """Make the host wait until streams have reached these moments."""
+        for number, moment in done.items():
+            if self.known.get(number, 0) < moment:
+                self.known[number] = moment
+                self.ledger.note(Synchronized(stream=number, before=moment))
+
+    @property
+    def now(self) -> int:
+        """The current moment: the number of allocations and releases so far."""
+        return len(self.ledger.events)
+
+    @property
+    def place(self) -> int:
+        """The current place: the number of recorded works and waits."""
+        return 0 if self.issued is None else len(self.issued.items)
+
+
+class SimulatedEvent:
+    """A point in a stream, and the work that is done when the stream reaches it."""
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+        self.done: dict[int, int] = {}  # stream's number -> its work before this moment is done
+        self._place = 0, 0  # stream's number, and the number of works issued before
+        self._asked_at = -1
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """Record the end of a stream's work so far."""
+        stream = stream or self._streams.current
+        self.done = {**stream.waited, stream.number: self._streams.now}
+        self._place = stream.number, self._streams.place
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Make a stream wait for this event."""
+        (stream or self._streams.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Make the host wait for this event."""
+        self._streams.wait_for(self.done)
+        self.waits(None)
+
+    def waits(self, stream: int | None) -> None:
+        """Record that a stream, or the host (None), waits for this event."""
+        if self._streams.issued is not None:
+            self._streams.issued.wait(stream, *self._place)
+
+    def query(self) -> bool:
+        """Return whether the host knows that the event is reached."""
+        if self._asked_at == self._streams.now:
+            self.synchronize()
+        self._asked_at = self._streams.now
+        return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
+
+    def elapsed_time(self, *_: object) -> float:
+        """Return 1 millisecond: no time passes here, and libraries divide by it."""
+        return 1.0
+
+
+class SimulatedStream:
+    """A queue of work; nothing is computed, but memory is allocated and used on it."""
+
+    device_index = 0
+    device_type = 1  # c10::DeviceType::CUDA
+
+    def __init__(self, streams: Streams, number: int):
+        self._streams, self.number = streams, number
+        self.waited: dict[int, int] = {}  # other stream's number -> its work before this moment is awaited
+        self.stream_id = self.cuda_stream = number
+        self._end = SimulatedEvent(streams)  # used by `query`
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Wait for an event of another stream."""
+        for number, moment in event.done.items():
+            self.waited[number] = max(moment, self.waited.get(number, 0))
+        event.waits(self.number)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Wait for all work on another stream."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """Return an event at the end of the work so far."""
+        event = event or SimulatedEvent(self._streams)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Make the host wait for all work on this stream."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Return whether the host knows that all work is done."""
+        self.record_event(self._end)
+        return self._end.query()
+
+    def is_capturing(self) -> bool:
+        """Return False: no graph is being captured."""
+        return False
+
+    def __enter__(self) -> SimulatedStream:
+        self._before = self._streams.current
+        self._streams.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before
