@@ -13,20 +13,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-WIDTH, LINES = 80, 44  # columns; lines of an answer that are shown
+WIDTH, LINES = 80, 24  # columns; lines of an answer that are shown
 FAULTY = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "fp16": {"enabled": true},\n'
 FAULTY += '  "bf16": {"enabled": true}\n}\n'
-TEXT = "--data pysource --seq-len 64 --micro-batch 2 --steps 4 --eval-samples 8"
+# for `generate`: README's quickstart, two minutes or more
+PREPARED = "train llama-tiny --data pysource --steps 400 --micro-batch 8 --seq-len 256 --lr 3e-3 --output runs/llama"
 SCREENS = (  # in an order in which each finds what it needs
     "train lenet --data digits --epochs 2 --output runs/lenet",
-    f"train llama-tiny {TEXT} --ranks 1 --output runs/llama",
     "plan llama-3.1-8b --gpus 8 --gpu h100-80gb --top 5",
-    "plan llama-3.1-8b --gpu p5.48xlarge --top 3 --tokens 1T --columns memory,step,hours,cost",
     "plan llama-3.1-8b --gpus 1 --gpu l4 --top 3",
     "simulate llama-tiny --gpus 2 --gpu h100-80gb --device-memory 2GiB --ds-config zero1 --seq-len 512 --micro-batch 8",
-    "simulate llama-tiny --gpus 2 --gpu h100-80gb --ds-config zero3 --seq-len 64 --no-knobs --details",
     "check ds.json",
-    "check zero2 --explain",
     "ckpt ls runs/lenet",
     "ckpt show runs/lenet",
     "ckpt verify runs/lenet",
@@ -34,12 +31,11 @@ SCREENS = (  # in an order in which each finds what it needs
     "ckpt convert runs/lenet universal",
     "ckpt diff runs/lenet exported",
     "eval runs/lenet",
-    "generate runs/llama --prompt def --max-new-tokens 8 --temperature 0",
+    "generate runs/llama --prompt 'def ' --max-new-tokens 60 --temperature 0",
     "data pysource --show 0 --seq-len 64",
     "models gpt2",
     "plot runs/lenet --out runs.png",
     "compare strategies lenet --data digits --strategies single,ddp --ranks 2 --steps 12 --output compared",
-    "compare batch-size mlp --data digits --sizes 32,64 --seeds 1 --epochs 2 --target 0.8 --output sizes",
     "tune mlp --data digits --ranks 1 --trials 2 --minutes 5 --output tuned",
     "launch lenet --data digits --slurm job.sbatch --nodes 2 --slots 8 --time 1:00:00 --output runs/job",
     "doctor --quick",
@@ -79,6 +75,7 @@ def write(page: Path) -> None:
         os.chdir(folder)
         os.environ["ZEROFIT_CACHE"] = f"{folder}/cache"
         Path("ds.json").write_text(FAULTY)
+        shown(PREPARED)
         blocks = [title]
         for name, words in ((words.partition(" ")[0], words) for words in SCREENS):
             heading = f"## {name}\n"

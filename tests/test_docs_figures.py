@@ -182,7 +182,6 @@ CLAIMS: list[tuple[Callable[[], list[str]], dict[str, str]]] = [
     (bandwidth, {"docs/reliability.md": "the same bytes through plain torch"}),
     (export, {"docs/reliability.md": "an export of Llama-3.2-1B"}),
     (same_weights, {"docs/laboratory.md": "the mean of the shares", "docs/zh/laboratory.md": "各份梯度的平均"}),
-    (same_weights, {"docs/compare.md": "by every strategy on each number of ranks"}),
     (strategies, {"docs/how-to/compare.md": "compare strategies lenet"}),
 ]
 

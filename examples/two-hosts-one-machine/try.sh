@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start one run as two nodes of this machine, kill a rank, resume, export.
 set -u
-cd "$(dirname "$0")"
+cd "$(dirname "$0")" || exit
 run=$PWD/runs/two
 
 node() {  # what you would type on node number $1

@@ -37,11 +37,12 @@ from zerofit.cli.machine import BANDWIDTHS, LATENCIES, _show_findings, _show_spe
 from zerofit.cli.plan_show import show as show_plan
 from zerofit.cli.simulate_show import show as show_simulation
 from zerofit.cli.simulate_show import show_knobs
-from zerofit.cli.train import _show_models
+from zerofit.cli.train import _show_models, _show_traces
 from zerofit.cli.train import show as show_training
 from zerofit.doctor.check import Check
 from zerofit.infer.evaluate import EvalScores
 from zerofit.models.names import model_table
+from zerofit.report.trace_comparison import TraceComparison, TraceRow
 from zerofit.simulate.forecast.result import KnobResult
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.run import Run
@@ -81,7 +82,10 @@ def other_screens(folder: Path) -> dict[str, tuple[Callable[[], object], str]]:
     found = DataView(
         data="jsonl", seq_len=8, notes=("note " * 30,), counts={}, train_samples=9, valid_samples=1, samples=()
     )
+    row_of_trace = TraceRow(module="block", kind="all-gather of parameters", forecast_s=0.0123, measured_s=0.0456)
+    traces = TraceComparison(forecast_step_s=0.5, measured_step_s=0.6, rows=(row_of_trace,), picture=place)
     return {
+        "plot --trace": (partial(_show_traces, traces), "MEASURED  0.6 s a step, 1.2 times"),
         "ckpt ls": (
             partial(show_list, CheckpointList(folder=place, checked="sizes", checkpoints=[fine, bad])),
             "DAMAGED  1 of 2",

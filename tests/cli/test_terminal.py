@@ -16,13 +16,14 @@ from pathlib import Path
 
 import click
 import pytest
+from rich.table import Table
 from rich.text import Text
 
 import zerofit.cli
 from tests.cli.test_console import events
 from zerofit.cli import console as consoles
 from zerofit.cli.answer import fail
-from zerofit.cli.console import EventConsole, err, make_table, out
+from zerofit.cli.console import EventConsole, err, out
 from zerofit.cli.main import main
 from zerofit.cli.terminal import safe_output, style, write_data
 from zerofit.spec.errors import Problem
@@ -77,7 +78,7 @@ def by_log(text: str) -> None:
 
 
 def by_table(text: str) -> None:
-    table = make_table(text, "other")
+    table = Table(text, "other")
     table.add_row(Text(text, style="bold"), text)
     out().print(table)
 

@@ -1,4 +1,4 @@
-"""Answers of commands: JSON as the last line with --json, errors, and exit codes 0, 1, 2, 3, 70, 75, 130."""
+"""Print answers and errors of commands, with --json as the last line, and set exit codes 0, 1, 2, 3, 70, 75, 130."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Result(Protocol):
 R = TypeVar("R", bound="Result | dict[str, Any]")
 
 
+# Every command ends here: its work returns a result, which is one line of JSON or lines for people, or raises an
+# error, which becomes messages and an exit code. Scripts rely on both, so no command exits in another way.
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], interrupted: str = "") -> R:
     """Do a command's work and print its answer. Errors end the process with their exit code.
 
@@ -49,6 +51,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
         except (UserError, DoesNotFit, ModelError, RunFailed, Stopped) as error:
             fail(problems_of(error), error.exit_code, as_json)
         except KeyboardInterrupt as request:
+            # the work raises KeyboardInterrupt with the run folder, if there is one
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))
             hint = "the same command resumes from the newest checkpoint" if saved else interrupted
@@ -75,6 +78,7 @@ def problems_of(error: Exception) -> list[Problem]:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """Handle SIGTERM, SIGUSR1 and a closed terminal like Ctrl-C within the block."""
+    # default_int_handler raises KeyboardInterrupt in the main thread, so that all blocks with cleanup run
     former = {number: signal.signal(number, signal.default_int_handler) for number in stop_requests()}
     try:
         yield
@@ -129,6 +133,7 @@ def _write_traceback(error: Exception) -> Path:
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
     """Print problems to standard error, and with --json as the last line of standard output, and exit."""
     for problem in problems:
+        # a stop on request is not an error
         label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)
         if problem.where:

@@ -44,7 +44,7 @@ class CheckReport:
 
     result: CheckResult
     explained: list[KeyRow] | None = None
-    new_text: str | None = None  # fixed or migrated; None: not asked for
+    new_text: str | None = None  # fixed or migrated; None: not requested
     written: str | None = None  # None: nothing changed
     undecided: tuple[str, ...] = ()  # errors that the new text still has, with their fixes
     migrated: Migrated | None = None
@@ -52,14 +52,14 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON for one file."""
-        found = self.result.to_dict()
+        shown = self.result.to_dict()
         if self.explained is not None:
-            found["explained"] = [row.as_dict() for row in self.explained]
+            shown["explained"] = [row.as_dict() for row in self.explained]
         if self.migrated:
-            found |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
+            shown |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
         if self.new_text is not None:
-            found |= {"written": self.written, "undecided": list(self.undecided)}
-        return found | (self.resolved.to_dict() if self.resolved else {})
+            shown |= {"written": self.written, "undecided": list(self.undecided)}
+        return shown | (self.resolved.to_dict() if self.resolved else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +77,15 @@ class CheckReports:
     @property
     def exit_code(self) -> int:
         """The worst of all files."""
-        if any(isinstance(one, UnreadFile) or one.errors for one in self.results):
+        checked = [result for result in self.results if not isinstance(result, UnreadFile)]
+        if len(checked) < len(self.results) or any(result.errors for result in checked):
             return ERRORS
-        return WARNINGS if any(not isinstance(one, UnreadFile) and one.findings for one in self.results) else CLEAN
+        return WARNINGS if any(result.findings for result in checked) else CLEAN
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON for `--json`."""
-        found = [report.to_dict() for report in self.reports]
-        return {"files": found} if self.several else found[0]
+        files = [report.to_dict() for report in self.reports]
+        return {"files": files} if self.several else files[0]
 
 
 @click.command()
@@ -93,10 +94,10 @@ class CheckReports:
 @click.option(
     "--gpu",
     metavar="KIND",
-    help="the device that it is for: h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own",
+    help="the device of the run: h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own",
 )
 @run_options(RUN_FIELDS)
-@click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads it; guessed from the file")
+@click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads the file [guessed]")
 @click.option("--training-args", metavar="FILE", help=ARGS_HELP)
 @click.option("--accelerate-config", metavar="FILE", help=ACCELERATE_HELP)
 @click.option("--strict", is_flag=True, help="exit with 1 also for warnings")
@@ -104,7 +105,7 @@ class CheckReports:
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and which defaults matter")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON that a run gets, every "auto" filled')
-@click.option("--all", "every", is_flag=True, help="show every finding, not a screenful")
+@click.option("--all", "show_all", is_flag=True, help="show every finding, not a screenful")
 @click.option("--format", "form", type=click.Choice(("text", "json", "github", "sarif")), default="text")
 @AS_JSON
 def check(
@@ -120,11 +121,12 @@ def check(
 
     flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
 
-    beside = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
-    if not files and not beside:
+    companions = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
+    if not files and not companions:
         raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")
-    wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
-    reader = reader or ("zerofit" if options["resolve"] and not beside else None)  # which fills the file in
+    outputs = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
+    # --resolve prints what zerofit would pass on, unless the arguments of another program are given
+    reader = reader or ("zerofit" if options["resolve"] and not companions else None)  # which fills the file in
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
@@ -133,22 +135,22 @@ def check(
         if several and options["resolve"]:
             raise click.UsageError("--resolve needs exactly one FILE")
 
-        def one(name: str | None) -> CheckReport | UnreadFile:
+        def check_file(name: str | None) -> CheckReport | UnreadFile:
             try:
-                return _report(run_check(name, run, gpu, reader=reader, on_event=console, **beside), **wanted)
+                return _report(run_check(name, run, gpu, reader=reader, on_event=console, **companions), **outputs)
             except UserError as error:
                 if not several and form in ("text", "json"):
                     raise
                 return _unread(name or "-", error)
 
-        return CheckReports(reports=tuple(map(one, names)), several=several)
+        return CheckReports(reports=tuple(map(check_file, names)), several=several)
 
     def show(reports: CheckReports) -> None:
         if form != "text":
             print((github if form == "github" else sarif)(reports.results))
             return
         for report in reports.reports:
-            _show(report, options["every"], reports.several)
+            _show(report, options["show_all"], reports.several)
         _show_total(reports)
 
     code = answer_watched(work, form == "json", show).exit_code
@@ -162,10 +164,10 @@ def _unread(name: str, error: UserError) -> UnreadFile:
 
 
 def _show_total(reports: CheckReports) -> None:
-    """Print, of several files, how many are at fault, and the version that was judged by."""
+    """Print how many of several files have errors, and the version of DeepSpeed that they were checked against."""
     if not reports.several:
         return
-    faulty = [one for one in reports.results if isinstance(one, UnreadFile) or one.errors]
+    faulty = [result for result in reports.results if isinstance(result, UnreadFile) or result.errors]
     total = f"{len(reports.results)} files, {len(faulty)} with errors"
     click.echo(f"{total}; checked against DeepSpeed {catalog().version}", err=True)
 
@@ -193,7 +195,7 @@ def _report(result: CheckResult, *, fix: bool, migrate: bool, explain: bool, res
     )
 
 
-def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
+def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> None:
     if isinstance(report, UnreadFile):
         click.echo(f"{report.file}: {style('error', fg='red')}: {report.problem.message}")
         return
@@ -207,7 +209,7 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
         total += f"; train_batch_size allows {result.allowed_ranks} data parallel ranks"
     judge = "" if several else f"; checked against DeepSpeed {catalog().version}"
     print_facts(err(), [("", f"{result.file}: {total}; {result.reader.sentence()}{judge}")], indent=0, hang=4)
-    show_findings(result, every, on_stderr=report.resolved is not None)
+    show_findings(result, show_all, on_stderr=report.resolved is not None)
     if report.resolved:
         print(json.dumps(report.resolved.config, indent=2))
     if report.explained is not None:

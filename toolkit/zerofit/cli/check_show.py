@@ -35,20 +35,20 @@ class UnreadFile:
         return {"file": self.file, "error": self.problem.as_dict()}
 
 
-def show_findings(result: CheckResult, every: bool, on_stderr: bool) -> None:
+def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
     """Print a file's findings under two headings, by line, the same finding of several places once."""
-    console, shown = err() if on_stderr else out(), 0
+    console, printed = err() if on_stderr else out(), 0
     listed = _grouped(result.findings)
     for title, stops in ((STOPS, True), (DIFFERS, False)):
         groups = [group for group in listed if (group[0].effect == "stops") == stops]
-        groups = groups if every else groups[: SCREEN - shown]
-        shown += len(groups)
+        groups = groups if show_all else groups[: SCREEN - printed]
+        printed += len(groups)
         if groups:
             console.print(f"\n{title}", style="bold")
         for group in groups:
-            _show_group(console, result.file, group, every)
-    if shown < len(listed):
-        print_facts(console, [("", f"\n{len(listed) - shown} more findings with --all")], indent=0)
+            _show_group(console, result.file, group, show_all)
+    if printed < len(listed):
+        print_facts(console, [("", f"\n{len(listed) - printed} more findings with --all")], indent=0)
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -59,8 +59,8 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _show_group(console: Console, file: str, group: Sequence[Finding], every: bool) -> None:
-    first, most = group[0], len(group) if every else LINES
+def _show_group(console: Console, file: str, group: Sequence[Finding], show_all: bool) -> None:
+    first, most = group[0], len(group) if show_all else LINES
     colour = "red" if first.severity == "error" else "yellow"
     head = f"{file}:{first.line}:{first.column}: {first.severity}: {first.message} [{first.code}]"
     fixes = [f"fix: {fix}" for fix in dict.fromkeys(finding.fix for finding in group[:most])]
@@ -74,14 +74,14 @@ def _without_key(finding: Finding) -> str:
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
     """Yield the other places of a finding, in one line if only the key differs."""
-    shown, left = group[1:most], len(group[most:])
-    if shown and len({_without_key(finding) for finding in group[:most]}) == 1:
-        more = f", and at {left} more places" if left else ""
-        yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in shown)}{more}"
+    others, unlisted = group[1:most], len(group[most:])
+    if others and len({_without_key(finding) for finding in group[:most]}) == 1:
+        rest = f", and at {unlisted} more places" if unlisted else ""
+        yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in others)}{rest}"
         return
-    yield from (f"also line {finding.line}: {finding.message}" for finding in shown)
-    if left:
-        yield f"and at {left} more places"
+    yield from (f"also line {finding.line}: {finding.message}" for finding in others)
+    if unlisted:
+        yield f"and at {unlisted} more places"
 
 
 def github(results: Iterable[CheckResult | UnreadFile]) -> str:
@@ -99,6 +99,7 @@ def workflow_command(kind: str, text: str, **properties: object) -> str:
 
 
 def _escaped(text: str, signs: str = "") -> str:
+    # "%" first: the escapes of the others contain it
     for sign in f"%\r\n{signs}":
         text = text.replace(sign, f"%{ord(sign):02X}")
     return text
@@ -106,10 +107,10 @@ def _escaped(text: str, signs: str = "") -> str:
 
 def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
     """Return a SARIF 2.1.0 log, which code scanning reads."""
-    found = [_sarif(*row) for row in _rows(results)]
-    rules = [{"id": code} for code in sorted({one["ruleId"] for one in found})]
+    logged = [_sarif(*row) for row in _rows(results)]
+    rules = [{"id": code} for code in sorted({result["ruleId"] for result in logged})]
     driver = {"name": "zerofit check", "version": version("zerofit"), "rules": rules}
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": found}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": logged}
     return json.dumps({"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]})
 
 

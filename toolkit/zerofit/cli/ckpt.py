@@ -13,7 +13,7 @@ from rich.console import Console
 
 from zerofit.cli.answer import R
 from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
-from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE
+from zerofit.cli.options import AS_JSON, PATH, TRUST_MODEL_CODE, Group
 from zerofit.spec.events import OnEvent
 from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.units import shown_bytes
@@ -35,7 +35,7 @@ SHARD = "1GiB"
 FEW = 12  # tensors to print
 
 
-@click.group()
+@click.group(cls=Group)
 def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
@@ -49,15 +49,15 @@ def ckpt() -> None:
 @AS_JSON
 def ls(path: Path, deep: bool, as_json: bool) -> None:
     """List the checkpoints of a run, damaged ones too."""
-    _answer(path, lambda it, on_event: it.list(path, deep=deep, on_event=on_event), as_json, show_list)
+    _answer(path, lambda saved, on_event: saved.list(path, deep=deep, on_event=on_event), as_json, show_list)
 
 
 @ckpt.command()
 @click.argument("path", type=PATH)
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
-    """Print step, model, layout, precision, versions and size."""
-    _answer(path, lambda it, on_event: it.describe(on_event=on_event), as_json, show_description)
+    """Print the step, model, layout, precision, versions and size of a checkpoint."""
+    _answer(path, lambda saved, on_event: saved.describe(on_event=on_event), as_json, show_description)
 
 
 @ckpt.command()
@@ -68,7 +68,7 @@ def verify(path: Path, as_json: bool) -> None:
 
     Exit code 0: complete, 2: damaged.
     """
-    result = _answer(path, lambda it, on_event: it.verify(on_event=on_event), as_json, show_verdict)
+    result = _answer(path, lambda saved, on_event: saved.verify(on_event=on_event), as_json, show_verdict)
     sys.exit(0 if result.ok else DAMAGED)
 
 
@@ -81,13 +81,13 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 
     DeepSpeed loads it on any number of ranks.
     """
-    _answer(path, lambda it, on_event: it.convert(out, on_event=on_event), as_json, show_converted)
+    _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event), as_json, show_converted)
 
 
 @ckpt.command()
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="of the parameters (default: the run's precision)")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the parameters [the run's precision]")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
 @TRUST_MODEL_CODE
@@ -99,7 +99,7 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 
     Adapters (--lora) are written as a peft folder. With --merge, PATH may also be a peft folder.
     """
-    _answer(path, lambda it, on_event: it.export(out, on_event=on_event, **options), as_json, show_export)
+    _answer(path, lambda saved, on_event: saved.export(out, on_event=on_event, **options), as_json, show_export)
 
 
 @ckpt.command()
@@ -108,8 +108,13 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--states", is_flag=True, help="compare the optimizer's states too")
 @AS_JSON
 def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
-    """Compare two checkpoints or exported folders tensor by tensor. Exit code 0: equal, 1: different."""
-    result = _answer(a, lambda it, on_event: it.diff(b, states=states, on_event=on_event), as_json, show_difference)
+    """Compare two checkpoints or exported folders tensor by tensor.
+
+    Exit code 0: equal, 1: different.
+    """
+    result = _answer(
+        a, lambda saved, on_event: saved.diff(b, states=states, on_event=on_event), as_json, show_difference
+    )
     sys.exit(0 if result.equal else DIFFERENT)
 
 
@@ -129,12 +134,12 @@ def show_list(result: CheckpointList) -> None:
     rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         known = row.layout is not None
         rows.append(
             {
                 "step": str(row.step),
-                "state": "complete" if row.whole else f"damaged: {wrong[0]}{more}",
+                "state": "complete" if row.whole else f"damaged: {wrong[0]}{others}",
                 "saved": _moment(row.created) if known else "?",
                 "size": shown_bytes(row.bytes or 0) if known else "?",
                 "ranks": str(row.world_size) if known else "?",
@@ -142,11 +147,13 @@ def show_list(result: CheckpointList) -> None:
                 "samples": f"{row.samples:,}" if known else "?",
             }
         )
+        # a damaged checkpoint is skipped by a resume, so it must stand out
         styles.append(None if row.whole else "red")
     console, damaged = out(), len([style for style in styles if style])
     count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
     words = f"{damaged} of {count} in" if damaged else f"{count} in"
-    print_verdict(console, not damaged, "COMPLETE" if rows else "NONE", "DAMAGED", f"{words} {result.folder}")
+    verdict = "DAMAGED" if damaged else "COMPLETE" if rows else "NONE"
+    print_verdict(console, verdict, f"{words} {result.folder}", good=not damaged)
     if rows:
         keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
         console.print(fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state", styles))
@@ -176,17 +183,18 @@ def show_description(result: CheckpointDescription) -> None:
 def show_verdict(result: VerifyResult) -> None:
     """Print that the checkpoint is complete, or every file that is not."""
     console = out()
-    print_verdict(console, result.ok, "COMPLETE", "DAMAGED", f"step {result.step}, {result.path}")
+    verdict = "COMPLETE" if result.ok else "DAMAGED"
+    print_verdict(console, verdict, f"step {result.step}, {result.path}", good=result.ok)
     for problem in result.problems:
-        more = f" ({problem.message})" if problem.message else ""
-        print_facts(console, [("", f"{problem.file}: {problem.kind}{more}")], indent=2, hang=2)
+        details = f" ({problem.message})" if problem.message else ""
+        print_facts(console, [("", f"{problem.file}: {problem.kind}{details}")], indent=2, hang=2)
 
 
 def show_converted(result: ConvertResult) -> None:
     """Print its path, and how to load it."""
     console = out()
     written = f"{result.out}, universal checkpoint {result.tag}, {shown_bytes(result.bytes)}"
-    print_verdict(console, True, "WRITTEN", "", written)
+    print_verdict(console, "WRITTEN", written)
     use = 'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)'
     print_facts(console, [("to load", use)], indent=9)
 
@@ -194,7 +202,7 @@ def show_converted(result: ConvertResult) -> None:
 def show_export(result: ExportResult) -> None:
     """Print its path and its files."""
     console = out()
-    print_verdict(console, True, "WRITTEN", "", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
+    print_verdict(console, "WRITTEN", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
     print_facts(console, [("files", ", ".join(result.files))], indent=9)
 
 
@@ -203,13 +211,13 @@ def show_difference(result: CheckpointDiff) -> None:
     console, apart = out(), result.apart
     same, compared = len(result.rows) - len(apart), len(result.rows)
     words = f"{same} of {compared} tensors are the same bit for bit"
-    print_verdict(console, result.equal, "EQUAL", "DIFFERENT", words)
+    print_verdict(console, "EQUAL" if result.equal else "DIFFERENT", words, good=result.equal)
     for side, names in ((result.a, result.only_in_a), (result.b, result.only_in_b)):
         for name in names[:FEW]:
             console.print(f"only in {side}: {name}", soft_wrap=True)
         _rest(console, names)
-    for name, one, other in result.shapes:
-        console.print(f"{name}: shape {list(one)} and {list(other)}", soft_wrap=True)
+    for name, a, b in result.shapes:
+        console.print(f"{name}: shape {list(a)} and {list(b)}", soft_wrap=True)
     if apart:
         rows = [
             {

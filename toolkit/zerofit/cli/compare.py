@@ -1,21 +1,22 @@
-"""`zerofit compare`: ways to train in parallel, batch sizes and numbers of ranks, side by side on the same work."""
+"""`zerofit compare`: measure ways to train in parallel, batch sizes and numbers of ranks on the same work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
+from zerofit.cli.answer import R
 from zerofit.cli.console import EventConsole, answer_watched, fitting_table, out, print_facts, print_verdict
-from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Number, add_options, given, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, Group, Number, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
-from zerofit.spec.run import RunRequest, load_run
+from zerofit.spec.run import load_run
 
 if TYPE_CHECKING:
-    from zerofit.app.comparing.comparisons import ScaleLr
     from zerofit.app.comparing.laboratory import Laboratory
     from zerofit.app.comparing.rows import Comparison, ScalingRow, SizeRow, SizeSummary, StrategyRow
     from zerofit.app.documents.compare_documents import DocumentComparison
@@ -44,33 +45,37 @@ common_options = add_options(
 )
 step_options = add_options(  # of comparisons that train for some steps
     click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples of a step")),
-    click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "of SGD")),
-    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "of the validation data")),
+    click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "optimizer steps of each strategy")),
+    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "validation samples of an evaluation")),
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def compare() -> None:
     """Measure ways to train on the same model, data, initial weights and order of samples."""
 
 
+def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
+    return [name.strip() for name in value.split(",")] if value else None
+
+
 def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(word) for word in value.split(","))
+        numbers = tuple(int(word) for word in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 16,32,64") from None
-    if min(found) < 1 or len(set(found)) < len(found):
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise click.BadParameter(f"{value!r}: numbers of 1 or more, each once")
-    return found
+    return numbers
 
 
-def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    if not wanted or context.resilient_parsing:
+def _list(context: click.Context, parameter: click.Parameter, listing: bool) -> None:
+    if not listing or context.resilient_parsing:
         return
     from zerofit.compare.job import STRATEGIES
 
-    for one in STRATEGIES.values():
-        click.echo(f"{one.name:24} {one.title}")
+    for strategy in STRATEGIES.values():
+        click.echo(f"{strategy.name:24} {strategy.title}")
     context.exit()
 
 
@@ -92,38 +97,25 @@ def _finish(context: click.Context, parameter: click.Parameter, value: str | Non
 
 @compare.command()
 @click.argument("model")
-@click.option("--strategies", "names", metavar="NAME,...", help="only these [all]")
-@click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply the time of its steps")
+@click.option("--strategies", metavar="NAME,...", callback=_names, help="only these [all]")
+@click.option("--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="multiply this rank's step time")
 @click.option("--straggle", type=float, default=0.0, metavar="P", help="probability that a step is 5 times slower")
 @click.option("--target", type=Number(0, 1, min_open=True), help="report when parameter servers reach this accuracy")
-@click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
+@click.option(
+    "--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="list the strategies"
+)
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def strategies(
-    model: str,
-    as_json: bool,
-    anyway: bool,
-    hostfile: Path | None,
-    names: str | None,
-    slow: dict[int, float],
-    straggle: float,
-    target: float | None,
-    **options: Any,
-) -> None:
-    """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
+def strategies(model: str, as_json: bool, **options: Any) -> None:
+    """Train MODEL in every classic way on the same samples, and compare speed, memory, traffic and weights.
 
     A strategy that fails, or that these devices cannot run, gets a row with the reason. Repeat the command to resume.
     """
     from zerofit.app.comparing.comparisons import compare_strategies
 
-    chosen = [name.strip() for name in names.split(",")] if names else None
-
-    def work(events: EventConsole) -> Comparison[StrategyRow]:
-        how = {"slow": slow, "straggle": straggle, "target": target, "hostfile": hostfile, "anyway": anyway}
-        return compare_strategies(_asked(model, options), strategies=chosen, **how, on_event=events)
-
-    answer_watched(work, as_json, show_strategies, AGAIN)
+    own = ("strategies", "slow", "straggle", "target")
+    _compare(partial(compare_strategies, **_taken(options, own)), model, options, as_json, show_strategies)
 
 
 @compare.command(name="batch-size")
@@ -136,35 +128,19 @@ def strategies(
     "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="use SIZE samples a step in the last epochs of every run"
 )
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
-@click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="of every run")
+@click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="epochs of every run")
 @click.option("--eval-samples", type=POSITIVE, help="validation samples of an evaluation [all]")
 @run_options(FIELDS)
 @common_options
-def batch_size(
-    model: str,
-    as_json: bool,
-    anyway: bool,
-    hostfile: Path | None,
-    sizes: tuple[int, ...],
-    target: float,
-    scale_lr: ScaleLr,
-    per_rank: int | None,
-    finish: tuple[int, int] | None,
-    seeds: int,
-    **options: Any,
-) -> None:
+def batch_size(model: str, as_json: bool, **options: Any) -> None:
     """Show which batch size reaches the target accuracy first, and where larger ones stop helping.
 
     --lr is that of the smallest size; --scale-lr raises it for larger ones.
     """
     from zerofit.app.comparing.comparisons import compare_sizes
 
-    def work(events: EventConsole) -> Comparison[SizeRow]:
-        choice = {"sizes": sizes, "target": target, "scale_lr": scale_lr, "per_rank": per_rank, "finish": finish}
-        choice |= {"seeds": seeds, "hostfile": hostfile, "anyway": anyway}
-        return compare_sizes(_asked(model, options), **choice, on_event=events)
-
-    answer_watched(work, as_json, show_sizes, AGAIN)
+    own = ("sizes", "target", "scale_lr", "per_rank", "finish", "seeds")
+    _compare(partial(compare_sizes, **_taken(options, own)), model, options, as_json, show_sizes)
 
 
 @compare.command()
@@ -173,39 +149,29 @@ def batch_size(
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def scaling(model: str, as_json: bool, anyway: bool, hostfile: Path | None, strategy: str, **options: Any) -> None:
+def scaling(model: str, as_json: bool, **options: Any) -> None:
     """Measure weak scaling (the batch grows with the ranks) and strong scaling (it does not) on 1 to --ranks ranks."""
     from zerofit.app.comparing.comparisons import compare_scaling
 
-    def work(events: EventConsole) -> Comparison[ScalingRow]:
-        how = {"strategy": strategy, "hostfile": hostfile, "anyway": anyway}
-        return compare_scaling(_asked(model, options), **how, on_event=events)
-
-    answer_watched(work, as_json, show_scaling, AGAIN)
+    _compare(partial(compare_scaling, **_taken(options, ("strategy",))), model, options, as_json, show_scaling)
 
 
 @compare.command(name="all")
 @click.argument("model", default="lenet")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.9, show_default=True, help="accuracy")
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each batch size")
-@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="of every run of a batch size")
+@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="epochs of every run of a batch size")
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def all_experiments(
-    model: str, as_json: bool, anyway: bool, hostfile: Path | None, target: float, seeds: int, **options: Any
-) -> None:
+def all_experiments(model: str, as_json: bool, **options: Any) -> None:
     """Do every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
 
     --lr belongs to --global-batch. Repeat the command to resume.
     """
     from zerofit.app.comparing.laboratory import compare_all
 
-    def work(events: EventConsole) -> Laboratory:
-        how = {"target": target, "seeds": seeds, "hostfile": hostfile, "anyway": anyway}
-        return compare_all(_asked(model, options), **how, on_event=events)
-
-    answer_watched(work, as_json, show_laboratory, AGAIN)
+    _compare(partial(compare_all, **_taken(options, ("target", "seeds"))), model, options, as_json, show_laboratory)
 
 
 @compare.command()
@@ -213,7 +179,7 @@ def all_experiments(
 @click.option("--output", type=PATH, help="the page; results go to a folder of the same name [runs/documents.md]")
 @AS_JSON
 def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> None:
-    """Repeat the experiments of documents 000 to 003, or of those named, and compare the figures on one page.
+    """Repeat the experiments of documents 000 to 003, and compare the figures on one page.
 
     Repeat the command to resume.
     """
@@ -225,8 +191,20 @@ def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> N
     answer_watched(work, as_json, show_documents, AGAIN)
 
 
-def _asked(model: str, options: dict[str, Any]) -> RunRequest:
-    return load_run(None, {"model": model, **given(options)})
+def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Remove the options of the comparison itself and return them; those of its runs remain."""
+    return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
+
+
+def _compare(
+    work: Callable[..., R], model: str, options: dict[str, Any], as_json: bool, show: Callable[[R], None]
+) -> None:
+    """Compare runs of `model` with these options, and print the answer."""
+
+    def watched(events: EventConsole) -> R:
+        return work(load_run(None, {"model": model, **given(options)}), on_event=events)
+
+    answer_watched(watched, as_json, show, AGAIN)
 
 
 def show_strategies(result: Comparison[StrategyRow]) -> None:
@@ -235,8 +213,8 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
     ran = [row for row in result.rows if row.samples_per_s]
     best = max(ran, key=lambda row: row.samples_per_s or 0, default=None)
     words = f"{best.strategy}, {best.samples_per_s:,.0f} samples/s" if best else "see the reasons below"
-    more = f", {best.speedup:.2f} times one device" if best and best.speedup else ""
-    print_verdict(console, bool(best), "FASTEST", "NOTHING RAN", words + more)
+    gain = f", {best.speedup:.2f} times one device" if best and best.speedup else ""
+    print_verdict(console, "FASTEST" if best else "NOTHING RAN", words + gain, good=best is not None)
     _print_rows(console, result)
     for row in result.rows:
         if row.agrees is False:
@@ -257,8 +235,8 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 def show_sizes(result: Comparison[SizeRow]) -> None:
     """Print which size was first and where larger ones stop helping, all runs, each size over its seeds."""
     console, target = out(), f"{result.about['target']:.1%}"
-    first = _first(result.summary or (), target, result.about["epochs"])
-    print_verdict(console, first[0], "FIRST", "NOT REACHED", first[1])
+    reached, words = _first(result.summary or (), target, result.about["epochs"])
+    print_verdict(console, "FIRST" if reached else "NOT REACHED", words, good=reached)
     _print_rows(console, result)
     names, rows = result.short_table()
     filled = [dict(zip(names, row, strict=True)) for row in rows]
@@ -274,7 +252,7 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
 def show_laboratory(result: Laboratory) -> None:
     """Print the path of the page, and for each experiment its question and the number of rows that ran."""
     console = out()
-    print_verdict(console, True, "DONE", "", f"{len(result.experiments)} experiments in {result.written[0]}")
+    print_verdict(console, "DONE", f"{len(result.experiments)} experiments in {result.written[0]}")
     for done in result.experiments:
         rows = done.compared.rows
         ran = sum(row.status == "ok" for row in rows)
@@ -285,7 +263,7 @@ def show_laboratory(result: Laboratory) -> None:
 def show_documents(result: DocumentComparison) -> None:
     """Print the path of the page, and each document's figures next to ours."""
     console = out()
-    print_verdict(console, True, "DONE", "", f"{len(result.documents)} documents in {result.written[0]}")
+    print_verdict(console, "DONE", f"{len(result.documents)} documents in {result.written[0]}")
     for document in result.documents:
         console.print(f"{document.number}  {document.title}", style="bold")
         for figure in document.figures:
@@ -298,9 +276,9 @@ def show_scaling(result: Comparison[ScalingRow]) -> None:
     console = out()
     ran = [row for row in result.rows if row.efficiency is not None]
     most = max((row.ranks for row in ran), default=0)
-    found = [f"{row.efficiency:.0%} in {row.mode} scaling" for row in ran if row.ranks == most]
-    words = f"{', '.join(found)} on {most} ranks" if found else "see the reasons below"
-    print_verdict(console, bool(found), "EFFICIENCY", "NOTHING RAN", words)
+    shares = [f"{row.efficiency:.0%} in {row.mode} scaling" for row in ran if row.ranks == most]
+    words = f"{', '.join(shares)} on {most} ranks" if shares else "see the reasons below"
+    print_verdict(console, "EFFICIENCY" if shares else "NOTHING RAN", words, good=bool(shares))
     _print_rows(console, result)
     _print_files(console, result)
 
@@ -322,6 +300,7 @@ def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bo
 
 def _print_rows(console: Console, result: Comparison[Any]) -> None:
     names, rows = result.table()
+    # rows without figures are shorter; their reasons follow below the table
     filled = [dict(zip(names, [*row, *["-"] * (len(names) - len(row))], strict=True)) for row in rows]
     styles = [STYLES.get(row.status) for row in result.rows]
     console.print(fitting_table(console, filled, names[1:], (names[0], *KEEP), names[0], styles))

@@ -1,4 +1,4 @@
-"""The consoles of all commands: plain text only, and the rendering of events on standard error."""
+"""Print what commands answer (tables, facts, verdicts) and show their events on standard error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from math import inf
@@ -48,30 +48,21 @@ class SafeConsole(Console):
     """A console that prints control characters as visible text; styles and live lines still work."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        plain = (one if one.control else Segment(visible(one.text), one.style) for one in buffer)
+        # rich has no hook for the text that it writes; this method is the last place where text and styles are still
+        # apart. Control segments move the cursor for live lines and have no text of others.
+        plain = (segment if segment.control else Segment(visible(segment.text), segment.style) for segment in buffer)
         return SafeText(super()._render_buffer(plain))
 
 
-def out(width: int | None = None) -> Console:
-    """Return the console of answers; `width` is in columns, where standard output is not a terminal.
-
-    What is printed is never read as markup: "[batch, seq]" is text.
-    """
-    return SafeConsole(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
-
-
-def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
-    """Return a table with these column names; the columns whose numbers are in `right` are set flush right."""
-    table = Table(*names, **look)
-    for number in right:
-        table.columns[number].justify = "right"
-    return table
+def out() -> Console:
+    """Return the console of answers. Text is never read as markup: "[batch, seq]" stays as it is."""
+    return SafeConsole(markup=False, highlight=False)
 
 
 def fitting_table(
     console: Console,
     rows: Sequence[Mapping[str, str]],
-    right: Iterable[str],
+    right: Collection[str],
     keep: Sequence[str],
     wraps: str,
     styles: Sequence[str | None] | None = None,
@@ -82,6 +73,11 @@ def fitting_table(
     `keep` from its end. The first four of `keep` stay, except a column of long words. The text of the column `wraps`
     may take several lines. `styles`: one per row.
     """
+    # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
+    # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
+    #    less than its longest word.
+    # 2. Order the columns that may go, the least important first.
+    # 3. Remove columns in this order until the rest fits.
     names = [name for name in rows[0] if name in ("", wraps) or any(row[name] != "-" for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
     words = max(len(word) for row in rows for word in (wraps, *row[wraps].split()))
@@ -91,11 +87,9 @@ def fitting_table(
         expendable += [name for name in keep[3:0:-1] if name in names and name != wraps]
     while sum(widths[name] + GAP for name in names) - GAP > console.width and expendable:
         names.remove(expendable.pop(0))
-    numbers = set(right)
-    table = make_table(*names, right=[n for n, name in enumerate(names) if name in numbers], box=None, pad_edge=False)
-    table.padding = (0, GAP, 0, 0)
-    for column, name in zip(table.columns, names, strict=True):
-        column.no_wrap = name != wraps
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wraps)
     for row, style in zip(rows, styles or [None] * len(rows), strict=True):
         table.add_row(*(row[name] for name in names), style=style)
     return table
@@ -109,6 +103,7 @@ def print_facts(
     Words that are wider than the console are not cut, and a figure keeps its unit.
     """
     for label, text in facts:
+        # soft_wrap: rich would break words that are wider than the console, such as paths, so nobody could copy them
         console.print(_wrapped(console, label, text, indent, hang), soft_wrap=True, style=style, markup=False)
 
 
@@ -125,11 +120,10 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
     return wrapped.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def print_verdict(console: Console, good: bool, yes: str, no: str, text: str) -> None:
+def print_verdict(console: Console, verdict: str, text: str, good: bool = True) -> None:
     """Print the first line of an answer: its verdict in capitals, then what it is about."""
-    word, style = (yes, "bold green") if good else (no, "bold red")
-    line = Text(_wrapped(console, word, text, indent=len(word) + 2, hang=0))
-    line.stylize(style, 0, len(word))
+    line = Text(_wrapped(console, verdict, text, indent=len(verdict) + 2, hang=0))
+    line.stylize("bold green" if good else "bold red", 0, len(verdict))
     console.print(line, soft_wrap=True)
 
 
@@ -157,18 +151,20 @@ class EventConsole:
         self.console = err()
         self.live = self.console.is_terminal
         self._log_every = log_every  # steps between lines of metrics without a terminal
-        self._status_said = self._phase_said = -inf
+        self._status_shown_s = self._phase_shown_s = -inf
         self._phase = self._ranks = ""
         self._tasks: dict[str, _PlainTask] = {}
         self._bars: dict[str, TaskID] = {}
         self._output = ExitStack()
         self._main: TaskID | None = None  # the line of statuses, and of the run
+        # One line shows the spinner, the run's steps and time left; tasks (downloads, files) get bars of their own.
+        # It disappears at the end, because the answer follows on standard output.
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             _Amount(),
-            _WhereTotal(TimeRemainingColumn(compact=True)),
-            _WhereTotal(BarColumn(bar_width=10)),
+            _IfTotal(TimeRemainingColumn(compact=True)),
+            _IfTotal(BarColumn(bar_width=10)),
             TextColumn("{task.fields[figures]}", markup=False),
             TextColumn("{task.fields[ranks]}", style="yellow", markup=False),
             console=self.console,
@@ -183,6 +179,7 @@ class EventConsole:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # in the reverse order of __enter__, because both replace sys.stdout
         self._output.close()
         self._progress.stop()
 
@@ -234,15 +231,16 @@ class EventConsole:
 
     def _show_status(self, text: str) -> None:
         self._update(description=text)
-        if not self.live and time.monotonic() - self._status_said > STATUS_EVERY_S:
-            self._status_said = time.monotonic()
+        if not self.live and time.monotonic() - self._status_shown_s > STATUS_EVERY_S:
+            self._status_shown_s = time.monotonic()
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
         """Show a phase. Without a terminal, a phase that differs only in its seconds is printed now and then."""
+        # A log file gets a line only for a new phase or after PHASE_EVERY_S: phases report their seconds every second.
         self._update(description=text)
-        if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_said > PHASE_EVERY_S):
-            self._phase, self._phase_said = _topic(text), time.monotonic()
+        if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_shown_s > PHASE_EVERY_S):
+            self._phase, self._phase_shown_s = _topic(text), time.monotonic()
             self.say(f"{text} ...")
 
     def _show_ranks(self, text: str) -> None:
@@ -289,7 +287,7 @@ class _PlainTask:
     """Plain lines of one task: at its start, every few seconds, at its end."""
 
     def __init__(self, event: Event) -> None:
-        self._begun = self._said = time.monotonic()
+        self._started_s = self._shown_s = time.monotonic()
         of = f" ({_amount(event.total, event.unit)})" if event.total else ""
         self._say(f"{event.text}{of} ...")
 
@@ -298,17 +296,17 @@ class _PlainTask:
         now = time.monotonic()
         if event.ended:
             done = f", {_amount(event.done, event.unit)}" if event.done else ""
-            self._say(f"{event.text}: done{done} in {now - self._begun:.1f} s")
-        elif now - self._said >= TASK_EVERY_S:
-            self._said = now
+            self._say(f"{event.text}: done{done} in {now - self._started_s:.1f} s")
+        elif now - self._shown_s >= TASK_EVERY_S:
+            self._shown_s = now
             of = f" of {_amount(event.total, event.unit)}" if event.total else ""
-            self._say(f"{event.text}: {_amount(event.done, event.unit)}{of}, {now - self._begun:.0f} s")
+            self._say(f"{event.text}: {_amount(event.done, event.unit)}{of}, {now - self._started_s:.0f} s")
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-class _WhereTotal(ProgressColumn):
+class _IfTotal(ProgressColumn):
     """A column that stays empty for tasks without an amount."""
 
     def __init__(self, column: ProgressColumn) -> None:
@@ -316,6 +314,7 @@ class _WhereTotal(ProgressColumn):
         self._column = column
 
     def render(self, task: Task) -> object:  # type: ignore[override]
+        # without an amount rich would show "-:--:--" and an empty bar
         return self._column(task) if task.fields["unit"] else Text("")
 
 
@@ -339,8 +338,8 @@ def _step_line(event: Event) -> str:
     if event.total:
         step += f" of {event.total}"
     if event.total and seconds is not None:
-        left = timedelta(seconds=round(seconds * (event.total - event.done)))
-        step += f", {str(left).removeprefix('0:').removeprefix('0')} left"
+        remaining = timedelta(seconds=round(seconds * (event.total - event.done)))
+        step += f", {str(remaining).removeprefix('0:').removeprefix('0')} left"
     return f"{step}: {figures}"
 
 
@@ -354,11 +353,11 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
     indent = 2 + max((len(f"{same[0].status:4} {same[0].name}") for same in groups), default=0)
     for same in groups:
         first = same[0]
-        names = [one.host for one in same]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:NAMED]) + more
-        wanted = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
-        text = first.value + wanted + (f"; on {where}" if hosts > 1 else "")
+        names = [check.host for check in same]
+        others = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        where = f"all {hosts} hosts" if len(names) == hosts else ", ".join(names[:NAMED]) + others
+        expected = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
+        text = first.value + expected + (f"; on {where}" if hosts > 1 else "")
         print_facts(console, [(f"{first.status:4} {first.name}", text)], indent, style=STYLES[first.status])
         print_facts(console, [("", f"try: {first.hint}")] if first.hint else [], indent)
 
@@ -366,7 +365,7 @@ def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
 def _grouped(checks: Sequence[Check]) -> list[list[Check]]:
     """Group checks with the same finding, worst first, else in their order."""
     groups: dict[tuple[str, ...], list[Check]] = {}
-    for one in checks:
-        groups.setdefault((one.status, one.name, one.value, one.hint), []).append(one)
+    for check in checks:
+        groups.setdefault((check.status, check.name, check.value, check.hint), []).append(check)
     worst = (FAIL, WARN, OK)
     return sorted(groups.values(), key=lambda same: worst.index(same[0].status))

@@ -39,19 +39,20 @@ def data(path: str, show: int, as_json: bool, **options: Any) -> None:
 
 def _show(view: DataView) -> None:
     console, count = out(), f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate"
-    print_verdict(console, view.train_samples > 0, "READABLE", "EMPTY", count)
+    print_verdict(console, "READABLE" if view.train_samples else "EMPTY", count, good=view.train_samples > 0)
     print_facts(console, [("", note) for note in view.notes], 0, hang=2)
     for number, sample in enumerate(view.samples, 1):
         click.echo(style(f"\nsample {number}", bold=True))
         for place, document in enumerate(sample.documents):
             if place:
-                click.echo(style("\n── the next one does not see what is above ──", fg="cyan"))
-            click.echo("".join(map(_painted, document)), nl=not document[-1].text.endswith("\n"))
+                click.echo(style("\n── the next conversation does not see this one ──", fg="cyan"))
+            click.echo("".join(map(_paint, document)), nl=not document[-1].text.endswith("\n"))
         if sample.padding:
             click.echo(style(f"({sample.padding:,} tokens of padding)", fg="cyan"))
 
 
-def _painted(seen: SeenText) -> str:
+def _paint(seen: SeenText) -> str:
+    # brackets mark the learned text where colours would be lost
     if sys.stdout.isatty():
         return style(seen.text, fg="green") if seen.learned else style(seen.text, dim=True)
     return f"⟦{seen.text}⟧" if seen.learned else seen.text

@@ -31,12 +31,12 @@ HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
 OFFLOAD_HELP = "folder for weights offloaded to the disk, if no file has them in this form [a temporary folder]"
 MEMORY_HELP = "use only these devices, like 0=20GiB,cpu=60GiB, and the disk (unless disk=0) [the free memory]"
 NEW_TOKENS_HELP = "most tokens to write [128, with --chat 512 for each answer]"
-TEMPERATURE_HELP = "0: the likeliest token each time"
-TOP_P_HELP = "draw among the likeliest tokens that have this probability together"
+TEMPERATURE_HELP = "0 selects the likeliest token each time"
+TOP_P_HELP = "draw among the likeliest tokens whose probabilities add up to this"
 placement_options = add_options(  # where weights may go
     click.option("--max-memory", metavar="DEVICE=SIZE,...", help=MEMORY_HELP),
     click.option("--offload-folder", type=click.Path(path_type=Path, file_okay=False), help=OFFLOAD_HELP),
-    click.option("--dtype", type=click.Choice(PRECISIONS), help="of the weights [as saved]"),
+    click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [as saved]"),
     TRUST_MODEL_CODE,
     AS_JSON,
 )
@@ -67,7 +67,7 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 def _show_scores(result: Evaluation) -> None:
     console = out()
-    print_verdict(console, True, "EVALUATED", "", f"{result.samples:,} samples of {result.data}, {result.model}")
+    print_verdict(console, "EVALUATED", f"{result.samples:,} samples of {result.data}, {result.model}")
     names = ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES)
     scores = {name.replace("_", " "): getattr(result, name) for name in names}
     facts = {name: f"{score:.4f}" for name, score in scores.items() if score is not None}
@@ -89,7 +89,9 @@ def _show_scores(result: Evaluation) -> None:
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help=NEW_TOKENS_HELP)
 @click.option("--temperature", type=Number(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
 @click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
-@click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="of the draws")
+@click.option(
+    "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="seed of the draws"
+)
 @run_options(("tokenizer", "chat_template"))
 @placement_options
 def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **options: Any) -> None:
@@ -115,6 +117,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
                 if event.kind != "text":
                     console(event)
                     return
+                # from the first token on: a live line below the text would be redrawn over it
                 until_text.close()  # progress and text would disturb each other
                 write_data(event.text, err=as_json)
 
@@ -138,6 +141,7 @@ def _typed_turns(until_text: ExitStack, as_json: bool) -> Iterator[str]:
     if typed:
         import readline as readline  # input() edits lines with it
     elif isinstance(sys.stdin, TextIOWrapper):
+        # a program may send bytes that are not UTF-8; a chat should not end at them
         sys.stdin.reconfigure(errors="replace")
     while True:
         try:

@@ -35,12 +35,12 @@ from zerofit.spec.run import Run
 file_options = add_options(
     click.option("--slurm", type=PATH, metavar="FILE", help="write an sbatch job to FILE instead of starting"),
     click.option("--kubernetes", type=PATH, metavar="FILE", help="write a Kubeflow manifest to FILE instead"),
-    click.option("--job-name", help="for both: name of the job [zerofit]"),
+    click.option("--job-name", help="--slurm, --kubernetes: name of the job [zerofit]"),
     click.option(
         "--device",
         type=click.Choice(["gpu", "cpu"]),
         default="gpu",
-        help="for both: device of a rank [gpu]",
+        help="--slurm, --kubernetes: device of a rank [gpu]",
     ),
     click.option("--time", help="--slurm: time limit, like 12:00:00; the run saves before it and is queued again"),
     click.option(
@@ -96,27 +96,29 @@ def _launch(
         activate = Path(sys.prefix, "bin", "activate")
         if own["setup"] is None:
             own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
+        # what remains in `own` names hosts, which the scheduler chooses
         values = {field.name: own.pop(field.name) for field in fields(JobFileRequest) if field.name in own}
         _refuse_unused({name: value for name, value in own.items() if value not in (None, "", False, "pdsh")})
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))
-    asked_hosts = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})
-    hosts = find_hosts(asked_hosts)
-    asked = read_request(target, flags, own["trust_model_code"])
+    host_request = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})
+    hosts = find_hosts(host_request)
+    request = read_request(target, flags, own["trust_model_code"])
     if own["dry_run"]:
-        return {"command": launcher_command(asked.run, hosts, asked_hosts)}
-    with EventConsole(asked.run.log_every) as console:
+        return {"command": launcher_command(request.run, hosts, host_request)}
+    with EventConsole(request.run.log_every) as console:
         report = Reporter(shielded(console))
-        if asked_hosts.node_rank:
+        # with --no-ssh every node runs this command; the first one supervises, the others follow
+        if host_request.node_rank:
             from zerofit.app.clusters.node_agent import follow
 
-            folder = follow(asked.run, hosts, asked_hosts, report, handle_signals=True)
-            return {"run_dir": str(folder.path), "node_rank": asked_hosts.node_rank}
+            folder = follow(request.run, hosts, host_request, report, handle_signals=True)
+            return {"run_dir": str(folder.path), "node_rank": host_request.node_rank}
         from zerofit.app.clusters.restarts import RestartingRun
 
         return RestartingRun(
-            request=asked,
+            request=request,
             hosts=hosts,
-            options=asked_hosts,
+            options=host_request,
             report=report,
             run_file=Path(target) if target and is_run_file(target) else None,
             max_restarts=own["max_restarts"],
@@ -139,7 +141,7 @@ def _show(result: TrainingResult | JobFile | dict[str, Any]) -> None:
     if isinstance(result, TrainingResult):
         show(result)
     elif isinstance(result, JobFile):
-        print_verdict(out(), True, "WRITTEN" if result.new else "UNCHANGED", "", str(result.written))
+        print_verdict(out(), "WRITTEN" if result.new else "UNCHANGED", str(result.written))
         print_facts(out(), [("next", result.hand_in)], 9)
     elif "command" in result:
         click.echo(shlex.join(result["command"]))

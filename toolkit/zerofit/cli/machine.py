@@ -44,8 +44,8 @@ LATENCIES = {
 
 
 @click.command()
-@click.option("--hostfile", type=PATH, help="check all its hosts, over ssh")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), help="of the hosts [default: as ssh is configured]")
+@click.option("--hostfile", type=PATH, help="check all hosts of this file, over ssh")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of the hosts [from ~/.ssh/config]")
 @click.option("--build-ops", is_flag=True, help="compile DeepSpeed's C++ ops now, for this environment")
 @click.option("--quick", is_flag=True, help="skip the measurements")
 @click.option("--report", is_flag=True, help="print versions and checks as Markdown for an issue, without measurements")
@@ -58,16 +58,17 @@ def doctor(
     Exit code 1: a check failed.
     """
     show = _show_report if report else _show_findings
-    found = answer(lambda: _examined(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
-    if any(check["status"] == "fail" for check in found["checks"]):
+    result = answer(lambda: _examine(hostfile, ssh_port, build_ops=build_ops, quick=quick or report), as_json, show)
+    if any(check["status"] == "fail" for check in result["checks"]):
         raise SystemExit(FINDING)
 
 
-def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
+def _examine(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
     from zerofit.doctor.examine import ExamineOptions, examine
     from zerofit.doctor.system import gpus
     from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
+    # a machine without GPUs is measured with as many ranks as a training would use, because they share its cores
     if hostfile:
         hosts = read_hostfile(hostfile)
     else:  # with the ranks that `zerofit train` would start on this machine
@@ -83,7 +84,7 @@ def _show_findings(result: dict[str, Any]) -> None:
     count = {status: sum(check.status == status for check in checks) for status in (FAIL, WARN, OK)}
     warnings = "1 warning" if count[WARN] == 1 else f"{count[WARN]} warnings"
     total = f"{count[FAIL]} failed, {warnings}, {count[OK]} ok"
-    print_verdict(console, not count[FAIL], "READY", "NOT READY", total)
+    print_verdict(console, "NOT READY" if count[FAIL] else "READY", total, good=not count[FAIL])
     show_checks(checks, result["hosts"], console)
     print_facts(console, [("next", "zerofit calibrate measures more, for `zerofit plan`, `tune` and `--fit`")], 6)
 
@@ -97,12 +98,12 @@ def _show_report(result: dict[str, Any]) -> None:
     )
     for check in result["checks"]:
         if check["name"] != "processes":
-            found = check["value"].replace(str(Path.home()), "~").replace("|", "\\|")
-            print(f"| {check['name']} | {check['status']} | {found} |")
+            value = check["value"].replace(str(Path.home()), "~").replace("|", "\\|")
+            print(f"| {check['name']} | {check['status']} | {value} |")
 
 
 @click.command()
-@click.option("--seconds", type=Number(min=0), default=0.8, show_default=True, help="of each measurement")
+@click.option("--seconds", type=Number(min=0), default=0.8, show_default=True, help="seconds for each measurement")
 @AS_JSON
 def calibrate(seconds: float, as_json: bool) -> None:
     """Measure this machine's kernels by shape, collectives by size, host copies and the disk (under a minute).
@@ -118,20 +119,20 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
 
     cluster, versions = Cluster.here(), {name: importlib.metadata.version(name) for name in VERSIONS}
     start = time.perf_counter()
-    found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
+    measurements = _measure(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     about = {
         "kind": cluster.device.kind,
-        "device_name": found.pop("device_name") or f"CPU ({platform.machine()})",
+        "device_name": measurements.pop("device_name") or f"CPU ({platform.machine()})",
         "devices": cluster.gpus,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions,
     }
-    calibration = Calibration.from_dict({**about, **found})
+    calibration = Calibration.from_dict({**about, **measurements})
     path = write_calibration(calibration)
     return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
+def _measure(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     """Return the measurements of the ranks. Raises RunFailed."""
     from zerofit.doctor.measured import MeasurementJob, measured, together
 
@@ -139,17 +140,17 @@ def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("", total=None)
         job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
-        found = measured(job, ranks, lambda phase: bar.update(task, description=phase))
-    return {**together(found), "device_name": found[0]["device_name"]}
+        by_rank = measured(job, ranks, lambda phase: bar.update(task, description=phase))
+    return {**together(by_rank), "device_name": by_rank[0]["device_name"]}
 
 
 def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:
     """Return for each kind and dtype the slowest and the fastest shape, with the unit."""
     rates: dict[tuple[str, str], list[float]] = {}
-    for one in kernels:
-        per_s = one["flops"] / 1e12 if one["flops"] else one["moved_bytes"] / 1e9
-        rates.setdefault((one["kind"], one["dtype"]), []).append(per_s / one["seconds"])
-    computing = {(one["kind"], one["dtype"]) for one in kernels if one["flops"]}
+    for kernel in kernels:
+        amount = kernel["flops"] / 1e12 if kernel["flops"] else kernel["moved_bytes"] / 1e9
+        rates.setdefault((kernel["kind"], kernel["dtype"]), []).append(amount / kernel["seconds"])
+    computing = {(kernel["kind"], kernel["dtype"]) for kernel in kernels if kernel["flops"]}
     return {key: (min(of), max(of), "TFLOP/s" if key in computing else "GB/s") for key, of in rates.items()}
 
 
@@ -163,7 +164,7 @@ def _show_speeds(result: dict[str, Any]) -> None:
         known = ((words, result[name]) for name, words in names.items() if result[name] is not None)
         rows += [(words, f"{_three_digits(value * scale)} {unit}") for words, value in known]
     ranks = "1 rank" if result["devices"] == 1 else f"{result['devices']} ranks"
-    print_verdict(console, True, "MEASURED", "", f"{result['device_name']}, {ranks}")
+    print_verdict(console, "MEASURED", f"{result['device_name']}, {ranks}")
     table = [{"": words, "one rank reaches": figure} for words, figure in rows]
     console.print(fitting_table(console, table, ("one rank reaches",), tuple(table[0]), ""))
     print_facts(console, [("written", f"{result['file']} in {result['seconds']:.0f} s")], 9)

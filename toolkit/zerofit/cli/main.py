@@ -42,6 +42,8 @@ COMMANDS = {
 }
 
 
+# A command's module is imported when it runs: together they import rich, pydantic and YAML, which takes
+# half a second. `zerofit --help` and completion must answer in 0.2 s, so the lines above repeat the commands' help.
 class Commands(click.Group):
     """A group that imports a command when it is called, and prints errors as JSON with `--json`."""
 
@@ -76,20 +78,22 @@ class Commands(click.Group):
         ctx.meta["json"], ctx.meta["no_ssh"] = "--json" in args, NO_SSH in args
         return super().parse_args(ctx, args)
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> Any:
         """Run the command line with safe output; under a launcher only the first rank prints."""
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in (sys.argv if args is None else args))
             if world and world.rank:
+                # every process of the launcher runs this command; the same answer N times helps nobody
                 null = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(null))
                 stack.enter_context(redirect_stderr(null))
-            return super().main(args, *rest, **more)
+            return super().main(args, *arguments, **options)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command. click's errors exit with code 2, errors of zerofit itself with 70."""
         try:
             return super().invoke(ctx)
+        # click prints these itself; only the JSON is missing
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError) as error:
             if ctx.meta["json"] and isinstance(error, click.UsageError):
                 problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
@@ -133,4 +137,5 @@ def _act_alone(command: str, context: click.Context) -> None:
         sys.exit(0)
     others = f"{world.launcher} has started {world.size} processes, but `zerofit {command}` runs only in the first"
     click.echo(f"note: {others}; only `zerofit train` uses all", err=True)
+    # a command that starts ranks of its own must not pass on the rank of this process
     leave_world(os.environ)

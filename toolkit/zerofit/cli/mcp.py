@@ -1,4 +1,4 @@
-"""`zerofit mcp`: what coding agents ask most, as tools of the Model Context Protocol."""
+"""`zerofit mcp`: what coding agents need most, as tools of the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ async def simulate(
     def work(report: OnEvent) -> Simulation:
         problems = Problems()
         cluster = problems.attempt(lambda: zf.Cluster(gpu, gpus=gpus, nodes=nodes))
-        asked = problems.attempt(lambda: zf.Run(**{"model": model, **(run or {})}))
+        training = problems.attempt(lambda: zf.Run(**{"model": model, **(run or {})}))
         problems.raise_if_any()
-        assert asked
-        return _with_knobs(zf.simulate(asked, cluster, on_event=report), report)
+        assert training
+        return _with_knobs(zf.simulate(training, cluster, on_event=report), report)
 
     return await _answered(ctx, work)
 
@@ -165,6 +165,7 @@ async def _answered(ctx: Context, work: Callable[[OnEvent], Any]) -> dict[str, A
 
     try:
         result = await anyio.to_thread.run_sync(work, report, limiter=_limiter())
+    # a bug keeps its traceback
     except Exception as error:
         problems = problems_of(error)
         if not problems:

@@ -90,6 +90,16 @@ class Number(click.FloatRange):
         return number
 
 
+class Group(click.Group):
+    """A group of commands, whose --help lists the first paragraph of each without cutting it."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the names and first paragraphs; click itself would end them with "..." at 45 letters."""
+        rows = [(name, (command.help or "").partition("\n\n")[0]) for name, command in sorted(self.commands.items())]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.split())) for name, text in rows])
+
+
 def add_options(*options: Decorator) -> Decorator:
     """Return a decorator that adds these options to a command, in this order."""
 
@@ -121,6 +131,7 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
     if kind is bool:
         return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
     if get_origin(kind) is tuple:
+        # click passes () if the option is missing; None means that a run file's value stays
         return click.option(name, field, multiple=True, callback=lambda c, p, v: v or None, help=info.description)
     if get_origin(kind) is Literal:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
@@ -175,15 +186,16 @@ def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
 
     named = given(sizes)
     names = list(dict.fromkeys(k.strip() for word in kinds for k in word.split(",") if k.strip()))
+    # `zerofit plan` without hardware is about this machine, also with some sizes of another one
     if not names:
         return [replace(Cluster.here(), **named)]
     problems: list[Problem] = []
-    found = []
+    hardware = []
     for name in names:
         try:
-            found.append(Cluster(name, **named))
+            hardware.append(Cluster(name, **named))
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return found
+    return hardware

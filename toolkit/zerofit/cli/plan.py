@@ -55,7 +55,7 @@ WORK = {
     },
     "mtbf": {"metavar": "HOURS", "help": "time between failures of a GPU (50000) or a node (6000/node) [Llama 3's]"},
     "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
-    "timed_by": {"type": PATH, "help": "use the times of saving and starting from this run folder"},
+    "timed_by": {"type": PATH, "help": "use the measured times of saves and starts of this run folder"},
 }
 OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
@@ -89,8 +89,10 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--write", type=PATH, help=WRITE_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="also simulate the N best")
-@click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
-@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="the smallest number that fits")
+@click.option(
+    "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest that fits"
+)
+@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
 @click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
@@ -113,6 +115,7 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
     Exit code 0: a layout fits; 1: none fits; 2: bad input.
     """
+    # As in `simulate`, the table is shown as soon as it is known (`on_plan`): --confirm and --write simulate after it.
     show_mesh, methods, details = (options.pop(name) for name in ("show_mesh", "methods", "details"))
     columns = options.pop("columns")
     if methods:
@@ -126,22 +129,22 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 def _compare(model: str | None, options: dict[str, Any], methods: str) -> MethodComparison:
     from zerofit.app.planning.training_methods import compare_methods, read_methods
 
-    request, found = _asked(model, options)
-    beside = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(found) > 1)
-    if beside:
-        message = f"--methods cannot be combined with {', '.join('--' + flag for flag in beside)}"
+    request, kinds = _read_request(model, options)
+    conflicting = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(kinds) > 1)
+    if conflicting:
+        message = f"--methods cannot be combined with {', '.join('--' + flag for flag in conflicting)}"
         hint = "leave one of them out; --lora plans one method"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
     with EventConsole() as console:
-        return compare_methods(request, read_methods(methods), found[0], on_event=console)
+        return compare_methods(request, read_methods(methods), kinds[0], on_event=console)
 
 
 def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], None] | None) -> Plan:
     from zerofit.app.planning.planner import answer_request
 
-    request, found = _asked(model, options)
+    request, kinds = _read_request(model, options)
     with EventConsole() as console:
-        plan = answer_request(request, found, on_event=console, on_plan=on_plan)
+        plan = answer_request(request, kinds, on_event=console, on_plan=on_plan)
     if options["write"] and plan.layouts:
         plan = replace(plan, written=plan.write(options["write"]))
     if options["trace"] and (plan.layouts or plan.misfits):
@@ -149,7 +152,7 @@ def _plan(model: str | None, options: dict[str, Any], on_plan: Callable[[Plan], 
     return plan
 
 
-def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest, list[Cluster]]:
+def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest, list[Cluster]]:
     """Return the request and the clusters. Raises UserError with all problems."""
     from zerofit.app.planning.corrections import MeasuredSpeed
     from zerofit.app.planning.outlook_options import read_work
@@ -158,20 +161,20 @@ def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest,
 
     problems = Problems()
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
-    asked = {
+    arguments = {
         name: options[name]
         for name in ("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm")
     }
     measured = options["measured"]
-    asked["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None
-    asked["write"], asked["trust_model_code"] = options["write"] is not None, options["trust_model_code"]
-    asked["work"] = problems.attempt(lambda: read_work({name: options[name] for name in WORK}))
-    request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **asked))
+    arguments["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None
+    arguments["write"], arguments["trust_model_code"] = options["write"] is not None, options["trust_model_code"]
+    arguments["work"] = problems.attempt(lambda: read_work({name: options[name] for name in WORK}))
+    request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **arguments))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
     if options["trace"]:
         problems.attempt(lambda: refuse_place(options["trace"]))
-    found = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
+    kinds = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
     problems.raise_if_any()
-    assert request and found
-    return request, found
+    assert request and kinds
+    return request, kinds

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerofit.cli.console import fitting_table, make_table, out, print_facts, stage_table
+from zerofit.cli.console import fitting_table, out, print_facts, stage_table
 from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
@@ -43,29 +43,29 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
     console.print(Text.assemble(word, "  ", _title(result)))
-    print_facts(console, _asked(plan))
+    print_facts(console, _assumptions(plan))
     if plan.boxes:
         console.print(_boxes(console, plan.boxes))
     if plan.answer:
         console.print(str(plan.answer), style="bold")
-    shown = (*result.layouts, *result.misfits)
-    if shown:
-        rows = [_row(number, one) for number, one in enumerate(shown, start=1)]
+    listed = (*result.layouts, *result.misfits)
+    if listed:
+        rows = [_row(number, layout) for number, layout in enumerate(listed, start=1)]
         console.print()
-        styles = ["red" if one.fit.exceeded else None for one in shown]
+        styles = ["red" if layout.fit.exceeded else None for layout in listed]
         keep = MISFIT if result.misfits else KEEP  # what these lack is among their first columns
         if columns:
             keep = ("", "layout", *columns)
             rows = [{name: row.get(name, "-") for name in keep} for row in rows]
         table = fitting_table(console, rows, RIGHT, keep, "layout", styles)
         console.print(table)
-        drawn = {str(column.header) for column in table.columns}
-        hidden = [name for name in keep if name not in drawn and any(row.get(name, "-") != "-" for row in rows)]
+        printed = {str(column.header) for column in table.columns}
+        left_out = [name for name in keep if name not in printed and any(row.get(name, "-") != "-" for row in rows)]
         console.print()
         print_facts(console, [("layouts", _terms(shown))])
-        if hidden:
+        if left_out:
             how = "in a wider terminal" if columns else "in a wider terminal, or with --columns"
-            print_facts(console, [("more columns", f"{', '.join(hidden)} {how}")])
+            print_facts(console, [("more columns", f"{', '.join(left_out)} {how}")])
     print_facts(console, _best(plan, details) if result.layouts else _nearest(plan))
     if result.layouts and mesh:
         best = result.layouts[0].layout
@@ -78,7 +78,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
 def show_end(plan: Plan, details: bool) -> None:
     """Print what simulations of layouts found, which files were written, and how to see more."""
     console = out()
-    print_facts(console, (("simulated", str(one)) for one in plan.confirmed))
+    print_facts(console, (("simulated", str(outcome)) for outcome in plan.confirmed))
     print_facts(console, _files(plan))
     if not details:
         print_facts(console, [("details", "--details    configuration files: --write FOLDER    --json")])
@@ -91,7 +91,7 @@ def _title(result: PlanResult) -> str:
     return f"{result.fitting:,} of {result.considered:,} layouts on {where}"
 
 
-def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
+def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the model, the assumptions, and the measurements that corrected step times."""
     result = plan.result
     length = f", {result.seq_len:,} tokens" if result.seq_len else ""
@@ -104,9 +104,9 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _tuned(tuned: TunedLayouts) -> str:
     """Return how good the corrected step times are."""
-    found = tuned.to_dict()
-    planned, learned = found["errors"]["planned"], found["errors"]["learned"]
-    words = f"step times corrected by {found['trials']} trials of {tuned.model}: the plan was off by "
+    report = tuned.to_dict()
+    planned, learned = report["errors"]["planned"], report["errors"]["learned"]
+    words = f"step times corrected by {report['trials']} trials of {tuned.model}: the plan was off by "
     words += f"{planned['median']:.0%} in the median and {planned['most']:.0%} at most"
     if learned is None:
         return words
@@ -118,6 +118,7 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     result = plan.result
     best = result.layouts[0]
     memory, layout = best.memory, best.layout
+    # parts below 1 % of the peak are noise to a reader
     parts = sorted(memory.breakdown.items(), key=lambda item: -item[1])
     parts = [(kind, size) for kind, size in parts if size >= 0.01 * memory.peak_bytes]
     kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in parts[: None if details else 3])
@@ -144,10 +145,11 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
 def _print_mesh(console: Console, layout: PlannedLayout) -> None:
     """Print the ranks by pipeline stage, data and sequence rank, tensor ranks together."""
     titles, *rows = mesh_table(Layout(**{axis: getattr(layout, axis) for axis in AXES}))
-    table = make_table(*titles, box=None, pad_edge=False)
+    table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console.print(f"\nlayout 1, {layout.world_size} ranks")
+    # a mesh has as many columns as data ranks; where they do not fit, each stage gets its own lines
     if console.measure(table, options=console.options.update(width=ANY)).maximum <= console.width:
         console.print(table)
         return
@@ -156,21 +158,21 @@ def _print_mesh(console: Console, layout: PlannedLayout) -> None:
         print_facts(console, [(first, ", ".join(f"{title}: {cell}" for title, cell in pairs))])
 
 
-def _row(number: int, one: RankedLayout) -> dict[str, str]:
-    layout, memory, outlook = one.layout, one.memory, one.outlook
+def _row(number: int, ranked: RankedLayout) -> dict[str, str]:
+    layout, memory, outlook = ranked.layout, ranked.memory, ranked.outlook
     micro = f"micro batch {layout.micro_batch}"
     words = str(layout).replace(micro, f"{micro} x {layout.accumulation}").replace(":cpu", "")
-    speed = "tokens/s" if one.tokens_per_s else "images/s"
+    speed = "tokens/s" if ranked.tokens_per_s else "images/s"
     return {
-        "": "-" if one.fit.exceeded else str(number),
+        "": "-" if ranked.fit.exceeded else str(number),
         "layout": words,
         "memory": shown_bytes(memory.peak_bytes),
-        "margin": _lacks(one.fit) if one.fit.exceeded else shown_bytes(one.fit.margin_bytes),
+        "margin": _lacks(ranked.fit) if ranked.fit.exceeded else shown_bytes(ranked.fit.margin_bytes),
         "host": shown_bytes(memory.host_bytes) if memory.host_bytes else "-",
         "NVMe": shown_bytes(memory.nvme_bytes) if memory.nvme_bytes else "-",
-        "step": f"{f'{one.step_s:#.3g}'.rstrip('.')} s",
-        speed: _rate(one.tokens_per_s or one.samples_per_s),
-        "MFU": f"{one.mfu:.0%}" if one.mfu is not None else "-",
+        "step": f"{f'{ranked.step_s:#.3g}'.rstrip('.')} s",
+        speed: _rate(ranked.tokens_per_s or ranked.samples_per_s),
+        "MFU": f"{ranked.mfu:.0%}" if ranked.mfu is not None else "-",
         "hours": _rate(outlook.hours) if outlook and outlook.hours is not None else "-",
         "GPU hours": _rate(outlook.gpu_hours) if outlook and outlook.gpu_hours is not None else "-",
         "cost": f"${_rate(outlook.cost)}" if outlook and outlook.cost is not None else "-",
@@ -187,9 +189,9 @@ def _terms(shown: Sequence[RankedLayout]) -> str:
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
     """Yield for each reason how many layouts were rejected, and what would help the nearest of them."""
-    for one in result.rejections[:LINES] if details else ():
-        near = f"{one.count:,}; the nearest is {one.layout or '-'}: {one.message}"
-        yield "rejected", f"{near}; {one.hint}" if one.hint else near
+    for rejection in result.rejections[:LINES] if details else ():
+        near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
+        yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -204,32 +206,23 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "profile", str(plan.profile_file)
 
 
-def _outlook(one: Outlook) -> Iterator[tuple[str, str]]:
+def _outlook(outlook: Outlook) -> Iterator[tuple[str, str]]:
     """Yield the best layout's training time, its price, and when to save checkpoints."""
-    good = one.goodput
-    if one.hours is not None and one.train_h is not None:
-        span = f" ({_hours(one.hours_range[0])} to {_hours(one.hours_range[1])})" if one.hours_range else ""
-        yield "training", f"{_hours(one.hours)}{span} for {one.steps:,} steps, saves and failures included"
-    if one.price:
-        total = f"${_rate(one.cost)} in all, " if one.cost is not None else ""
-        yield "price", f"{total}${one.price.per_gpu_hour:.4g} a GPU hour: {one.price.source}"
-    elif one.gpu_hours is not None:
+    goodput = outlook.goodput
+    if outlook.hours is not None and outlook.train_h is not None:
+        span = f" ({_hours(outlook.hours_range[0])} to {_hours(outlook.hours_range[1])})" if outlook.hours_range else ""
+        yield "training", f"{_hours(outlook.hours)}{span} for {outlook.steps:,} steps, saves and failures included"
+    if outlook.price:
+        total = f"${_rate(outlook.cost)} in all, " if outlook.cost is not None else ""
+        yield "price", f"{total}${outlook.price.per_gpu_hour:.4g} a GPU hour: {outlook.price.source}"
+    elif outlook.gpu_hours is not None:
         yield "price", "unknown for this node: pass --price USD, or a cloud instance type as --gpu"
-    yield (
-        "goodput",
-        (
-            f"{good.share:.1%} ({good.low:.1%} to {good.high:.1%} in 8 of 10 months): saves cost {good.saving:.1%}, "
-            f"failures {good.lost:.1%}"
-        ),
-    )
-    yield "saves", f"save every {_time(good.save_every_s)}; a save takes {_time(good.save_s)}"
-    yield (
-        "failures",
-        (
-            f"one every {_time(good.mtbf_s)}; a restart takes {_time(good.restart_s)}; {good.spare_nodes} spare nodes "
-            "suffice 99% of the time"
-        ),
-    )
+    months = f"({goodput.low:.1%} to {goodput.high:.1%} in 8 of 10 months)"
+    losses = f"saves cost {goodput.saving:.1%}, failures {goodput.lost:.1%}"
+    yield "goodput", f"{goodput.share:.1%} {months}: {losses}"
+    yield "saves", f"save every {_time(goodput.save_every_s)}; a save takes {_time(goodput.save_s)}"
+    restart = f"one every {_time(goodput.mtbf_s)}; a restart takes {_time(goodput.restart_s)}"
+    yield "failures", f"{restart}; {goodput.spare_nodes} spare nodes suffice 99% of the time"
 
 
 def _hours(value: float) -> str:
@@ -254,19 +247,19 @@ def _nearest(plan: Plan) -> Iterator[tuple[str, str]]:
     near = plan.result.nearest
     if near:
         yield "nearest", f"{near.layout}: {near.message}" + (f"; {near.hint}" if near.hint else "")
-    for one in plan.remedies:
-        yield ("would fit" if "not even" not in one else ""), str(one)
+    for remedy in plan.remedies:
+        yield ("would fit" if "not even" not in remedy else ""), str(remedy)
 
 
-def show_methods(found: MethodComparison) -> None:
+def show_methods(comparison: MethodComparison) -> None:
     """Print one row for each way to train the model."""
-    cluster, first = found.cluster, found.rows[0].plan.profile
+    cluster, first = comparison.cluster, comparison.rows[0].plan.profile
     nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
     console = out()
     console.print(f"{first.model} on {nodes}{cluster.gpus} x {cluster.label}", style="bold")
     fastest = f"fastest at {first.seq_len} tokens" if first.seq_len else "fastest"
     table = []
-    for row in found.rows:
+    for row in comparison.rows:
         profile, best = row.plan.profile, row.best and row.best.ranked
         table.append(
             {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from click.core import ParameterSource
 from zerofit.app.job.requests import read_request
 from zerofit.app.simulation.other_releases import rerun_with
 from zerofit.cli.answer import answer
-from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
+from zerofit.cli.check_show import workflow_command
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import (
     AS_JSON,
@@ -52,6 +53,8 @@ RUN_FIELDS = (
 SCRIPT = "zerofit.script"  # words after --, in click's context
 RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
 PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
+FAIL_ABOVE = 0.01
+FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
 
@@ -60,9 +63,23 @@ class CommandAfterDashes(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Split off the words after the first `--` (None without one)."""
+        # click would remove the dashes and read the script's own options
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta[SCRIPT] = args[cut + 1 :] if cut < len(args) else None
         return super().parse_args(ctx, args[:cut])
+
+
+def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Return 0.01 for "1%". Raises BadParameter for anything but a number of percent."""
+    if value is None:
+        return None
+    try:
+        share = float(value.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise click.BadParameter(f"{value!r} is not a percentage such as 1%")
+    return share
 
 
 @click.command(cls=CommandAfterDashes)
@@ -75,12 +92,13 @@ class CommandAfterDashes(click.Command):
 @click.option("--knobs/--no-knobs", default=True, help="also simulate changes that may help")
 @click.option("--details", is_flag=True, help="also print memory by phase and kind, collectives and all changes")
 @click.option("--longest", is_flag=True, help="script (--): also simulate the longest batches that it allows")
-@click.option("--deepspeed-version", metavar="X.Y.Z", help="simulate with this release, installed separately")
-@click.option("--transformers-version", metavar="X.Y.Z", help="likewise for transformers")
+@click.option("--deepspeed-version", metavar="X.Y.Z", help="use this release of DeepSpeed, installed separately")
+@click.option("--transformers-version", metavar="X.Y.Z", help="use this release of transformers, installed separately")
 @click.option("--write-config", type=PATH, help="write the DeepSpeed JSON of the first change that fits")
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
-@baseline_options
+@click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds")
+@click.option("--fail-above", callback=_share, metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON
@@ -94,29 +112,45 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
     Exit code 0: it fits; 1: it does not fit, is close to the limit, or adds more than --fail-above; 2: bad input.
     """
+    # The verdict is shown inside of `work`, before the changes: simulating these takes minutes, and the verdict alone
+    # may be all that the user wants. So `answer` only shows the changes.
     words = ctx.meta[SCRIPT]
 
     def work() -> Simulation:
         releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
         with EventConsole() as console:
             rerun_with(releases, PLACES, Reporter(console), own=words is None)
-        options["base"] = read_asked_baseline(options)
+        options["base"] = _read_baseline(options)
         if options["write_config"]:
             _refuse_place(options["write_config"], options["knobs"])
         try:
             if words is not None:
                 return _script(ctx, words, as_json, options)
             return _simulate(_named(target, options["longest"]), as_json, options)
+        # an older or newer release may lack what the simulator needs; with the installed ones it is a bug of zerofit
         except (RuntimeError, ImportError, AttributeError) as error:
             if not releases:
                 raise
             raise UserError(_unknown_release(releases, error)) from error
 
     result = answer(work, as_json, lambda result: show_knobs(result, options["details"]))
-    annotate(result)
+    _annotate(result)
     if options["write_config"]:
         _write_config(result, options["write_config"])
     sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
+
+
+def _read_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the simulation to compare with; None without --baseline. Raises UserError before any work."""
+    if options["baseline"] is None:
+        if options["fail_above"] is not None:
+            hint = "pass the output of --json from before the change"
+            message = "--fail-above needs --baseline"
+            raise UserError(Problem(kind="usage", message=message, hint=hint, where="--fail-above"))
+        return None
+    from zerofit.simulate.forecast.baseline import read_baseline
+
+    return read_baseline(options["baseline"])
 
 
 def _refuse_place(path: Path, knobs: bool) -> None:
@@ -146,10 +180,10 @@ def _write_config(result: Simulation, path: Path) -> None:
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
     """Return the problem that the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
-    said = str(error).strip().splitlines()[-1]
+    reason = str(error).strip().splitlines()[-1]
     hint = "use a later release; docs/scripts.md lists the tested ones under releases"
     where = " ".join(PLACES[name] for name in releases)
-    return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {said}", hint=hint, where=where)
+    return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {reason}", hint=hint, where=where)
 
 
 def _named(target: str | None, longest: bool) -> str:
@@ -173,16 +207,16 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
         from zerofit.app.simulation.scripts import STEPS, simulate_script
         from zerofit.simulate.script.command import read_command
 
-        read = problems.attempt(lambda: read_command(words))
-        if read and hardware["gpus"] is None:
-            hardware["gpus"] = read.gpus
-        if read and hardware["nodes"] is None:
-            hardware["nodes"] = read.nodes
-        found = problems.attempt(lambda: one_cluster(hardware))
+        command = problems.attempt(lambda: read_command(words))
+        if command and hardware["gpus"] is None:
+            hardware["gpus"] = command.gpus
+        if command and hardware["nodes"] is None:
+            hardware["nodes"] = command.nodes
+        cluster = problems.attempt(lambda: single_cluster(hardware))
         problems.raise_if_any()
         settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace")}
         settings |= {"steps": options["steps"] or STEPS}
-        result = simulate_script(words, found, **settings, on_event=console)
+        result = simulate_script(words, cluster, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
 
 
@@ -199,14 +233,14 @@ def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
 def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation:
     """Simulate, and show the answer before the changes, which take longer."""
     start = time.perf_counter()
-    asked, cluster = _asked(target, options)
+    request, cluster = _read_run(target, options)
     with EventConsole() as console:
         console(Event(kind="status", text="checking the run and the model ..."))  # importing torch takes seconds
         from zerofit.app.simulation.runs import simulate as run
 
         exact = options["exact"] or options["plot"] is not None
         settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace")}
-        result = run(asked, cluster, **settings, exact=exact, on_event=console)
+        result = run(request, cluster, **settings, exact=exact, on_event=console)
     result = _with_knobs(_shown(result, as_json, options), options)
     return replace(result, seconds=round(time.perf_counter() - start, 1))
 
@@ -234,24 +268,38 @@ def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simula
     return result
 
 
-def _asked(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
+def _read_run(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
     """Return the run and the hardware. Raises UserError with all problems."""
     problems = Problems()
     flags = given({name: options[name] for name in RUN_FIELDS})
-    asked = problems.attempt(lambda: read_request(target, flags, options["trust_model_code"]))
+    request = problems.attempt(lambda: read_request(target, flags, options["trust_model_code"]))
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
-    if hardware["gpus"] is None and asked and asked.run.ranks:
-        hardware["gpus"] = asked.run.ranks // (hardware["nodes"] or 1)
-    found = problems.attempt(lambda: one_cluster(hardware))
+    if hardware["gpus"] is None and request and request.run.ranks:
+        hardware["gpus"] = request.run.ranks // (hardware["nodes"] or 1)
+    cluster = problems.attempt(lambda: single_cluster(hardware))
     problems.raise_if_any()
-    assert asked and found
-    return asked, found
+    assert request and cluster
+    return request, cluster
 
 
-def one_cluster(hardware: dict[str, Any]) -> Cluster:
+def single_cluster(hardware: dict[str, Any]) -> Cluster:
     """Return the hardware from the options. Raises UserError for several kinds."""
-    found = clusters(**hardware)
-    if len(found) > 1:
+    kinds = clusters(**hardware)
+    if len(kinds) > 1:
         hint = "`zerofit plan` compares several"
         raise UserError(Problem(kind="usage", message="--gpu has several kinds", hint=hint, where="--gpu"))
-    return found[0]
+    return kinds[0]
+
+
+def _annotate(result: Simulation) -> None:
+    """Print what a change adds as an annotation of its line, on GitHub only."""
+    compared = result.against
+    if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    kind = "error" if compared.exceeded else "notice"
+    properties = {"title": "zerofit simulate"}
+    file, _, line = result.peak_at.own.rpartition(":")
+    root = Path(os.environ.get("GITHUB_WORKSPACE", ".")).resolve()
+    if file and Path(file).resolve().is_relative_to(root):
+        properties = {"file": str(Path(file).resolve().relative_to(root)), "line": line, **properties}
+    click.echo(workflow_command(kind, compared.because, **properties), err=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from zerofit.cli.console import make_table, out, print_facts
+from zerofit.cli.console import fitting_table, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
 from zerofit.simulate.forecast.result import KnobResult, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.forecast.verdict import FITS, NOT
@@ -17,6 +16,8 @@ from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
+Rows = Iterator[Mapping[str, str]]
+FIGURES = ("at start", "peak", "at end", "bytes", "share", "calls")  # columns flush right
 COLOURS = {FITS: "bold green", NOT: "bold red"}
 FEW = 8  # collectives in a table
 KINDS = 3  # of memory at the peak in one line
@@ -42,14 +43,16 @@ def show(result: Simulation, details: bool) -> None:
 
 def _needs(result: Simulation) -> str:
     """Return the line with needed and available memory: of the device, or of the host if that is too small."""
-    needed, there = _needed(result), result.device_total_bytes
-    of = f"needs {shown_bytes(needed)} of {shown_bytes(there)} on {result.device}"
+    needed, available = _needed(result), result.device_total_bytes
+    of = f"needs {shown_bytes(needed)} of {shown_bytes(available)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
         return f"needs {host} of host memory on a node ({HOST_RESERVE:.0%} is reserved for the system)"
     if result.verdict == NOT:
-        return f"{of}, {shown_bytes(needed - there)} too much"
-    return f"{of}, " + (f"{shown_bytes(there - needed)} free" if result.verdict == FITS else "it may run out of memory")
+        return f"{of}, {shown_bytes(needed - available)} too much"
+    return f"{of}, " + (
+        f"{shown_bytes(available - needed)} free" if result.verdict == FITS else "it may run out of memory"
+    )
 
 
 def _needed(result: Simulation) -> int:
@@ -114,10 +117,10 @@ def _seen(run: SimulatedScript) -> str:
 
 def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
     """Yield the memory of the longest batches, how the script ended, and the parts of it that were replaced."""
-    found = run.longest
-    if found:
-        fits = "fits" if found.fits else "does not fit"
-        yield f"{found.tokens} tokens", f"peak {shown_bytes(found.peak_bytes)} in {found.peak_phase}, {fits}"
+    longest = run.longest
+    if longest:
+        fits = "fits" if longest.fits else "does not fit"
+        yield f"{longest.tokens} tokens", f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
     exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
     yield "script", f"{run.facts.ended}; {exact}"
     notes = run.facts.notes if every else run.facts.notes[:NOTES]
@@ -131,24 +134,27 @@ def _details(console: Console, result: Simulation) -> None:
     """Print the memory outside of torch, the phases, the breakdown of the peak, and the collectives."""
     facts = [("verdict", result.because)]
     if result.device != "cpu":
-        shown = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"
-        facts += [("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {shown}")]
+        by_driver = f"nvidia-smi shows about {shown_bytes(result.smi_bytes)}"
+        facts += [
+            ("reserved", f"{shown_bytes(result.reserved_bytes)} by torch's allocator{_ahead(result)}; {by_driver}")
+        ]
     host = result.host_bytes
     if sum(host.values()):
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
-        kept = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
-        facts += [("host memory", f"{kinds}{kept}; the process needs about {shown_bytes(HOST_PROCESS_BYTES)} more")]
+        cached = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
+        facts += [("host memory", f"{kinds}{cached}; the process needs about {shown_bytes(HOST_PROCESS_BYTES)} more")]
     if result.nvme_bytes:
         facts += [("NVMe", shown_bytes(result.nvme_bytes))]
     if result.layers_simulated:
         check, *counts = result.layers_simulated
-        off = f"the peak of {check} layers differs from it by {abs(result.extension_error):.2%}"
+        off = f"the peak with {check} layers is off by {abs(result.extension_error):.2%}"
         facts += [("layers", f"extrapolated from {' and '.join(map(str, counts))}; {off} (--exact simulates all)")]
     console.print()
     print_facts(console, facts)
-    for table in (_phases(result), _breakdown(result), _collectives(result)):
-        console.print()
-        console.print(table)
+    for rows in map(list, (_phases(result), _breakdown(result), _collectives(result))):
+        if rows:
+            console.print()
+            console.print(fitting_table(console, rows, FIGURES, tuple(rows[0]), next(iter(rows[0]))))
 
 
 def _ahead(result: Simulation) -> str:
@@ -157,27 +163,24 @@ def _ahead(result: Simulation) -> str:
     return f" (up to {shown_bytes(result.reserved_ahead_bytes)} if the host runs ahead of the device)"
 
 
-def _phases(result: Simulation) -> Table:
-    table = make_table("phase", "at start", "peak", "at end", right=(1, 2, 3), box=None, pad_edge=False)
+def _phases(result: Simulation) -> Rows:
     for row in result.phases:
         name = row.name + (f" (step {row.step + 1})" if row.step >= 0 else "")
-        table.add_row(name, *(shown_bytes(getattr(row, f"{key}_bytes")) for key in ("start", "peak", "end")))
-    return table
+        sizes = {"at start": row.start_bytes, "peak": row.peak_bytes, "at end": row.end_bytes}
+        yield {"phase": name, **{title: shown_bytes(size) for title, size in sizes.items()}}
 
 
-def _breakdown(result: Simulation) -> Table:
-    table = make_table("allocated at the peak", "bytes", "share", right=(1, 2), box=None, pad_edge=False)
+def _breakdown(result: Simulation) -> Rows:
     for kind, size in result.breakdown.items():
         if size:
-            table.add_row(kind, shown_bytes(size), f"{size / result.peak_bytes:.1%}")
-    return table
+            share = f"{size / result.peak_bytes:.1%}"
+            yield {"allocated at the peak": kind, "bytes": shown_bytes(size), "share": share}
 
 
-def _collectives(result: Simulation) -> Table:
-    table = make_table("collective, a step", "ranks", "in", "calls", "bytes", right=(3, 4), box=None, pad_edge=False)
+def _collectives(result: Simulation) -> Rows:
     for row in sorted(result.comm, key=lambda r: -r.bytes)[:FEW]:
-        table.add_row(row.op, str(row.group_size), row.phase, str(row.count), shown_bytes(row.bytes))
-    return table
+        figures = {"ranks": str(row.group_size), "in": row.phase, "calls": str(row.count)}
+        yield {"collective, a step": row.op, **figures, "bytes": shown_bytes(row.bytes)}
 
 
 def show_knobs(result: Simulation, details: bool) -> None:

@@ -15,7 +15,7 @@ import click
 from zerofit.app.job.requests import read_request
 from zerofit.app.training.result import TrainingResult
 from zerofit.cli.answer import BAD_INPUT, answer, fail
-from zerofit.cli.console import EventConsole, fitting_table, make_table, print_facts
+from zerofit.cli.console import EventConsole, fitting_table, print_facts, print_verdict
 from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, TRUST_MODEL_CODE, given, run_options
 from zerofit.launch.rendezvous import quiet_torch
@@ -70,6 +70,7 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
     Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that these start.
     """
     drop_settings(os.environ)
+    # A launcher has started this process. It becomes the guard of one rank, and rank 0's process supervises.
     if not is_first(os.environ):
         _follow()
     answer(lambda: _train(target, given(options), anyway, trust_model_code), as_json, show)
@@ -80,19 +81,20 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
     earlier = ""
     if not (target or flags):
         flags, earlier = _default_job(Path("runs")) if world is None else (DEFAULT_JOB, "")
-    asked = read_request(target, flags, trusted)
-    with EventConsole(asked.run.log_every) as console:
+    request = read_request(target, flags, trusted)
+    with EventConsole(request.run.log_every) as console:
         if earlier:
             console.say(earlier)
         console.say("checking the run, the model and the data ...")  # importing torch takes seconds
         if world:
+            # torch logs every attempt to connect, in each process
             with quiet_torch():
                 from zerofit.app.training.from_launcher import lead
 
-            return lead(asked, world, on_event=console, anyway=anyway)
+            return lead(request, world, on_event=console, anyway=anyway)
         from zerofit.app.training.train import train as train_here
 
-        return train_here(asked, on_event=console, handle_signals=True, anyway=anyway)
+        return train_here(request, on_event=console, handle_signals=True, anyway=anyway)
 
 
 def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
@@ -143,17 +145,23 @@ def show(result: TrainingResult) -> None:
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
     on_cpu = "reserved_bytes" not in result.against_forecast  # where the forecast is of the whole process
     names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
-    figures |= {names[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
-    figures["run folder"] = result.run_dir
+    figures |= {names[name]: _against_forecast(name, pair) for name, pair in result.against_forecast.items()}
+    figures["run folder"] = _from_here(result.run_dir)
     if shutil.which("zerofit") is None:
-        figures["next"] = f"source {sys.prefix}/bin/activate"
+        figures["next"] = f"source {_from_here(sys.prefix)}/bin/activate"
     print_facts(stdout(), figures.items(), indent=23)
     if result.sample:
         click.echo("\nA sample of generated text:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
 
 
-def _beside(name: str, pair: Mapping[str, float | None]) -> str:
+def _from_here(path: str) -> str:
+    """Return a path within the current folder as a relative one; any other unchanged."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def _against_forecast(name: str, pair: Mapping[str, float | None]) -> str:
     """Return a measured figure with its forecast and the difference."""
     unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else shown_bytes
     measured, forecast, difference = (pair[key] for key in ("measured", "forecast", "difference"))
@@ -203,18 +211,23 @@ def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_
         answer(lambda: compare_traces(traces, out or Path("trace.png")), as_json, _show_traces)
     else:
         pictures = out or Path("runs.png")
-        answer(lambda: draw(list(runs), pictures), as_json, lambda result: click.echo(result["picture"]))
+        answer(lambda: draw(list(runs), pictures), as_json, lambda drawn: click.echo(drawn["picture"]))
 
 
-def _show_traces(found: TraceComparison) -> None:
-    ratio = found.measured_step_s / found.forecast_step_s
-    console = stdout()
-    console.print(f"a step took {found.measured_step_s:.3g} s, {ratio:.3g} times the forecast")
-    table = make_table("busy in a step", "forecast", "measured", "difference", right=(1, 2, 3))
-    for row in found.rows[:ROWS]:
-        milliseconds = (row.forecast_s, row.measured_s, row.off_s)
-        table.add_row(
-            row.what, *(f"{1e3 * one:{sign}.3f} ms" for one, sign in zip(milliseconds, ("", "", "+"), strict=True))
-        )
-    console.print(table)
-    click.echo(found.picture)
+def _show_traces(traces: TraceComparison) -> None:
+    console, times = stdout(), traces.measured_step_s / traces.forecast_step_s
+    step = f"{traces.measured_step_s:.3g} s a step, {times:.3g} times the forecast"
+    print_verdict(console, "MEASURED", step)
+    rows = [
+        {
+            "busy in a step": row.what,
+            "forecast": f"{1e3 * row.forecast_s:.3f} ms",
+            "measured": f"{1e3 * row.measured_s:.3f} ms",
+            "difference": f"{1e3 * row.off_s:+.3f} ms",
+        }
+        for row in traces.rows[:ROWS]
+    ]
+    if rows:
+        name, *figures = rows[0]
+        console.print(fitting_table(console, rows, figures, tuple(rows[0]), name))
+    print_facts(console, [("picture", str(traces.picture))], 9)

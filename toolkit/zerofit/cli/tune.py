@@ -1,4 +1,4 @@
-"""`zerofit tune`: the fastest configuration that fits, measured in a handful of real runs."""
+"""`zerofit tune`: find the fastest configuration that fits by a few short real runs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
-@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most, in all")
-@click.option("--minutes", type=Number(min=0.1), default=10.0, show_default=True, help="at most")
+@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="most trials")
+@click.option("--minutes", type=Number(min=0.1), default=10.0, show_default=True, help="most minutes")
 @click.option("--space", type=PATH, help="YAML: allowed values of each knob")
 @run_options(Run.model_fields.keys() - {"model", "fit"})
 @host_options
@@ -68,6 +68,7 @@ def tune(
         from zerofit.app.tuning.tune import tune
 
         on = {name: options.pop(name) for name in HOST_FIELDS}
+        # each trial on many hosts is a `zerofit launch` of its own, which gets the same flags of hosts
         words, output = host_arguments(on), options.pop("output")
         hosts = None
         if words != host_arguments(DEFAULTS):
@@ -85,7 +86,7 @@ def show(result: TuneResult) -> None:
     """Print the trials, the best, and what may have been missed."""
     console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
-    print_verdict(console, True, "BEST", "", f"{_seconds(result.step_s)} a step, {rate}")
+    print_verdict(console, "BEST", f"{_seconds(result.step_s)} a step, {rate}")
     rows = [
         {"": str(number), "configuration": row.configuration, **_figures(row.trial)}
         for number, row in enumerate(result.trials, start=1)
