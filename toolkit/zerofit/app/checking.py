@@ -25,7 +25,7 @@ from zerofit.check.programs import MARKS
 from zerofit.check.reader import HUGGING_FACE, Reader, guess
 from zerofit.check.rules.sizes import ranks_of_batch
 from zerofit.check.settled import settle
-from zerofit.check.subject import Asked, TargetHardware
+from zerofit.check.subject import Asked, TargetHardware, UnclearValue
 from zerofit.config.decide import PAIRS
 from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document
 from zerofit.config.pipelines import most_stages
@@ -79,7 +79,10 @@ class CheckResult:
         """Numbers of data parallel ranks that the file's `train_batch_size` allows; "" for any other file."""
         if not isinstance(self.document.config, dict):
             return ""
-        return ranks_of_batch(settle(self.document.config, catalog(), self.hardware).subject)
+        try:
+            return ranks_of_batch(settle(self.document.config, catalog(), self.hardware).subject)
+        except UnclearValue:
+            return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit check --json` prints."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from zerofit.check.catalog import catalog
@@ -10,7 +11,6 @@ from zerofit.check.document import Document
 from zerofit.check.edit import apply
 from zerofit.check.finding import EFFECTS, Finding, Rule
 from zerofit.check.form import form
-from zerofit.check.keys import keys
 from zerofit.check.neox import unknown_arguments
 from zerofit.check.rules.compile import COMPILE
 from zerofit.check.rules.features import FEATURES
@@ -23,7 +23,7 @@ from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_
 from zerofit.check.rules.sizes import batch, sizes
 from zerofit.check.rules.zero import ZERO_RULES, other_stages
 from zerofit.check.settled import settle
-from zerofit.check.subject import CheckSubject, TargetHardware
+from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
 
 # in the order of reporting for one line
 RULES: tuple[Rule, ...] = (
@@ -59,10 +59,12 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     found = list(form(document, setting.reader))
     if isinstance(document.config, dict):
         settled = settle(document.config, known, setting)
-        found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting))
+        found += settled.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
-        ruled = (finding for rule in (*RULES, *FUNCTIONS) for finding in rule(settled.subject))
-        found += map(settled.in_file, (*settled.findings, *ruled))
+        for rule in (*RULES, *FUNCTIONS):
+            with suppress(UnclearValue):
+                found += map(settled.in_file, rule(settled.subject))
+        found += map(settled.in_file, settled.findings)
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)

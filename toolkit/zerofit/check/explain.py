@@ -124,7 +124,8 @@ def explain(document: Document, findings: Sequence[Finding], setting: TargetHard
     verdicts = {f.path: f for f in reversed(findings)}
     rows = [_row(path, value, verdicts, document.config, settled) for path, value in leaves(document.config)]
     for path, matters, text in DEFAULTS:
-        if matters(subject) and not subject.has(path):
+        unread = settled.meant.in_file(path) != path  # the file has it under a wrong name
+        if subject.holds(matters) and (unread or not subject.has(path)):
             rows.append(KeyRow(path=path, value=known.default(path), status="default", text=text))
     return rows
 

@@ -70,7 +70,7 @@ class Rule:
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
         """Yield the finding if the condition is true."""
-        if not self.when(subject):
+        if not subject.holds(self.when):
             return
 
         def text(of: Text) -> str:

@@ -17,6 +17,9 @@ from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 NAMED = 3  # sections that a hint names for a misplaced key
 MOST = 100  # unknown keys of a section that get a finding each
 
+# findings about a value that DeepSpeed does not allow
+WRONG_VALUE = ("wrong-type", "number-as-string", "out-of-range", "not-allowed")
+
 # wrong names from users' reports
 SYNONYMS = {
     "train_micro_batch_size": "train_micro_batch_size_per_gpu",

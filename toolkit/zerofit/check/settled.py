@@ -8,11 +8,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerofit.check.aliases import Aliases, resolve
+from zerofit.check.aliases import Aliases, corrected, resolve
 from zerofit.check.asked import unasked
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get, put
 from zerofit.check.finding import Finding
+from zerofit.check.keys import WRONG_VALUE, keys
 from zerofit.check.neox import handed_on
 from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, Asked, CheckSubject, TargetHardware
@@ -34,14 +35,19 @@ class Settled:
     """A JSON with documented names as DeepSpeed gets it, and how it was filled."""
 
     given: Aliases  # DeepSpeed's keys of the file
-    aliases: Aliases  # of `given`
+    meant: Aliases  # `given` without the faults that have one clear correction
+    aliases: Aliases  # of `meant`
     subject: CheckSubject
     filled: Mapping[str, Asked] = field(default_factory=dict)  # key -> the value that replaced its "auto"
+    key_findings: tuple[Finding, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     def in_file(self, finding: Finding) -> Finding:
         """Return a finding with the file's names; for an "auto", with the source of its value."""
-        written = self.given.finding_in_file(self.aliases.finding_in_file(finding))
+        written = self.aliases.finding_in_file(finding)
+        if self.meant.in_file(written.path) != written.path:  # edits are for the key's correct name
+            written = replace(self.meant.finding_in_file(written), edits=())
+        written = self.given.finding_in_file(written)
         by = self.filled.get(finding.path)
         if by is None or finding.beside or '"auto"' in finding.message:
             return written
@@ -52,7 +58,9 @@ class Settled:
 def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Settled:
     """Compare each value of a flag, argument or program with the JSON's, and fill it in for "auto"."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
-    aliases = resolve(given.config, catalog)
+    key_findings = tuple(keys(given.config, catalog, setting))
+    meant = corrected(given.config, key_findings)
+    aliases = resolve(meant.config, catalog)
     settled = deepcopy(dict(aliases.config))
     filled: dict[str, Asked] = {}
     findings: list[Finding] = []
@@ -69,8 +77,23 @@ def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware)
             filled[asked.path] = asked
     if setting.reader in HUGGING_FACE and not settled.get(STEPS):
         settled[STEPS] = 1  # accelerate 1.15 utils/dataclasses.py:1326
-    subject = CheckSubject(config=settled, catalog=catalog, setting=setting, filled=frozenset(filled))
-    return Settled(given=given, aliases=aliases, subject=subject, filled=filled, findings=tuple(findings))
+    wrong = (finding.path for finding in key_findings if finding.code in WRONG_VALUE and not finding.edits)
+    subject = CheckSubject(
+        config=settled,
+        catalog=catalog,
+        setting=setting,
+        filled=frozenset(filled),
+        unclear=frozenset(aliases.documented(meant.documented(path)) for path in wrong),
+    )
+    return Settled(
+        given=given,
+        meant=meant,
+        aliases=aliases,
+        subject=subject,
+        filled=filled,
+        key_findings=tuple(map(given.finding_in_file, key_findings)),
+        findings=tuple(findings),
+    )
 
 
 def _same(value: Any, asked: Any) -> bool:

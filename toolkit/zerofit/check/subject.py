@@ -1,13 +1,13 @@
-"""The subject of a rule: a configuration, with getters that never raise, and its target."""
+"""The subject of a rule: a configuration with getters for values, and its target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zerofit.check.catalog import Catalog
-from zerofit.check.dotted import get
+from zerofit.check.dotted import get, has
 from zerofit.spec.model_facts import PRECISIONS, ModelFacts
 from zerofit.spec.run import PipelineSchedule
 
@@ -50,23 +50,36 @@ class TargetHardware:
     one_thread: str | None = None  # the launcher that sets one thread per rank, and its place
 
 
+class UnclearValue(Exception):
+    """A condition depends on a value that DeepSpeed does not allow, so nobody can tell whether it is true."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckSubject:
-    """A configuration with its target. Values of a wrong type count as missing: the key check reports them."""
+    """A configuration with its target. Getters raise UnclearValue for a wrong value without a clear meaning."""
 
     config: Mapping[str, Any]
     catalog: Catalog
     setting: TargetHardware = field(default_factory=TargetHardware)
     filled: frozenset[str] = frozenset()  # keys whose "auto" was filled in
+    unclear: frozenset[str] = frozenset()  # dotted paths of wrong values, which the key check reports
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted path, or None."""
+        if self.unclear and any(path == wrong or path.startswith(f"{wrong}.") for wrong in self.unclear):
+            raise UnclearValue(path)
         return get(self.config, path)
+
+    def holds(self, condition: Callable[[CheckSubject], object]) -> bool:
+        """Return whether a condition is true; False if it depends on an unclear value."""
+        try:
+            return bool(condition(self))
+        except UnclearValue:
+            return False
 
     def has(self, path: str) -> bool:
         """Return whether the key exists, whatever its value."""
-        missing = object()
-        return get(self.config, path, missing) is not missing
+        return has(self.config, path)
 
     def on(self, path: str) -> bool:
         """Return whether the value, or DeepSpeed's default for a missing key, is true."""

@@ -45,7 +45,10 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
 
 
 def ranks_of_batch(c: CheckSubject) -> str:
-    """Return the numbers of data parallel ranks that divide the batch; "" if the number of ranks is known."""
+    """Return the numbers of data parallel ranks that divide the batch; "" if the number of ranks is known.
+
+    Raises UnclearValue if a batch size is wrong.
+    """
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
     divided = total and not micro and not c.ranks and c.tensor_parallel <= 1 and total % (steps or 1) == 0
     return _allowed(total, 1, steps, fixed=False) if total and divided and c.setting.reader != "zerofit" else ""
