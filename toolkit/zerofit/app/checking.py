@@ -23,7 +23,7 @@ from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.neox import model_parallel
 from zerofit.check.programs import MARKS
 from zerofit.check.reader import HUGGING_FACE, Reader, guess
-from zerofit.check.rules.sizes import ranks_of_batch
+from zerofit.check.rules.batch import ranks_of_batch
 from zerofit.check.settled import settle
 from zerofit.check.subject import Asked, TargetHardware, UnclearValue
 from zerofit.config.decide import PAIRS

@@ -9,45 +9,17 @@ from dataclasses import replace
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document
 from zerofit.check.edit import apply
-from zerofit.check.finding import EFFECTS, Finding, Rule
+from zerofit.check.finding import EFFECTS, Finding
 from zerofit.check.form import form
 from zerofit.check.neox import unknown_arguments
-from zerofit.check.rules.compile import COMPILE
-from zerofit.check.rules.features import FEATURES
-from zerofit.check.rules.offload import OFFLOAD, nvme
-from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
-from zerofit.check.rules.parallel import EXPERTS, PARALLEL
-from zerofit.check.rules.precision import PRECISION
-from zerofit.check.rules.readers import READER_RULES
-from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
-from zerofit.check.rules.sizes import batch, sizes
-from zerofit.check.rules.zero import ZERO_RULES, other_stages
+from zerofit.check.rule import rules
+from zerofit.check.rules.batch import batch
+from zerofit.check.rules.optimizer import optimizer
+from zerofit.check.rules.scheduler import scheduler, scheduler_values
 from zerofit.check.settled import settle
 from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
 
-# in the order of reporting for one line
-RULES: tuple[Rule, ...] = (
-    *PRECISION,
-    *GRADIENTS,
-    *ZERO_RULES,
-    *OFFLOAD,
-    *OPTIMIZER_RULES,
-    *SCHEDULER_RULES,
-    *PARALLEL,
-    *EXPERTS,
-    *COMPILE,
-    *FEATURES,
-    *READER_RULES,
-)
-FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
-    batch,
-    other_stages,
-    nvme,
-    optimizer,
-    scheduler,
-    scheduler_values,
-    sizes,
-)
+FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, optimizer, scheduler, scheduler_values)
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
@@ -61,7 +33,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
         settled = settle(document.config, known, setting)
         found += settled.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
-        for rule in (*RULES, *FUNCTIONS):
+        for rule in (*rules(), *FUNCTIONS):
             with suppress(UnclearValue):
                 found += map(settled.in_file, rule(settled.subject))
         found += map(settled.in_file, settled.findings)

@@ -11,6 +11,7 @@ from zerofit.check.catalog import catalog, documented
 from zerofit.check.document import Document
 from zerofit.check.dotted import get, leaves
 from zerofit.check.finding import Finding
+from zerofit.check.rule import rules
 from zerofit.check.settled import Settled, settle
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
@@ -21,30 +22,7 @@ READ_WHEN_OFF = (
     "data_efficiency",
 )  # `enabled: false` does not switch them off
 
-# findings about keys that DeepSpeed does not use
-IGNORED = frozenset(
-    {
-        "unknown-key",
-        "own-key",
-        "key-stage",
-        "feature-stage",
-        "never-read",
-        "offload-param-stage",
-        "offload-without-zero",
-        "super-offload-stage",
-        "overflow-check-ignored",
-        "adamw-mode",
-        "optimizer-legacy-fusion",
-        "compile-passes",
-        "deepcompile-stage",
-        "activations-host",
-        "activations-partition",
-        "aio-unused",
-        "data-parallel-alone",
-        "tensor-parallel-nested",
-        "contiguous-gradients",
-    }
-)
+IGNORED_KEYS = ("unknown-key", "own-key")  # findings of the key check; rules have `ignored: true`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +111,9 @@ def explain(document: Document, findings: Sequence[Finding], setting: TargetHard
 def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any], settled: Settled) -> KeyRow:
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in IGNORED)), None)
-    if finding is not None and finding.code in IGNORED:
+    ignored = {*IGNORED_KEYS, *(rule.code for rule in rules() if rule.ignored)}
+    finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in ignored)), None)
+    if finding is not None and finding.code in ignored:
         return KeyRow(path=path, value=value, status="ignored", text=finding.why)
     if finding is not None and finding.severity == "error":
         return KeyRow(path=path, value=value, status="wrong", text=finding.message)

@@ -1,12 +1,11 @@
-"""Findings of the checker, and the rules that yield them."""
+"""Findings of the checker, and guesses of what a wrong name means."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,7 +19,6 @@ Severity = Literal["error", "warning"]
 Effect = Literal["stops", "changes", "ignored"]
 EFFECTS: tuple[Effect, ...] = ("stops", "changes", "ignored")
 Edits = tuple[Edit, ...]
-Text = str | Callable[[CheckSubject], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,42 +47,6 @@ class Finding:
         """Return the keys that `zerofit check --json` prints."""
         names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix", "beside")
         return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One fault: its condition, its texts, its edits, and its place in DeepSpeed's source.
-
-    `{value}` in a text is replaced by the JSON of the value at `path`.
-    """
-
-    code: str
-    severity: Severity = "error"
-    path: str
-    when: Callable[[CheckSubject], object]  # truth counts
-    message: Text
-    why: Text  # what DeepSpeed does
-    fix: Text = "remove it"
-    edits: Edits | Callable[[CheckSubject], Edits] = ()  # as of a finding
-    source: str  # file:line below deepspeed/ in 0.19.8
-
-    def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding if the condition is true."""
-        if not subject.holds(self.when):
-            return
-
-        def text(of: Text) -> str:
-            return (of(subject) if callable(of) else of).replace("{value}", json.dumps(subject.get(self.path)))
-
-        yield Finding(
-            code=self.code,
-            severity=self.severity,
-            path=self.path,
-            message=text(self.message),
-            why=text(self.why),
-            fix=text(self.fix),
-            edits=self.edits(subject) if callable(self.edits) else self.edits,
-        )
 
 
 def unknown_parameter(

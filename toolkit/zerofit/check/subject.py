@@ -100,6 +100,16 @@ class CheckSubject:
         value = self.get(path)
         return value if isinstance(value, str) and value != "auto" else None
 
+    def count(self, path: str) -> int | None:
+        """Return a whole number from 1, or None."""
+        value = self.number(path)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def is_below(self, lower: str, upper: str) -> bool:
+        """Return whether the values at both paths are numbers and the first is smaller."""
+        first, second = self.number(lower), self.number(upper)
+        return first is not None and second is not None and first < second
+
     def section(self, path: str) -> Mapping[str, Any]:
         """Return an object, or an empty one."""
         value = self.get(path)
@@ -110,6 +120,20 @@ class CheckSubject:
         value = self.get(path)
         return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
 
+    def default(self, path: str) -> Any:
+        """Return DeepSpeed's default, or None."""
+        return self.catalog.default(path)
+
+    def is_argument(self, path: str) -> bool:
+        """Return whether a flag, an argument or a companion file sets the key."""
+        return any(asked.path == path for asked in self.setting.asked)
+
+    reader = property(lambda self: self.setting.reader)
+    facts = property(lambda self: self.setting.facts)
+    precisions = property(lambda self: self.setting.precisions)
+    one_thread = property(lambda self: self.setting.one_thread)
+    optimizers = property(lambda self: self.catalog.optimizers)
+    schedulers = property(lambda self: self.catalog.schedulers)
     fp16 = property(lambda self: self.on("fp16.enabled"))
     bf16 = property(lambda self: self.on("bf16.enabled"))
     deepcompile = property(lambda self: self.on("compile.deepcompile"))
