@@ -101,9 +101,9 @@ def _target(edit: Renaming | Move) -> str:
 
 
 def _resolved(
-    config: Mapping[str, Any], prefix: str, told: str, catalog: Catalog, written: dict[str, str]
+    config: Mapping[str, Any], prefix: str, documented_prefix: str, catalog: Catalog, written: dict[str, str]
 ) -> dict[str, Any]:
-    """Return a section with documented names; `prefix` is its path in the file, `told` its documented path."""
+    """Return a section with documented names; both prefixes are its path: in the file, and documented."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
@@ -115,9 +115,11 @@ def _resolved(
                 continue
             value = {"device": "cpu"}
         if name != key:
-            written[f"{told}{name}"] = path
+            written[f"{documented_prefix}{name}"] = path
         found[name] = (
-            _resolved(value, f"{path}.", f"{told}{name}.", catalog, written) if isinstance(value, Mapping) else value
+            _resolved(value, f"{path}.", f"{documented_prefix}{name}.", catalog, written)
+            if isinstance(value, Mapping)
+            else value
         )
     return found
 

@@ -105,10 +105,10 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
     """Add our descriptions, and types where DeepSpeed has none. A second name gets the first name's description."""
     descriptions, refinements = _data("descriptions.json") or {}, _data("refinements.json") or {}
 
-    def walk(node: Schema, prefix: str, told: str) -> None:
+    def walk(node: Schema, prefix: str, documented_prefix: str) -> None:
         for key, child in node.get("properties", {}).items():
             path = f"{prefix}{key}"
-            known_as = told + documented(prefix, key, deprecated)
+            known_as = documented_prefix + documented(prefix, key, deprecated)
             child.update(refinements.get(path, {}))
             text = descriptions.get(path) or descriptions.get(known_as)
             if text:

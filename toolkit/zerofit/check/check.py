@@ -9,15 +9,15 @@ from dataclasses import replace
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document
 from zerofit.check.edit import apply
+from zerofit.check.effective import effective_config
 from zerofit.check.finding import EFFECTS, Finding
-from zerofit.check.form import form
 from zerofit.check.neox import unknown_arguments
 from zerofit.check.rule import rules
 from zerofit.check.rules.batch import batch
 from zerofit.check.rules.optimizer import optimizer
 from zerofit.check.rules.scheduler import scheduler, scheduler_values
-from zerofit.check.settled import settle
 from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
+from zerofit.check.syntax import form
 
 FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, optimizer, scheduler, scheduler_values)
 
@@ -30,13 +30,13 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     known = catalog()
     found = list(form(document, setting.reader))
     if isinstance(document.config, dict):
-        settled = settle(document.config, known, setting)
-        found += settled.key_findings
+        effective = effective_config(document.config, known, setting)
+        found += effective.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
         for rule in (*rules(), *FUNCTIONS):
             with suppress(UnclearValue):
-                found += map(settled.in_file, rule(settled.subject))
-        found += map(settled.in_file, settled.findings)
+                found += map(effective.in_file, rule(effective.subject))
+        found += map(effective.in_file, effective.findings)
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)

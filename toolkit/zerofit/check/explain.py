@@ -10,9 +10,9 @@ from typing import Any, Literal
 from zerofit.check.catalog import catalog, documented
 from zerofit.check.document import Document
 from zerofit.check.dotted import get, leaves
+from zerofit.check.effective import EffectiveConfig, effective_config
 from zerofit.check.finding import Finding
 from zerofit.check.rule import rules
-from zerofit.check.settled import Settled, settle
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
@@ -97,18 +97,20 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
     """Return a row for each key of the JSON, in its order, then for the defaults that matter."""
     known = catalog()
-    settled = settle(document.config, known, setting)
-    subject = settled.subject
+    effective = effective_config(document.config, known, setting)
+    subject = effective.subject
     verdicts = {f.path: f for f in reversed(findings)}
-    rows = [_row(path, value, verdicts, document.config, settled) for path, value in leaves(document.config)]
+    rows = [_row(path, value, verdicts, document.config, effective) for path, value in leaves(document.config)]
     for path, matters, text in DEFAULTS:
-        unread = settled.meant.in_file(path) != path  # the file has it under a wrong name
+        unread = effective.meant.in_file(path) != path  # the file has it under a wrong name
         if subject.holds(matters) and (unread or not subject.has(path)):
             rows.append(KeyRow(path=path, value=known.default(path), status="default", text=text))
     return rows
 
 
-def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any], settled: Settled) -> KeyRow:
+def _row(
+    path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any], effective: EffectiveConfig
+) -> KeyRow:
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     ignored = {*IGNORED_KEYS, *(rule.code for rule in rules() if rule.ignored)}
@@ -121,7 +123,7 @@ def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping
     if unread:
         return KeyRow(path=path, value=value, status="ignored", text=unread)
     if value == "auto":
-        by = settled.filled.get(path)
+        by = effective.filled.get(path)
         text = f"{json.dumps(by.value)}: {by.by}" if by else "filled in by zerofit or Hugging Face"
         return KeyRow(path=path, value=value, status="auto", text=text)
     node = catalog().node(path) or {}

@@ -31,7 +31,7 @@ class Finding:
     message: str  # what is wrong
     why: str  # what DeepSpeed does about it
     fix: str  # what to do
-    beside: str = ""  # "run.sh:12": the other file's line that differs
+    other_place: str = ""  # "run.sh:12": the other file's line that differs
     edits: Edits = ()  # only if the meaning is clear: move, rename, correct a type
     line: int = 0
     column: int = 0
@@ -45,8 +45,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that `zerofit check --json` prints."""
-        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix", "beside")
-        return {name: getattr(self, name) for name in names}
+        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
+        return {**{name: getattr(self, name) for name in names}, "beside": self.other_place}
 
 
 def unknown_parameter(

@@ -35,7 +35,7 @@ class Program:
     """A program's file, and the keys to recognise it by."""
 
     name: str
-    kind: str  # of `zerofit.check.companion`; "": it names no DeepSpeed JSON
+    kind: str  # of `zerofit.check.argument_files`; "": it names no DeepSpeed JSON
     needs: tuple[str, ...] = ()  # all of these keys
     keys: tuple[str, ...]  # and at least `least` of these
     least: int = 1

@@ -16,12 +16,12 @@ TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestedValue:
     """A value that a flag, an argument or a program sets for a key of the JSON."""
 
     path: str
     value: Any  # or a tuple of equivalent words, in lower case
-    said: str  # "--micro-batch 4"
+    source: str  # "--micro-batch 4"
     place: str = ""  # "run.sh:12"
     compared: bool = True  # with the JSON's value; else it only replaces "auto"
     severity: Literal["error", "warning"] = "error"
@@ -31,7 +31,7 @@ class Asked:
     @property
     def by(self) -> str:
         """The flag or argument, and its place."""
-        return f"{self.said} ({self.place})" if self.place else self.said
+        return f"{self.source} ({self.place})" if self.place else self.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class TargetHardware:
     precisions: tuple[str, ...] = PRECISIONS  # that the device supports
     facts: ModelFacts | None = None
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
-    asked: tuple[Asked, ...] = ()  # from flags and companion files
+    requested: tuple[RequestedValue, ...] = ()  # from flags and argument files
     guessed: bool = False  # whether the reader was guessed from the file
     one_thread: str | None = None  # the launcher that sets one thread per rank, and its place
 
@@ -61,7 +61,6 @@ class CheckSubject:
     config: Mapping[str, Any]
     catalog: Catalog
     setting: TargetHardware = field(default_factory=TargetHardware)
-    filled: frozenset[str] = frozenset()  # keys whose "auto" was filled in
     unclear: frozenset[str] = frozenset()  # dotted paths of wrong values, which the key check reports
 
     def get(self, path: str) -> Any:
@@ -125,8 +124,8 @@ class CheckSubject:
         return self.catalog.default(path)
 
     def is_argument(self, path: str) -> bool:
-        """Return whether a flag, an argument or a companion file sets the key."""
-        return any(asked.path == path for asked in self.setting.asked)
+        """Return whether a flag, an argument or a argument file sets the key."""
+        return any(value.path == path for value in self.setting.requested)
 
     reader = property(lambda self: self.setting.reader)
     facts = property(lambda self: self.setting.facts)
