@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,10 +12,8 @@ from zerofit.check.document import Document
 from zerofit.check.dotted import get, leaves
 from zerofit.check.effective import EffectiveConfig, effective_config
 from zerofit.check.finding import Finding
-from zerofit.check.rule import rules
-from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
-
-OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+from zerofit.check.rule import defaults, rules
+from zerofit.check.subject import TargetHardware
 
 READ_WHEN_OFF = (
     "comms_logger",
@@ -39,61 +37,6 @@ class KeyRow:
         return asdict(self)
 
 
-def _always(c: CheckSubject) -> bool:
-    return True
-
-
-# surprising defaults of DeepSpeed 0.19.8, and when they matter
-DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
-    (f"{ZERO}.stage", _always, "no ZeRO: every rank has all states"),
-    ("gradient_clipping", _always, "gradients are clipped to this norm; 0 switches it off (0 in releases before 2026)"),
-    ("gradient_accumulation_steps", _always, "1, or computed from the other two batch sizes"),
-    ("steps_per_print", _always, "nothing is printed (every 10 steps in older releases)"),
-    (
-        f"{ZERO}.reduce_bucket_size",
-        lambda c: c.stage > 0,
-        "elements; allocated in full, twice with overlap_comm",
-    ),
-    (f"{ZERO}.allgather_bucket_size", lambda c: c.stage in (1, 2), "unused if torch gathers into one tensor"),
-    (f"{ZERO}.overlap_comm", lambda c: c.stage > 0, "true at stage 3, false at 1 and 2"),
-    (f"{ZERO}.contiguous_gradients", lambda c: c.stage > 0, "gradients are copied into one buffer"),
-    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "not with Muon at stage 3 or gradient predivision"),
-    (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements per optimizer update"),
-    (f"{ZERO}.stage3_prefetch_bucket_size", lambda c: c.stage == 3, "elements gathered ahead of use"),
-    (f"{ZERO}.stage3_param_persistence_threshold", lambda c: c.stage == 3, "smaller parameters are never partitioned"),
-    (f"{ZERO}.stage3_max_live_parameters", lambda c: c.stage == 3, "smaller models are never released"),
-    (
-        f"{ZERO}.stage3_max_reuse_distance",
-        lambda c: c.stage == 3,
-        "parameters used again this soon stay gathered",
-    ),
-    (
-        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-        lambda c: c.stage == 3,
-        "save_16bit_model writes nothing (zerofit gathers the weights itself)",
-    ),
-    (f"{OPTIMIZER}.pin_memory", lambda c: c.offload("optimizer"), "page-locked (false in older releases)"),
-    (f"{PARAM}.pin_memory", lambda c: c.offload("param"), "page-locked (false in older releases)"),
-    ("fp16.loss_scale", lambda c: c.fp16, "dynamic loss scaling"),
-    ("fp16.initial_scale_power", lambda c: c.fp16, "the scale starts at two to this power"),
-    ("bf16.check_grad_overflow", lambda c: c.bf16, "steps with an infinite gradient are skipped"),
-    ("data_types.grad_accum_dtype", lambda c: c.bf16 or c.fp16, "gradients are summed in the model's own type"),
-    ("communication_data_type", lambda c: c.bf16 or c.fp16, "gradients are sent in the model's own type"),
-    (
-        "optimizer.params.adam_w_mode",
-        lambda c: c.optimizer == "adam",
-        "true: weight decay is decoupled from the gradient",
-    ),
-    ("zero_allow_untested_optimizer", lambda c: c.stage > 0 and c.has("optimizer.type"), "only listed optimizers run"),
-    (
-        "wall_clock_breakdown",
-        lambda c: c.on("flops_profiler.enabled"),
-        "true: the flops profiler switches the timers on for the whole run",
-    ),
-    ("timers.throughput.synchronized", _always, "the device is synchronised to time the printed steps"),
-)
-
-
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
     """Return a row for each key of the JSON, in its order, then for the defaults that matter."""
     known = catalog()
@@ -101,10 +44,10 @@ def explain(document: Document, findings: Sequence[Finding], setting: TargetHard
     subject = effective.subject
     verdicts = {f.path: f for f in reversed(findings)}
     rows = [_row(path, value, verdicts, document.config, effective) for path, value in leaves(document.config)]
-    for path, matters, text in DEFAULTS:
-        unread = effective.meant.in_file(path) != path  # the file has it under a wrong name
-        if subject.holds(matters) and (unread or not subject.has(path)):
-            rows.append(KeyRow(path=path, value=known.default(path), status="default", text=text))
+    for note in defaults():
+        unread = effective.meant.in_file(note.key) != note.key  # the file has it under a wrong name
+        if note.matters(subject) and (unread or not subject.has(note.key)):
+            rows.append(KeyRow(path=note.key, value=known.default(note.key), status="default", text=note.text))
     return rows
 
 

@@ -10,20 +10,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from types import CodeType
 from typing import Any, TypedDict
 
 import yaml
 
+from zerofit.check.catalog import LOADER, read_data
 from zerofit.check.edit import Assignment, Edit, Removal
 from zerofit.check.finding import Finding, Severity
 from zerofit.check.rules.terms import FUNCTIONS, TERMS
 from zerofit.check.subject import CheckSubject
 
-# libyaml is ten times as fast; a PyYAML without it reads the same
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PLACE = re.compile(r"\$\{(.+?)\}")  # an expression in a text
 
 
@@ -108,7 +107,33 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "<rule>", "eval")
 
 
-@lru_cache(maxsize=1)
+@dataclass(frozen=True, kw_only=True)
+class DefaultNote:
+    """A default of DeepSpeed that may surprise, and the default of older releases; see data/defaults.yaml."""
+
+    key: str
+    when: str = "True"
+    text: str
+    old: Any = None
+    old_when: str = ""
+    change: str = ""  # "" if the default did not change
+
+    def matters(self, subject: CheckSubject) -> bool:
+        """Return whether the default applies; False if that depends on a wrong value."""
+        return subject.holds(lambda c: _Names(c, self.key).value_of(self.when))
+
+    def mattered(self, subject: CheckSubject) -> bool:
+        """Return whether the old default changes what a file of an older release does."""
+        return bool(self.change) and subject.holds(lambda c: _Names(c, self.key).value_of(self.old_when or self.when))
+
+
+@cache
+def defaults() -> tuple[DefaultNote, ...]:
+    """Return the entries of data/defaults.yaml."""
+    return tuple(DefaultNote(**entry) for entry in read_data("defaults.yaml"))
+
+
+@cache
 def rules() -> tuple[Rule, ...]:
     """Return all rules of check/rules/*.yaml."""
     folder = files("zerofit.check") / "rules"

@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from zerofit.check.catalog import names
 from zerofit.check.edit import Assignment
 from zerofit.check.finding import Finding, as_number, near, plainly, unknown_parameter
 from zerofit.check.subject import CheckSubject
 from zerofit.spec.optimizers import EIGHT_BIT, run_name
 
 PARAMS = "optimizer.params"
-# optimizers that 0.19.7 removed, and their uncompressed counterparts
-GONE = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb"}
-SAME = {"adam_w": "AdamW", "fusedadam": "AdamW", "fusedlamb": "lamb"}  # class names of the same optimizers
-# names in other libraries
-SYNONYMS = {
-    "learning_rate": "lr",
-    "beta1": "betas",
-    "beta2": "betas",
-    "adam_epsilon": "eps",
-    "epsilon": "eps",
-    "wd": "weight_decay",
-    "decay": "weight_decay",
-}
 
 
 def optimizer(c: CheckSubject) -> Iterator[Finding]:
@@ -44,7 +32,8 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         )
         return
     if variants is None:
-        better = near(name, ["AdamW", *known], SAME | GONE)
+        same = names("optimizers")
+        better = near(name, ["AdamW", *known], {**same, **names("removed_optimizers")})
         yield Finding(
             code="optimizer-unknown",
             path="optimizer.type",
@@ -52,7 +41,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (torch\'s names '
             "are case-sensitive)",
             fix=f"did you mean {better}?" if better else "use AdamW",
-            edits=(Assignment("optimizer.type", better),) if better and plainly(name, better, SAME) else (),
+            edits=(Assignment("optimizer.type", better),) if better and plainly(name, better, same) else (),
         )
         return
     taken = variants.get(_variant(c, variants))
@@ -65,7 +54,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 code="optimizer-param",
                 owner=name,
                 taken=taken,
-                synonyms=SYNONYMS,
+                synonyms=names("optimizer_parameters"),
                 why="DeepSpeed silently drops it" if c.optimizer == "muon" else "",
             )
     for key in (

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zerofit.check.catalog import names
 from zerofit.check.edit import Assignment
 from zerofit.check.finding import Finding, as_number, near, plainly, unknown_parameter
 from zerofit.check.rules.terms import optimizer_is_wrapped, scheduler_is_deepspeeds
 from zerofit.check.subject import CheckSubject
 
 PARAMS = "scheduler.params"
-SYNONYMS = {
-    "warmup_steps": "warmup_num_steps",
-    "num_warmup_steps": "warmup_num_steps",
-    "total_steps": "total_num_steps",
-    "num_training_steps": "total_num_steps",
-    "max_lr": "warmup_max_lr",
-    "min_lr": "warmup_min_lr",
-}
-TYPES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR", "onecyclelr": "OneCycle"}
 LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 
@@ -30,7 +22,7 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
     known = c.catalog.schedulers
     if name not in known:
         own = [n for n, s in known.items() if s["own"]]
-        better = near(name, own, TYPES) or near(name, known)
+        better = near(name, own, names("schedulers")) or near(name, known)
         yield Finding(
             code="scheduler-unknown",
             path="scheduler.type",
@@ -46,8 +38,10 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
     for key in c.section(PARAMS):
         if key not in taken:
             path = f"{PARAMS}.{key}"
-            yield unknown_parameter(c, path, code="scheduler-param", owner=name, taken=taken, synonyms=SYNONYMS)
-    renamed = {near(k, taken, SYNONYMS) for k in c.section(PARAMS) if k not in taken}
+            yield unknown_parameter(
+                c, path, code="scheduler-param", owner=name, taken=taken, synonyms=names("scheduler_parameters")
+            )
+    renamed = {near(k, taken, names("scheduler_parameters")) for k in c.section(PARAMS) if k not in taken}
     for key in known[name]["required"]:
         if c.has(PARAMS) and not c.has(f"{PARAMS}.{key}") and key not in renamed:
             yield Finding(
