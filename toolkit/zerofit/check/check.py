@@ -1,4 +1,11 @@
-"""Checks of one DeepSpeed JSON: its keys and types, and the rules about values."""
+"""Checks of one DeepSpeed JSON: its text, its keys and types, and the rules about values.
+
+```
+ text ──► syntax ─────────────────────────────────────────► findings
+   └────► effective_config: keys ──► findings                  ▲
+              └─► correct, rename, fill "auto" ──► rules ──────┘  with the file's own names and lines
+```
+"""
 
 from __future__ import annotations
 
@@ -33,6 +40,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
         effective = effective_config(document.config, known, setting)
         found += effective.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
+        # A rule is skipped if it depends on a wrong value: its finding would be about a value that nobody meant.
         for rule in (*rules(), *FUNCTIONS):
             with suppress(UnclearValue):
                 found += map(effective.in_file, rule(effective.subject))
@@ -47,6 +55,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
     """Return the text with all errors fixed that have one clear meaning. A fix may uncover another error: repeat."""
+    # Edits of one round do not see each other: a renamed section shows its own faults in the next round.
     for _ in range(rounds):
         edits = [edit for f in check(document, setting) if f.severity == "error" for edit in f.edits]
         text = apply(document, edits)

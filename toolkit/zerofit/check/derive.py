@@ -190,6 +190,8 @@ def derive() -> dict[str, Any]:
 
 def _explored() -> SchemaReading:
     """Read repeatedly, each time with one more key as a section, until no new section is found."""
+    # DeepSpeed looks up the keys of a section only if the section exists. A key without a default, or with false, may
+    # be one: try it, and keep it if the reader then looks up keys in it.
     sections: set[str] = set()
     tried: set[str] = set()
     reading = SchemaReading(sections)

@@ -1,4 +1,14 @@
-"""A JSON compared with the values of flags, arguments and programs for its keys, and with "auto" filled in."""
+"""The configuration that DeepSpeed gets from a file, a program and its arguments: what rules judge.
+
+1. GPT-NeoX passes on a part of its file (`given`).
+2. Faults with one clear correction are corrected (`meant`): the rules see what the user means, and an error does not
+   hide another one next to it.
+3. Old and second names become the documented ones (`aliases`).
+4. Each "auto" gets the value of the program that reads the file, from its arguments or its defaults (`filled`).
+   Arguments that differ from the file are findings.
+
+Findings go the way back: `in_file` gives them the names of the file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Checks of single keys: unknown, removed and deprecated keys, and values that the schema does not allow."""
+"""Checks of single keys: unknown, removed and deprecated keys, and values that the schema does not allow.
+
+DeepSpeed ignores an unknown key in most sections, so a typo trains with a default. A finding therefore guesses what is
+meant: the closest name in the same section, else a section that has this key. The guess becomes an edit only if it is
+clear (one or two letters, or a known synonym), since `--fix` must not change what the user means.
+"""
 
 from __future__ import annotations
 
