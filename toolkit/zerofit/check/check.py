@@ -24,7 +24,7 @@ from zerofit.check.rules.batch import batch
 from zerofit.check.rules.optimizer import optimizer
 from zerofit.check.rules.scheduler import scheduler, scheduler_values
 from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
-from zerofit.check.syntax import form
+from zerofit.check.syntax import text_findings
 
 FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, optimizer, scheduler, scheduler_values)
 
@@ -35,7 +35,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     Does not start a rank or import torch.
     """
     known = catalog()
-    found = list(form(document, setting.reader))
+    found = list(text_findings(document, setting.reader))
     if isinstance(document.config, dict):
         effective = effective_config(document.config, known, setting)
         found += effective.key_findings
