@@ -141,9 +141,15 @@ def _kind(node: dict[str, Any]) -> str:
 
 def checks_page() -> str:
     """Return the table of the findings of `zerofit check`."""
+    from zerofit.check.rule import PLACE, rules
+
+    texts = _calls("check", "code", ("Finding",))
+    for rule in rules():
+        shown = {name: PLACE.sub(GAP, getattr(rule, name)) for name in ("message", "fix")}
+        texts.setdefault(rule.code, []).append(shown)
     rows = [
         (f"`{code}`", "<br>".join(_unique(found, "message")), "<br>".join(_unique(found, "fix")))
-        for code, found in sorted(_calls("check", "code", ("Rule", "Finding")).items())
+        for code, found in sorted(texts.items())
     ]
     text = f"`{GAP}` stands for names and numbers. [How files are read and judged](../checks.md).\n\n"
     return "# Findings of `zerofit check`\n\n" + text + _table(("code", "what it reports", "fix"), *rows)
@@ -214,8 +220,6 @@ def _text(node: ast.expr, given: dict[str, ast.expr], depth: int = 3) -> str:
         return "".join(_text(part, given, depth) for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left, given, depth) + _text(node.right, given, depth)
-    if isinstance(node, ast.Lambda):
-        return _text(node.body, given, depth)
     if isinstance(node, ast.Name) and node.id in given and depth:
         return _text(given[node.id], given, depth - 1)
     return GAP

@@ -15,8 +15,7 @@ import yaml
 
 from tests.checkpoint.made import JOB
 from tests.plan.stub import make_profile
-from zerofit.app.beside import read as read_beside
-from zerofit.app.checking import check
+from zerofit.app.checking import check, read_arguments
 from zerofit.app.fitting.fit import read_choice
 from zerofit.app.job.hub_models import missing_files
 from zerofit.app.job.requests import is_run_file
@@ -127,8 +126,8 @@ KINDS: dict[str, tuple[Any, Callable[[Path], object]]] = {
     "made.json": (MANIFEST_OF, _as_manifest),
     "plan.json": (_job(), _as_plan),
     "run.json": ({"model": "gpt2", "steps": 3}, lambda path: is_run_file(str(path))),
-    "accelerate.yaml": (ACCELERATE, lambda path: read_beside(path, accelerate=True)),
-    "axolotl.yaml": (AXOLOTL, lambda path: read_beside(path, accelerate=False)),
+    "accelerate.yaml": (ACCELERATE, lambda path: read_arguments(path, accelerate=True)),
+    "axolotl.yaml": (AXOLOTL, lambda path: read_arguments(path, accelerate=False)),
     "neox.yml": (NEOX, _checked),
     "ds.json": (json.loads(bundled()["zero3_offload"].read_text()), _checked),
 }

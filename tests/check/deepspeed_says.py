@@ -43,7 +43,7 @@ from tests.check.corpus import Case, cases
 from zerofit.check.check import check, mend
 from zerofit.check.document import parse
 from zerofit.check.dotted import autos, drop, get
-from zerofit.check.schema import FILLED
+from zerofit.check.schema import filled_by
 
 STEPS = 8
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -79,7 +79,7 @@ class Claim:
 def filled(config: Any, every: bool = False) -> Any:
     """The values with each "auto" that somebody fills (or every one) left out, and some batch in its place."""
     config = copy.deepcopy(config)
-    for path in [p for p in autos(config) if every or p in FILLED]:
+    for path in [p for p in autos(config) if every or p in filled_by()]:
         drop(config, path)
         if path in BATCH and not any(key in config for key in BATCH):
             config["train_micro_batch_size_per_gpu"] = 1

@@ -15,7 +15,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from zerofit.check import catalog as catalog_module
-from zerofit.check.catalog import DERIVED_WITH, _data, catalog
+from zerofit.check.catalog import DERIVED_WITH, catalog, read_data
 from zerofit.check.check import check
 from zerofit.check.document import of_data, parse
 from zerofit.check.schema import schema
@@ -39,7 +39,7 @@ def paths(node: dict, prefix: str = ""):
 
 def test_the_shipped_catalogue_is_that_of_the_installed_deepspeed(derived):
     """Fails when a new DeepSpeed adds, drops or changes keys: derive it anew, and describe what is new."""
-    shipped = _data(f"deepspeed-{derived['version']}.json")
+    shipped = read_data(f"deepspeed-{derived['version']}.json")
     if TorchVersion(torch.__version__) < ".".join(map(str, DERIVED_WITH)):  # whose optimizers take less
         assert catalog().optimizers == derived["optimizers"]
         assert shipped["optimizers"].keys() == derived["optimizers"].keys()
@@ -50,10 +50,10 @@ def test_the_shipped_catalogue_is_that_of_the_installed_deepspeed(derived):
 def test_every_key_is_described_and_every_description_has_its_key(derived):
     known, old = set(paths(derived["schema"])), set(derived["deprecated"])
     aliases = {p for p in known if any(p == o or p.startswith(f"{o}.") for o in old)}
-    described = set(_data("descriptions.json"))
+    described = set(read_data("descriptions.json"))
     assert described <= known
     assert known - described <= aliases
-    assert set(_data("refinements.json")) <= known
+    assert set(read_data("refinements.json")) <= known
 
 
 def test_keys_of_pydantic_classes_are_all_there():

@@ -9,8 +9,9 @@ import pytest
 
 from tests.check.corpus import Case, cases
 from zerofit.check import catalog
-from zerofit.check.check import RULES, check, mend
+from zerofit.check.check import check, mend
 from zerofit.check.document import parse
+from zerofit.check.rule import rules
 
 CASES = cases()
 # what depends on the program that reads the file, or on flags; tests/check/test_reader.py shows them
@@ -31,7 +32,7 @@ def codes() -> set[str]:
     """Every code that the checker can emit: those of the rules, and those written out in its functions."""
     files = Path(catalog.__file__).parent.rglob("*.py")
     written = {c for file in files for c in re.findall(r'\bcode(?:, why)? ?= ?"([a-z0-9-]+)"', file.read_text())}
-    return written | {rule.code for rule in RULES}
+    return written | {rule.code for rule in rules()}
 
 
 def test_there_are_enough():

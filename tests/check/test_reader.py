@@ -53,6 +53,38 @@ def test_gpt_neox_hands_some_of_its_arguments_on():
     assert "batch-identity" in {f.code for f in check_file(neox, Run(ranks=16)).findings}
 
 
+@pytest.mark.parametrize(
+    "fp16",
+    [{"enabled": "true"}, {"enabled": 1}, True, {"enable": True}, {"enabled": True, "loss_scale": "abc"}],
+    ids=json.dumps,
+)
+def test_an_error_next_to_a_combination_does_not_hide_it(fp16):
+    codes = found(PLAIN | {"fp16": fp16, "bf16": {"enabled": True}}, "deepspeed")
+    assert "fp16-and-bf16" in codes and len(codes) >= 2
+
+
+def test_a_fix_with_one_meaning_changes_what_the_rules_see():
+    offloaded = {"offload_param": {"device": "cpu"}}
+    for zero in ({"stage": "3"}, {"stage": 3}):  # 3 in quotes is not stage 0
+        assert "offload-param-stage" not in found(PLAIN | {"zero_optimization": zero | offloaded}, "deepspeed")
+    below = found(PLAIN | {"zero_optimization": {"stage": "2"} | offloaded}, "deepspeed")
+    assert below == {"number-as-string": "error", "offload-param-stage": "error"}
+    misspelt = parse('{"train_batch_size": 8,\n"zero_optimisation": {"stage": 2,\n"offload_param": {"device": "cpu"}}}')
+    faults = check(misspelt, TargetHardware(reader="deepspeed"))
+    assert {(f.code, f.line, f.path) for f in faults} == {
+        ("unknown-key", 2, "zero_optimisation"),
+        ("offload-param-stage", 3, "zero_optimisation.offload_param"),
+    }
+
+
+def test_rules_ignore_a_value_without_a_clear_meaning():
+    for wrong in ("three", 7, [2]):
+        zero = {"stage": wrong, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+        assert set(found(PLAIN | {"zero_optimization": zero}, "deepspeed")) <= {"not-allowed", "wrong-type"}
+    result = check_file({"train_batch_size": "many", "zero_optimization": {"stage": "3"}})
+    assert result.allowed_ranks == "" and {row.status for row in result.explain()} >= {"wrong"}
+
+
 NEOX = """# merged with local_setup.yml
 {
    "pipe_parallel_size": 1,

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.beside import asked_beside, named_config, read
-from zerofit.check.asked import plugin_config
+from zerofit.check.argument_files import ACCELERATE_JSON, ArgumentFile, of_mapping, read_argument_file
+from zerofit.check.arguments import plugin_config, requested_by
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
-from zerofit.check.companion import Companion
 from zerofit.check.document import Document, of_data, of_lines
 from zerofit.check.dotted import autos
+from zerofit.check.effective import effective_config
 from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
@@ -23,11 +23,11 @@ from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.neox import model_parallel
 from zerofit.check.programs import MARKS
 from zerofit.check.reader import HUGGING_FACE, Reader, guess
-from zerofit.check.rules.sizes import ranks_of_batch
-from zerofit.check.settled import settle
-from zerofit.check.subject import Asked, TargetHardware
+from zerofit.check.rules.batch import ranks_of_batch
+from zerofit.check.scan import SyntaxFault
+from zerofit.check.subject import RequestedValue, TargetHardware, UnclearValue
 from zerofit.config.decide import PAIRS
-from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document
+from zerofit.config.ds_json import find_config, for_run, is_bundled, read_document, read_text
 from zerofit.config.pipelines import most_stages
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
@@ -79,7 +79,10 @@ class CheckResult:
         """Numbers of data parallel ranks that the file's `train_batch_size` allows; "" for any other file."""
         if not isinstance(self.document.config, dict):
             return ""
-        return ranks_of_batch(settle(self.document.config, catalog(), self.hardware).subject)
+        try:
+            return ranks_of_batch(effective_config(self.document.config, catalog(), self.hardware).subject)
+        except UnclearValue:
+            return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data that `zerofit check --json` prints."""
@@ -151,28 +154,28 @@ class CheckResult:
         config = self.document.config if self.document.generated else self.file
         run = self.request.run.model_copy(update={"ds_config": config})
         machine = cluster_machine(self.cluster) if self.cluster else None
-        asked = RunRequest(run=run, places=self.request.places)
-        found = resolve_job(asked, machine=machine, inputs=PUBLISHED)
+        request = RunRequest(run=run, places=self.request.places)
+        found = resolve_job(request, machine=machine, inputs=PUBLISHED)
         plain = found.job.ds_config
         return ResolvedConfig(
             config=plain, reasons=reasons(self.document.config, plain, found.decision, self.hardware.facts)
         )
 
     def _as_handed_over(self) -> ResolvedConfig:
-        settled = settle(self.document.config, catalog(), self.hardware)
+        effective = effective_config(self.document.config, catalog(), self.hardware)
         problems = [
             Problem(kind=f.code, message=f.message, hint=f.fix, where=f"{self.file}:{f.line}:{f.column}")
             for f in self.errors
         ]
-        left = list(autos(settled.subject.config))
+        left = list(autos(effective.subject.config))
         if left and not problems:
             message = f"no value given for {', '.join(left)}"
             hint = "set flags or --training-args; --ranks gives the batch size, --model the sizes that depend on it"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)
-        reasons = [{"path": path, "value": by.value, "why": by.by} for path, by in settled.filled.items()]
-        return ResolvedConfig(config=dict(settled.subject.config), reasons=reasons)
+        reasons = [{"path": path, "value": by.value, "why": by.by} for path, by in effective.filled.items()]
+        return ResolvedConfig(config=dict(effective.subject.config), reasons=reasons)
 
     def _repr_html_(self) -> str:
         rows = [(f.line, f.path, f.severity, f.message, f.fix) for f in self.findings]
@@ -241,24 +244,30 @@ def check(
     >>> '"zero_optimization"' in result.fixed()
     True
     """
-    companions = [
-        read(given, accelerate=accelerate)
+    argument_files = [
+        read_arguments(given, accelerate=accelerate)
         for given, accelerate in ((accelerate_config, True), (training_args, False))
         if given is not None
     ]
-    file, document = _document(ds_config, companions)
+    file, document = _document(ds_config, argument_files)
     request = RunRequest.of(run or Run())
     ranks = request.run.ranks or (cluster.ranks if isinstance(cluster, Cluster) else None)
-    ranks = ranks or next((one.ranks for one in companions if one.ranks), None)
+    ranks = ranks or next((file.ranks for file in argument_files if file.ranks), None)
     if isinstance(cluster, str):
         cluster = Cluster(cluster, gpus=ranks or 1)
     ours = is_bundled(Path(file))
-    known = Reader(name="zerofit") if ours and not (reader or companions) else _reader(reader, document, companions)
+    known = (
+        Reader(name="zerofit") if ours and not (reader or argument_files) else _reader(reader, document, argument_files)
+    )
     if ours and known.name == "zerofit":
         document = for_run(document)
     if ranks and known.name == "neox":
         ranks //= model_parallel(document.config)  # GPT-NeoX's DeepSpeed counts data parallel ranks only
     facts = _facts(request, on_event)
+    requested = [*_requested_by_flags(request.run)]
+    for arguments in argument_files:
+        if arguments.file != file:  # else its own keys are the JSON
+            requested += requested_by(arguments, ranks)
     stages = request.run.pipeline
     hardware = TargetHardware(
         ranks=ranks,
@@ -268,9 +277,9 @@ def check(
         precisions=tuple(cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")),
         facts=facts,
         reader=known.name,
-        asked=(*_asked(request.run), *asked_beside(companions, file, ranks)),
+        requested=tuple(requested),
         guessed=bool(known.why),
-        one_thread=next((one.one_thread for one in companions if one.one_thread), None),
+        one_thread=next((file.one_thread for file in argument_files if file.one_thread), None),
     )
     findings = tuple(find_all(document, hardware))
     return CheckResult(
@@ -284,28 +293,59 @@ def check(
     )
 
 
-def _document(ds_config: str | Path | Mapping[str, Any] | None, companions: list[Companion]) -> tuple[str, Document]:
+def read_arguments(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
+    """Read an argument file or values. Raises UserError with line and column if it does not parse."""
+    if isinstance(given, Mapping):
+        return of_mapping(given, accelerate=accelerate)
+    where = "--accelerate-config" if accelerate else "--training-args"
+    try:
+        return read_argument_file(str(given), read_text(Path(given))[0], accelerate=accelerate)
+    except SyntaxFault as fault:
+        message = f"{given} has a syntax error at line {fault.line}, column {fault.column}: {fault.message}"
+        problem = Problem(kind="syntax", message=message, where=f"{given}:{fault.line}:{fault.column}")
+        raise UserError(problem) from None
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"cannot read {given}: {error}"
+        raise UserError(Problem(kind="unreadable", message=message, where=where)) from None
+
+
+def _named_config(argument_files: Sequence[ArgumentFile]) -> tuple[str, str] | None:
+    """Return the JSON that an argument file names, relative to this folder or that file, and the line that names it."""
+    for file in argument_files:
+        named = file.config_file
+        if named is not None:
+            next_to_it = Path(file.file).parent / named
+            where = file.place(ACCELERATE_JSON if file.kind == "accelerate" else "deepspeed")
+            return (str(next_to_it) if next_to_it.exists() and not Path(named).exists() else named), where
+    return None
+
+
+def _document(
+    ds_config: str | Path | Mapping[str, Any] | None, argument_files: list[ArgumentFile]
+) -> tuple[str, Document]:
     """Return the JSON's name and text. Raises UserError if there is none or it does not parse."""
     if isinstance(ds_config, Mapping):
         return "ds_config", of_data(dict(ds_config))
-    named = (str(ds_config), "FILE") if ds_config is not None else named_config(companions)
+    named = (str(ds_config), "FILE") if ds_config is not None else _named_config(argument_files)
     if named is not None:
         path = find_config(named[0], where=named[1])
         return str(path), read_document(path, where=named[1])
     kinds = (None, "DEEPSPEED")
-    accelerate = next((c for c in companions if c.kind == "accelerate" and c.get("distributed_type") in kinds), None)
+    accelerate = next(
+        (c for c in argument_files if c.kind == "accelerate" and c.get("distributed_type") in kinds), None
+    )
     if accelerate is None:
         message = "no DeepSpeed JSON: none given, and the other files neither name nor contain one"
         raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
     return accelerate.file, of_lines(*plugin_config(accelerate))
 
 
-def _reader(reader: str | None, document: Document, companions: list[Companion]) -> Reader:
+def _reader(reader: str | None, document: Document, argument_files: list[ArgumentFile]) -> Reader:
     """Return the program that reads the JSON: as given, else by the other files, else guessed from its keys."""
     if reader:
         return Reader(name=reader)
-    if companions:
-        return Reader(name="accelerate" if all(one.kind == "accelerate" for one in companions) else "trainer")
+    if argument_files:
+        return Reader(name="accelerate" if all(file.kind == "accelerate" for file in argument_files) else "trainer")
     return guess(document.config, yaml=document.yaml)
 
 
@@ -320,16 +360,16 @@ def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
     return facts_of(*find_model(request), None, request.run)
 
 
-def _asked(run: Run) -> Iterator[Asked]:
+def _requested_by_flags(run: Run) -> Iterator[RequestedValue]:
     """Yield the values for keys of the JSON that the run's flags set."""
     for name in COMPARED:
         value = getattr(run, name)
         if name in run.model_fields_set and value is not None:
-            yield Asked(path=PAIRS[name], value=value, said=f"--{name.replace('_', '-')} {value}")
+            yield RequestedValue(path=PAIRS[name], value=value, source=f"--{name.replace('_', '-')} {value}")
     if "precision" in run.model_fields_set and run.precision:
         for name in ("fp16", "bf16"):
-            said = f"--precision {run.precision}"
-            yield Asked(path=f"{name}.enabled", value=run.precision == name, said=said)
+            source = f"--precision {run.precision}"
+            yield RequestedValue(path=f"{name}.enabled", value=run.precision == name, source=source)
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofit.check.catalog import Catalog, catalog, documented
+from zerofit.check.dotted import drop, get, has, put
 from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO
@@ -28,6 +30,12 @@ class Aliases:
             return path
         flag = self.written[head].rpartition(".")[2] in OFFLOAD_FLAGS
         return self.written[head] if flag else self.written[head] + path[len(head) :]
+
+    def documented(self, path: str) -> str:
+        """Return the documented path of a path in the file."""
+        names = {written: name for name, written in self.written.items()}
+        head = next((p for p in _heads(path) if p in names), None)
+        return path if head is None else names[head] + path[len(head) :]
 
     def finding_in_file(self, finding: Finding) -> Finding:
         """Return the finding with the file's own paths, also in its edits."""
@@ -63,10 +71,39 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases:
+    """Return the configuration that the user means: with the edits of findings about single keys.
+
+    Rules then see what an error next to it would hide: `"enabled": "true"`, `"stage": "3"`, a misspelt section.
+    """
+    meant = deepcopy(dict(config))
+    written: dict[str, str] = {}
+    edits = [edit for finding in findings if finding.severity == "error" for edit in finding.edits]
+    for edit in edits:
+        if isinstance(edit, Assignment):
+            put(meant, edit.path, edit.value)
+        elif isinstance(edit, Removal):
+            drop(meant, edit.path)
+    # inner keys first: their paths have the outer key's old name
+    moves = [(e.path, _target(e)) for e in edits if isinstance(e, Renaming | Move)]
+    for path, target in sorted(moves, key=lambda move: move[0].count("."), reverse=True):
+        if has(meant, path) and not has(meant, target):
+            put(meant, target, get(meant, path))
+            drop(meant, path)
+            written[target] = path
+    return Aliases(config=meant, written=written)
+
+
+def _target(edit: Renaming | Move) -> str:
+    """Return the new dotted path of a renamed or moved key."""
+    parent = edit.path.rpartition(".")[0]
+    return edit.to if isinstance(edit, Move) else f"{parent}.{edit.key}" if parent else edit.key
+
+
 def _resolved(
-    config: Mapping[str, Any], prefix: str, told: str, catalog: Catalog, written: dict[str, str]
+    config: Mapping[str, Any], prefix: str, documented_prefix: str, catalog: Catalog, written: dict[str, str]
 ) -> dict[str, Any]:
-    """Return a section with documented names; `prefix` is its path in the file, `told` its documented path."""
+    """Return a section with documented names; both prefixes are its path: in the file, and documented."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
@@ -78,9 +115,11 @@ def _resolved(
                 continue
             value = {"device": "cpu"}
         if name != key:
-            written[f"{told}{name}"] = path
+            written[f"{documented_prefix}{name}"] = path
         found[name] = (
-            _resolved(value, f"{path}.", f"{told}{name}.", catalog, written) if isinstance(value, Mapping) else value
+            _resolved(value, f"{path}.", f"{documented_prefix}{name}.", catalog, written)
+            if isinstance(value, Mapping)
+            else value
         )
     return found
 

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problem, RunFailed
@@ -20,6 +22,8 @@ from zerofit.spec.files import cache_root, write_text
 from zerofit.spec.local_machine import is_older
 
 Schema = dict[str, Any]
+# for zerofit's own YAML; libyaml is ten times as fast, and a PyYAML without it reads the same
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +79,35 @@ def catalog() -> Catalog:
     return Catalog(strict=strict, removed=removed, **found)
 
 
-def _data(name: str) -> Any:
-    """Return the contents of a file in data/, or None if it does not exist."""
+def read_data(name: str) -> Any:
+    """Return the contents of a JSON or YAML in data/, or None if it does not exist."""
     path = files("zerofit.check") / "data" / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if name.endswith(".json") else yaml.load(text, LOADER)
+
+
+@cache
+def names(kind: str) -> Mapping[str, str]:
+    """Return what the names of one section of data/names.yaml mean."""
+    return _all_names()[kind]
+
+
+@cache
+def keys_of_programs() -> frozenset[str]:
+    """Return the top-level keys that training programs read from the same file."""
+    return frozenset(_all_names()["of_programs"].split())
+
+
+@cache
+def _all_names() -> Mapping[str, Any]:
+    return read_data("names.yaml")
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
     """Return the shipped catalogue of a DeepSpeed version; None with an older torch, whose optimizers differ."""
-    return None if is_older("torch", DERIVED_WITH) else _data(f"deepspeed-{version}.json")
+    return None if is_older("torch", DERIVED_WITH) else read_data(f"deepspeed-{version}.json")
 
 
 def _derived(version: str) -> dict[str, Any]:
@@ -103,12 +127,12 @@ def _derived(version: str) -> dict[str, Any]:
 
 def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
     """Add our descriptions, and types where DeepSpeed has none. A second name gets the first name's description."""
-    descriptions, refinements = _data("descriptions.json") or {}, _data("refinements.json") or {}
+    descriptions, refinements = read_data("descriptions.json") or {}, read_data("refinements.json") or {}
 
-    def walk(node: Schema, prefix: str, told: str) -> None:
+    def walk(node: Schema, prefix: str, documented_prefix: str) -> None:
         for key, child in node.get("properties", {}).items():
             path = f"{prefix}{key}"
-            known_as = told + documented(prefix, key, deprecated)
+            known_as = documented_prefix + documented(prefix, key, deprecated)
             child.update(refinements.get(path, {}))
             text = descriptions.get(path) or descriptions.get(known_as)
             if text:

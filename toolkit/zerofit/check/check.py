@@ -1,53 +1,32 @@
-"""Checks of one DeepSpeed JSON: its keys and types, and the rules about values."""
+"""Checks of one DeepSpeed JSON: its text, its keys and types, and the rules about values.
+
+```
+ text ──► syntax ─────────────────────────────────────────► findings
+   └────► effective_config: keys ──► findings                  ▲
+              └─► correct, rename, fill "auto" ──► rules ──────┘  with the file's own names and lines
+```
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document
 from zerofit.check.edit import apply
-from zerofit.check.finding import EFFECTS, Finding, Rule
-from zerofit.check.form import form
-from zerofit.check.keys import keys
+from zerofit.check.effective import effective_config
+from zerofit.check.finding import EFFECTS, Finding
 from zerofit.check.neox import unknown_arguments
-from zerofit.check.rules.compile import COMPILE
-from zerofit.check.rules.features import FEATURES
-from zerofit.check.rules.offload import OFFLOAD, nvme
-from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
-from zerofit.check.rules.parallel import EXPERTS, PARALLEL
-from zerofit.check.rules.precision import PRECISION
-from zerofit.check.rules.readers import READER_RULES
-from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
-from zerofit.check.rules.sizes import batch, sizes
-from zerofit.check.rules.zero import ZERO_RULES, other_stages
-from zerofit.check.settled import settle
-from zerofit.check.subject import CheckSubject, TargetHardware
+from zerofit.check.rule import rules
+from zerofit.check.rules.batch import batch
+from zerofit.check.rules.optimizer import optimizer
+from zerofit.check.rules.scheduler import scheduler, scheduler_values
+from zerofit.check.subject import CheckSubject, TargetHardware, UnclearValue
+from zerofit.check.syntax import text_findings
 
-# in the order of reporting for one line
-RULES: tuple[Rule, ...] = (
-    *PRECISION,
-    *GRADIENTS,
-    *ZERO_RULES,
-    *OFFLOAD,
-    *OPTIMIZER_RULES,
-    *SCHEDULER_RULES,
-    *PARALLEL,
-    *EXPERTS,
-    *COMPILE,
-    *FEATURES,
-    *READER_RULES,
-)
-FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
-    batch,
-    other_stages,
-    nvme,
-    optimizer,
-    scheduler,
-    scheduler_values,
-    sizes,
-)
+FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, optimizer, scheduler, scheduler_values)
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
@@ -56,13 +35,16 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     Does not start a rank or import torch.
     """
     known = catalog()
-    found = list(form(document, setting.reader))
+    found = list(text_findings(document, setting.reader))
     if isinstance(document.config, dict):
-        settled = settle(document.config, known, setting)
-        found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting))
+        effective = effective_config(document.config, known, setting)
+        found += effective.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
-        ruled = (finding for rule in (*RULES, *FUNCTIONS) for finding in rule(settled.subject))
-        found += map(settled.in_file, (*settled.findings, *ruled))
+        # A rule is skipped if it depends on a wrong value: its finding would be about a value that nobody meant.
+        for rule in (*rules(), *FUNCTIONS):
+            with suppress(UnclearValue):
+                found += map(effective.in_file, rule(effective.subject))
+        found += map(effective.in_file, effective.findings)
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)
@@ -73,6 +55,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
     """Return the text with all errors fixed that have one clear meaning. A fix may uncover another error: repeat."""
+    # Edits of one round do not see each other: a renamed section shows its own faults in the next round.
     for _ in range(rounds):
         edits = [edit for f in check(document, setting) if f.severity == "error" for edit in f.edits]
         text = apply(document, edits)

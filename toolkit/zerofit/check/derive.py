@@ -52,8 +52,8 @@ class RecordingDict(dict):
     def _note(self, key: Any, default: Any = None) -> str | None:
         """Return the path of a key that is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
-        if default is not None or path not in self._reading.asked:
-            self._reading.asked[path] = dict(default) if isinstance(default, dict) else default  # it changes
+        if default is not None or path not in self._reading.defaults:
+            self._reading.defaults[path] = dict(default) if isinstance(default, dict) else default  # it changes
         return path if path in self._reading.sections else None
 
     def __bool__(self) -> bool:
@@ -123,7 +123,7 @@ class SchemaReading:
         from deepspeed.runtime import config as ds
 
         self.sections = sections
-        self.asked: dict[str, Any] = {}  # dotted path -> default
+        self.defaults: dict[str, Any] = {}  # dotted path -> default
         self.models: dict[str, type] = {}  # dotted path -> pydantic class of that section
         self.unpacked: str | None = None
         root = RecordingDict("", self)
@@ -167,7 +167,7 @@ def derive() -> dict[str, Any]:
     removed |= set(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ()))
     strict: set[str] = set()
     root: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    for path, default in sorted(reading.asked.items()):
+    for path, default in sorted(reading.defaults.items()):
         _put(root, path, _of_default(default))
     for path, model in sorted(reading.models.items()):
         _put(root, path, _of_model(model, path, deprecated, strict))
@@ -190,20 +190,22 @@ def derive() -> dict[str, Any]:
 
 def _explored() -> SchemaReading:
     """Read repeatedly, each time with one more key as a section, until no new section is found."""
+    # DeepSpeed looks up the keys of a section only if the section exists. A key without a default, or with false, may
+    # be one: try it, and keep it if the reader then looks up keys in it.
     sections: set[str] = set()
     tried: set[str] = set()
     reading = SchemaReading(sections)
-    while todo := [p for p in reading.asked if p not in tried]:
-        maybe = [p for p in todo if reading.asked[p] in (None, {}) or isinstance(reading.asked[p], bool)]
+    while todo := [p for p in reading.defaults if p not in tried]:
+        maybe = [p for p in todo if reading.defaults[p] in (None, {}) or isinstance(reading.defaults[p], bool)]
         found = [_as_section(path, sections) for path in maybe]
         tried |= set(todo)
-        asked, models = dict(reading.asked), dict(reading.models)
+        defaults, models = dict(reading.defaults), dict(reading.models)
         for found_reading in filter(None, found):
             sections |= found_reading.sections
-            asked, models = {**found_reading.asked, **asked}, {**found_reading.models, **models}
+            defaults, models = {**found_reading.defaults, **defaults}, {**found_reading.models, **models}
         reading = SchemaReading(sections)
         # from all readings, since an old name is looked up only if the new one is missing
-        reading.asked, reading.models = {**asked, **reading.asked}, {**models, **reading.models}
+        reading.defaults, reading.models = {**defaults, **reading.defaults}, {**models, **reading.models}
     return reading
 
 
@@ -214,7 +216,7 @@ def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
         found = SchemaReading({*parents, path})
     except Exception:  # not a section; each getter fails in its own way
         return None
-    inside = any(asked.startswith(f"{path}.") for asked in found.asked)
+    inside = any(defaults.startswith(f"{path}.") for defaults in found.defaults)
     return found if inside or path in found.models else None
 
 
@@ -368,5 +370,5 @@ def _parameters(kind: Any, required: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    told, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed logs to standard output
-    print(json.dumps(derive(), indent=1, sort_keys=True), file=told)
+    stdout, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed logs to standard output
+    print(json.dumps(derive(), indent=1, sort_keys=True), file=stdout)

@@ -18,6 +18,11 @@ def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return value
 
 
+def has(config: Mapping[str, Any], path: str) -> bool:
+    """Return whether there is a value, null included, at a dotted path."""
+    return get(config, path, _ABSENT) is not _ABSENT
+
+
 def put(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a dotted path; create missing parents."""
     *parents, last = path.split(".")

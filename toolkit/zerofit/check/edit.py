@@ -1,4 +1,8 @@
-"""Edits of a JSON's text that leave everything else unchanged, comments included."""
+"""Edits of a JSON's text that leave everything else unchanged, comments included.
+
+An edit replaces the characters between two offsets of the text. Each edit parses the text again, since the offsets of
+all later keys have changed. json.dumps of the whole value would lose comments, order and the user's layout.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Findings of the checker, and the rules that yield them."""
+"""Findings of the checker, and guesses of what a wrong name means."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,7 +19,6 @@ Severity = Literal["error", "warning"]
 Effect = Literal["stops", "changes", "ignored"]
 EFFECTS: tuple[Effect, ...] = ("stops", "changes", "ignored")
 Edits = tuple[Edit, ...]
-Text = str | Callable[[CheckSubject], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class Finding:
     message: str  # what is wrong
     why: str  # what DeepSpeed does about it
     fix: str  # what to do
-    beside: str = ""  # "run.sh:12": the other file's line that differs
+    other_place: str = ""  # "run.sh:12": the other file's line that differs
     edits: Edits = ()  # only if the meaning is clear: move, rename, correct a type
     line: int = 0
     column: int = 0
@@ -47,44 +45,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that `zerofit check --json` prints."""
-        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix", "beside")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One fault: its condition, its texts, its edits, and its place in DeepSpeed's source.
-
-    `{value}` in a text is replaced by the JSON of the value at `path`.
-    """
-
-    code: str
-    severity: Severity = "error"
-    path: str
-    when: Callable[[CheckSubject], object]  # truth counts
-    message: Text
-    why: Text  # what DeepSpeed does
-    fix: Text = "remove it"
-    edits: Edits | Callable[[CheckSubject], Edits] = ()  # as of a finding
-    source: str  # file:line below deepspeed/ in 0.19.8
-
-    def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding if the condition is true."""
-        if not self.when(subject):
-            return
-
-        def text(of: Text) -> str:
-            return (of(subject) if callable(of) else of).replace("{value}", json.dumps(subject.get(self.path)))
-
-        yield Finding(
-            code=self.code,
-            severity=self.severity,
-            path=self.path,
-            message=text(self.message),
-            why=text(self.why),
-            fix=text(self.fix),
-            edits=self.edits(subject) if callable(self.edits) else self.edits,
-        )
+        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
+        return {**{name: getattr(self, name) for name in names}, "beside": self.other_place}
 
 
 def unknown_parameter(

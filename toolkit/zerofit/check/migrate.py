@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from zerofit.check.aliases import resolve
-from zerofit.check.catalog import catalog
+from zerofit.check.catalog import catalog, names
 from zerofit.check.check import check, mend
 from zerofit.check.document import Document
 from zerofit.check.dotted import get
 from zerofit.check.edit import Assignment, Edit, Removal, apply
 from zerofit.check.finding import Edits, Finding
-from zerofit.check.rules.optimizer import GONE
+from zerofit.check.rule import defaults
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "clipping-in-optimizer")
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 PINNED = f"{ZERO}.cpu_offload_use_pin_memory"
-
-
-# Changed defaults: key, old value, when it matters, what changed. Writing the old value keeps the old behaviour.
-# Sources: runtime/constants.py:203 and :46, runtime/precision_config.py:56, runtime/zero/offload_config.py:45 and :75
-# of 0.19.8, and DeepSpeed's published configuration reference of 2025
-DEFAULTS: tuple[tuple[str, Any, Callable[[CheckSubject], object], str], ...] = (
-    ("gradient_clipping", 0.0, lambda c: True, "the default was no clipping; now gradients are clipped to 1.0"),
-    ("steps_per_print", 10, lambda c: True, "the default was a line every 10 steps; now nothing is printed"),
-    (
-        "bf16.check_grad_overflow",
-        False,
-        lambda c: c.bf16 and c.stage in (1, 2),
-        "infinite gradients were not checked for; now their steps are skipped",
-    ),
-    (
-        f"{OPTIMIZER}.pin_memory",
-        False,
-        lambda c: c.offload("optimizer"),
-        "the default was pageable host memory; now it is page-locked",
-    ),
-    (
-        f"{PARAM}.pin_memory",
-        False,
-        lambda c: c.offload("param"),
-        "the default was pageable host memory; now it is page-locked",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +43,12 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
         document = document.reread(apply(document, [edit for finding in found for edit in _edits(finding)]))
     kept: list[str] = []
     document = _with_pinned_memory(document, kept)
-    for path, old, matters, text in DEFAULTS:
+    for note in defaults():
         aliases = resolve(document.config, catalog())
         subject = CheckSubject(config=aliases.config, catalog=catalog(), setting=setting)
-        if matters(subject) and not subject.has(path):
-            document = document.reread(apply(document, [Assignment(path, old)]))
-            kept.append(f"{path} {old}: {text}")
+        if note.mattered(subject) and not subject.has(note.key):
+            document = document.reread(apply(document, [Assignment(note.key, note.old)]))
+            kept.append(f"{note.key} {note.old}: {note.change}")
     return Migrated(text=mend(document, setting), lost=tuple(lost), kept=tuple(kept))
 
 
@@ -103,10 +74,11 @@ def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
 def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     subject = CheckSubject(config=document.config, catalog=catalog(), setting=TargetHardware())
     name = subject.word("optimizer.type") or ""
-    if name.lower() not in GONE:
+    successor = names("removed_optimizers").get(name.lower())
+    if successor is None:
         return document
-    new = GONE[name.lower()].capitalize()
-    known = {p for names in catalog().optimizers[new.lower()].values() for p in names}
+    new = successor.capitalize()
+    known = {p for parameters in catalog().optimizers[new.lower()].values() for p in parameters}
     extra = [key for key in subject.section("optimizer.params") if key not in (*known, "max_grad_norm")]
     lost.append(f"optimizer {name}: replaced by {new}, without compressed communication")
     lost.extend(f"optimizer.params.{key}: {new} has no such parameter" for key in extra)

@@ -9,7 +9,7 @@ from typing import Any
 from zerofit.check.catalog import catalog
 from zerofit.check.dotted import autos
 from zerofit.check.neox import is_for_neox
-from zerofit.check.schema import FILLED
+from zerofit.check.schema import filled_by
 
 READERS = ("deepspeed", "trainer", "accelerate", "lightning", "zerofit")
 SPOKEN = {
@@ -62,7 +62,7 @@ def guess(config: Any, *, yaml: bool = False) -> Reader:
 
 def _left_to_trainer(config: Mapping[str, Any]) -> str:
     """Return what plain DeepSpeed does with each "auto" that the Trainer fills; "" if there is none."""
-    left = [path for path in autos(config) if path in FILLED]
+    left = [path for path in autos(config) if path in filled_by()]
     stops = [path for path in left if path.rpartition(".")[0] not in catalog().strict]
     named = ", ".join(stops[:NAMED]) + (f" and {len(stops) - NAMED} more" if len(stops) > NAMED else "")
     does = [f'stops at "auto" for {named}'] if stops else []

@@ -1,4 +1,8 @@
-"""Parser of JSON with comments and trailing commas, as DeepSpeed's reader (hjson) accepts it; values have positions."""
+"""Parser of JSON with comments and trailing commas, as DeepSpeed's reader (hjson) accepts it; values have positions.
+
+It is a recursive descent over regular expressions: `_at` is the offset of the next character, and `_value` reads the
+value that begins there. The standard library's parser keeps no positions, which findings and edits need.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The subject of a rule: a configuration, with getters that never raise, and its target."""
+"""The subject of a rule: a configuration with getters for values, and its target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zerofit.check.catalog import Catalog
-from zerofit.check.dotted import get
+from zerofit.check.dotted import get, has
 from zerofit.spec.model_facts import PRECISIONS, ModelFacts
 from zerofit.spec.run import PipelineSchedule
 
@@ -16,12 +16,12 @@ TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RequestedValue:
     """A value that a flag, an argument or a program sets for a key of the JSON."""
 
     path: str
     value: Any  # or a tuple of equivalent words, in lower case
-    said: str  # "--micro-batch 4"
+    source: str  # "--micro-batch 4"
     place: str = ""  # "run.sh:12"
     compared: bool = True  # with the JSON's value; else it only replaces "auto"
     severity: Literal["error", "warning"] = "error"
@@ -31,7 +31,7 @@ class Asked:
     @property
     def by(self) -> str:
         """The flag or argument, and its place."""
-        return f"{self.said} ({self.place})" if self.place else self.said
+        return f"{self.source} ({self.place})" if self.place else self.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +45,40 @@ class TargetHardware:
     precisions: tuple[str, ...] = PRECISIONS  # that the device supports
     facts: ModelFacts | None = None
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
-    asked: tuple[Asked, ...] = ()  # from flags and companion files
+    requested: tuple[RequestedValue, ...] = ()  # from flags and argument files
     guessed: bool = False  # whether the reader was guessed from the file
     one_thread: str | None = None  # the launcher that sets one thread per rank, and its place
 
 
+class UnclearValue(Exception):
+    """A condition depends on a value that DeepSpeed does not allow, so nobody can tell whether it is true."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckSubject:
-    """A configuration with its target. Values of a wrong type count as missing: the key check reports them."""
+    """A configuration with its target. Getters raise UnclearValue for a wrong value without a clear meaning."""
 
     config: Mapping[str, Any]
     catalog: Catalog
     setting: TargetHardware = field(default_factory=TargetHardware)
-    filled: frozenset[str] = frozenset()  # keys whose "auto" was filled in
+    unclear: frozenset[str] = frozenset()  # dotted paths of wrong values, which the key check reports
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted path, or None."""
+        if self.unclear and any(path == wrong or path.startswith(f"{wrong}.") for wrong in self.unclear):
+            raise UnclearValue(path)
         return get(self.config, path)
+
+    def holds(self, condition: Callable[[CheckSubject], object]) -> bool:
+        """Return whether a condition is true; False if it depends on an unclear value."""
+        try:
+            return bool(condition(self))
+        except UnclearValue:
+            return False
 
     def has(self, path: str) -> bool:
         """Return whether the key exists, whatever its value."""
-        missing = object()
-        return get(self.config, path, missing) is not missing
+        return has(self.config, path)
 
     def on(self, path: str) -> bool:
         """Return whether the value, or DeepSpeed's default for a missing key, is true."""
@@ -87,6 +99,16 @@ class CheckSubject:
         value = self.get(path)
         return value if isinstance(value, str) and value != "auto" else None
 
+    def count(self, path: str) -> int | None:
+        """Return a whole number from 1, or None."""
+        value = self.number(path)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def is_below(self, lower: str, upper: str) -> bool:
+        """Return whether the values at both paths are numbers and the first is smaller."""
+        first, second = self.number(lower), self.number(upper)
+        return first is not None and second is not None and first < second
+
     def section(self, path: str) -> Mapping[str, Any]:
         """Return an object, or an empty one."""
         value = self.get(path)
@@ -97,6 +119,20 @@ class CheckSubject:
         value = self.get(path)
         return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
 
+    def default(self, path: str) -> Any:
+        """Return DeepSpeed's default, or None."""
+        return self.catalog.default(path)
+
+    def is_argument(self, path: str) -> bool:
+        """Return whether a flag, an argument or a argument file sets the key."""
+        return any(value.path == path for value in self.setting.requested)
+
+    reader = property(lambda self: self.setting.reader)
+    facts = property(lambda self: self.setting.facts)
+    precisions = property(lambda self: self.setting.precisions)
+    one_thread = property(lambda self: self.setting.one_thread)
+    optimizers = property(lambda self: self.catalog.optimizers)
+    schedulers = property(lambda self: self.catalog.schedulers)
     fp16 = property(lambda self: self.on("fp16.enabled"))
     bf16 = property(lambda self: self.on("bf16.enabled"))
     deepcompile = property(lambda self: self.on("compile.deepcompile"))

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
-from zerofit.check.rules.parallel import PIPE_PARTITIONED
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
+
+PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # keys of "pipeline" that split what stages exchange
 
 
 def most_stages(run: Run, ranks: int, layers: int | None) -> int:

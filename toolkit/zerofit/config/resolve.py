@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerofit.check.dotted import autos, drop, get, leaves, put
-from zerofit.check.rules.parallel import PIPE_PARTITIONED
 from zerofit.check.subject import ZERO
 from zerofit.config.decide import Decision
+from zerofit.config.pipelines import PIPE_PARTITIONED
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     BUCKET_LIMIT,

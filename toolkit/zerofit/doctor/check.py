@@ -27,16 +27,7 @@ class Check:
 
 
 def check(
-    name: str,
-    host: str,
-    problem: str,
-    good: str,
-    status: str = FAIL,
-    expected: str = "",
-    hint: str = "",
-    *,
-    figure: float | None = None,
-    source: str = "",
+    name: str, host: str, problem: str, good: str, status: str = FAIL, expected: str = "", hint: str = ""
 ) -> Check:
     """Return a check: OK with the value `good` if `problem` is empty, else with this status and hint."""
     return Check(
@@ -46,6 +37,4 @@ def check(
         value=problem or good,
         expected=expected,
         hint=hint if problem else "",
-        figure=figure,
-        source=source,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.doctor.check import FAIL, OK, WARN, Check, check
@@ -159,4 +159,5 @@ def driver(host: str, facts: Facts) -> Iterator[Check]:
     expected = f"{least} or newer for CUDA {facts['versions']['cuda']}" if least else ""
     hint, source = "update the driver, or install a torch for an older CUDA", DRIVERS_SOURCE if least else ""
     found = facts["driver"]
-    yield check("driver", host, found if short else "", found, expected=expected, hint=hint, source=source)
+    driver = check("driver", host, found if short else "", found, expected=expected, hint=hint)
+    yield replace(driver, source=source)

@@ -23,75 +23,80 @@ WARN_S, FAIL_S = 2.0, 60.0  # logs, and builds on a shared file system, are orde
 
 def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
     """Check versions, code, run file, slots, processes and GPUs (not the folder, the clock and the network)."""
-    cuda = any(one["gpus"] for one in facts.values()) if accelerator is None else accelerator == "cuda"
-    names = [one["gpus"][0]["name"] for one in facts.values() if one["gpus"]]
+    cuda = any(host_facts["gpus"] for host_facts in facts.values()) if accelerator is None else accelerator == "cuda"
+    names = [host_facts["gpus"][0]["name"] for host_facts in facts.values() if host_facts["gpus"]]
     found: list[Check] = []
     for host in hosts:
         if host.name not in facts:
             continue
-        one = facts[host.name]
-        found += [_versions(host.name, one, own), _code(host.name, one, own)]
-        found += _run_file(host.name, one, own)
-        found += [slots(host, one, cuda=cuda), _strays(host.name, one)]
-        found += gpus(host, one, names)
+        host_facts = facts[host.name]
+        found += [_versions(host.name, host_facts, own), _code(host.name, host_facts, own)]
+        found += _run_file(host.name, host_facts, own)
+        found += [slots(host, host_facts, cuda=cuda), _strays(host.name, host_facts)]
+        found += gpus(host, host_facts, names)
     return found
 
 
-def _versions(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
-    there, here = one["versions"], own["versions"]
+def _versions(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
+    theirs, here = host_facts["versions"], own["versions"]
     hard, soft = (
-        [f"{name} {there.get(name)} (here {here[name]})" for name in names if there.get(name) != here[name]]
+        [f"{name} {theirs.get(name)} (here {here[name]})" for name in names if theirs.get(name) != here[name]]
         for names in (SAME, ALIKE)
     )
-    good = ", ".join(f"{name} {there.get(name)}" for name in ("torch", "deepspeed", "nccl", "cuda") if there.get(name))
+    good = ", ".join(
+        f"{name} {theirs.get(name)}" for name in ("torch", "deepspeed", "nccl", "cuda") if theirs.get(name)
+    )
     hint = "no failure is known with this combination, but the same environment on all hosts is safer"
     if hard:
-        wanted = [f"{name}=={here[name]}" for name in ("torch", "deepspeed") if there.get(name) != here[name]]
+        wanted = [f"{name}=={here[name]}" for name in ("torch", "deepspeed") if theirs.get(name) != here[name]]
         hint = f"install the same environment on {host}"
-        hint += f": {one['python']} -m pip install {' '.join(wanted)}" if wanted else ""
+        hint += f": {host_facts['python']} -m pip install {' '.join(wanted)}" if wanted else ""
     status, expected = FAIL if hard else WARN, "the same versions as on this machine"
     return check("versions", host, ", ".join(hard + soft), good, status, expected, hint)
 
 
-def _code(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
+def _code(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
     words = {"zerofit": "zerofit's source", "model": "the model's source"}
-    there, here = one["code"], own["code"]
+    theirs, here = host_facts["code"], own["code"]
     wrong = [
-        f"{word} is missing" if there[name] is None else f"{word} differs ({there[name][:HASH]})"
+        f"{word} is missing" if theirs[name] is None else f"{word} differs ({theirs[name][:HASH]})"
         for name, word in words.items()
-        if there[name] != here[name]
+        if theirs[name] != here[name]
     ]
     good = here["zerofit"][:HASH]
     hint = f"copy this folder to {host}, or keep it on a file system that all hosts share"
     return check("code", host, ", ".join(wrong), good, FAIL, f"as here ({good})", hint)
 
 
-def _run_file(host: str, one: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
+def _run_file(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
     """Check the run file. A host without one is fine, since ranks read the run folder; a different one is not."""
     if own["run_file"] is None:
         return
-    other = one["run_file"] not in (None, own["run_file"])
-    problem, good = "its file of the same name differs", "the same" if one["run_file"] else "only on this machine"
+    other = host_facts["run_file"] not in (None, own["run_file"])
+    problem, good = (
+        "its file of the same name differs",
+        "the same" if host_facts["run_file"] else "only on this machine",
+    )
     expected, hint = f"as here ({own['run_file'][:HASH]})", "this machine's file is used; update the other one"
     yield check("run-file", host, problem if other else "", good, WARN, expected, hint)
 
 
-def _strays(host: str, one: dict[str, Any]) -> Check:
+def _strays(host: str, host_facts: dict[str, Any]) -> Check:
     """Count processes of other runs, by run."""
-    count = Counter((stray["user"], stray["run"]) for stray in one["strays"])
+    count = Counter((stray["user"], stray["run"]) for stray in host_facts["strays"])
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
-    pids = " ".join(str(stray["pid"]) for stray in one["strays"][:PIDS])
-    hint = f"wait for that run, or end it on {host}: kill {pids}" + (" ..." if len(one["strays"]) > PIDS else "")
+    pids = " ".join(str(stray["pid"]) for stray in host_facts["strays"][:PIDS])
+    hint = f"wait for that run, or end it on {host}: kill {pids}" + (" ..." if len(host_facts["strays"]) > PIDS else "")
     expected = "no rank of another run"
     return check("processes", host, ", ".join(shown), "no other run", WARN, expected=expected, hint=hint)
 
 
-def slots(host: Host, one: dict[str, Any], *, cuda: bool) -> Check:
+def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
     """Check whether there is a device, or else a core, for each rank."""
-    count, what = (len(one["gpus"]), "GPUs") if cuda else (one["cores"]["usable"], "cores")
+    count, what = (len(host_facts["gpus"]), "GPUs") if cuda else (host_facts["cores"]["usable"], "cores")
     problem, hint = "", f"write slots={count} in the hostfile"
-    if cuda and one["gpu_error"]:
-        problem = f"nvidia-smi fails: {one['gpu_error']}"
+    if cuda and host_facts["gpu_error"]:
+        problem = f"nvidia-smi fails: {host_facts['gpu_error']}"
         hint = f"repair the driver on {host} (after an update: reboot), or leave the host out with --exclude"
     elif cuda and not count:
         problem, hint = "no GPU found", f"run nvidia-smi on {host}, or leave the host out with --exclude"
@@ -103,13 +108,13 @@ def slots(host: Host, one: dict[str, Any], *, cuda: bool) -> Check:
     return check("slots", host.name, problem, good, FAIL if cuda else WARN, expected=expected, hint=hint)
 
 
-def gpus(host: Host, one: dict[str, Any], names: list[str]) -> Iterator[Check]:
+def gpus(host: Host, host_facts: dict[str, Any], names: list[str]) -> Iterator[Check]:
     """Check memory and processes on each GPU that ranks will use, and whether all hosts have the same kind."""
-    for gpu in one["gpus"]:
+    for gpu in host_facts["gpus"]:
         if gpu["index"] in host.ids:
             yield _memory(host.name, gpu)
-    if one["gpus"]:
-        kind = one["gpus"][0]["name"]
+    if host_facts["gpus"]:
+        kind = host_facts["gpus"][0]["name"]
         problem = f"{kind}; other hosts have {names[0]}" if kind != names[0] else ""
         hint = "all ranks run at the speed of the slowest GPU and must fit the smallest memory"
         yield check("gpu-kind", host.name, problem, kind, WARN, expected="one kind of GPU", hint=hint)
@@ -140,12 +145,14 @@ def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
     """Check the free space for checkpoints on the run folder's file system; None checks nothing."""
     if checkpoint_bytes is None:
         return []
-    return [_room(host, one["run_folder"]["free_bytes"], checkpoint_bytes) for host, one in facts.items()]
+    return [
+        _space(host, host_facts["run_folder"]["free_bytes"], checkpoint_bytes) for host, host_facts in facts.items()
+    ]
 
 
-def _room(host: str, free: int, checkpoint_bytes: int) -> Check:
+def _space(host: str, free: int, checkpoint_bytes: int) -> Check:
     short = f"{shown_bytes(free)} free, a checkpoint needs {shown_bytes(checkpoint_bytes)}"
-    tight = free < 2 * checkpoint_bytes  # the new one is written before the old one is removed
+    tight = free < 2 * checkpoint_bytes  # a new checkpoint is written before an old one is removed
     status, good = FAIL if free < checkpoint_bytes else WARN, f"{shown_bytes(free)} free"
     expected, hint = "space for two checkpoints", "delete files, or choose another folder with --output"
     return check("disk", host, short if tight else "", good, status, expected=expected, hint=hint)
@@ -154,13 +161,13 @@ def _room(host: str, free: int, checkpoint_bytes: int) -> Check:
 def folders(facts: Facts, folder: Path, seen: set[str]) -> list[Check]:
     """Check that all hosts can write to one run folder; `seen`: the hosts whose files have appeared here."""
     found = []
-    for host, one in facts.items():
-        there = one["run_folder"]
+    for host, host_facts in facts.items():
+        seen_folder = host_facts["run_folder"]
         problem, hint = "", "with --output, choose a folder on a file system that all hosts share"
-        if not there["same"]:
-            problem = f"not shared: {folder} is {'another folder' if there['exists'] else 'missing'} on {host}"
-        elif not there["writable"]:
-            problem = f"{host} cannot write to {folder}: {there['error']}"
+        if not seen_folder["same"]:
+            problem = f"not shared: {folder} is {'another folder' if seen_folder['exists'] else 'missing'} on {host}"
+        elif not seen_folder["writable"]:
+            problem = f"{host} cannot write to {folder}: {seen_folder['error']}"
             hint = f"give your user on {host} write permission"
         elif host not in seen:
             problem = f"not shared: a file written to {folder} on {host} does not appear here"

@@ -8,6 +8,7 @@ is wrong.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.doctor.check import OK, WARN, Check, check
@@ -129,7 +130,8 @@ def _limits(host: str, facts: Facts) -> Iterator[Check]:
         hint = f"raise it in /etc/security/limits.conf (* - {name} unlimited), or with `ulimit`"
         source = NCCL_SOURCE if name == "memlock" else ""
         found, expected = shown if low else "", f"{value} or more"
-        yield check(f"limit {name}", host, found, shown, WARN, expected, hint, figure=figure, source=source)
+        limit = check(f"limit {name}", host, found, shown, WARN, expected, hint)
+        yield replace(limit, figure=figure, source=source)
 
 
 def _shared(host: str, facts: Facts) -> Check:
@@ -137,7 +139,8 @@ def _shared(host: str, facts: Facts) -> Check:
     total = found["total_bytes"] if found else 0
     shown, expected = shown_bytes(total), f"{shown_bytes(SHARED)} or more in /dev/shm"
     found, hint = shown if total < SHARED else "", "start the container with --shm-size 16g, or --ipc host"
-    return check("shared-memory", host, found, shown, WARN, expected, hint, figure=float(total), source=NCCL_SOURCE)
+    memory = check("shared-memory", host, found, shown, WARN, expected, hint)
+    return replace(memory, figure=float(total), source=NCCL_SOURCE)
 
 
 def _device(facts: Facts, ranks: int) -> Device | None:
@@ -146,22 +149,31 @@ def _device(facts: Facts, ranks: int) -> Device | None:
     return cpu_device(facts["cores"]["usable"], facts["memory"]["total_bytes"], ranks)
 
 
-def _rate(
-    name: str, host: str, figure: float, least: float | None, unit: str, hint: str, why: str = "", source: str = ""
-) -> Check:
-    """Compare a rate (FLOP or bytes a second) with the least that is expected; None expects nothing."""
+@dataclass(frozen=True)
+class LowestSpeed:
+    """The lowest speed of a sound machine: FLOP or bytes a second, None if unknown, why, and the source."""
+
+    value: float | None
+    why: str = ""
+    source: str = ""
+
+
+def _rate(name: str, host: str, figure: float, lowest: LowestSpeed, hint: str, unit: str = "B") -> Check:
+    """Compare a rate in FLOP or bytes ("B") a second with the lowest that is expected."""
     scale, word = (1e12, "TFLOP/s") if unit == "FLOP" else (1e9, "GB/s")
-    low = least is not None and figure < least
-    expected = "" if least is None else f"{least / scale:.3g} {word} or more{why}"
+    low = lowest.value is not None and figure < lowest.value
+    expected = "" if lowest.value is None else f"{lowest.value / scale:.3g} {word} or more{lowest.why}"
     value = f"{figure / scale:.3g} {word}"
-    return check(name, host, value if low else "", value, WARN, expected, hint, figure=figure, source=source)
+    rate = check(name, host, value if low else "", value, WARN, expected, hint)
+    return replace(rate, figure=figure, source=lowest.source)
 
 
 def _latency(name: str, host: str, figure: float, kind: str) -> Check:
     most = LATENCY_S[kind]
     expected = f"{most * 1e6:,.0f} us or less: a step has about 100 collectives"
     value = f"{figure * 1e6:,.0f} us"
-    return check(name, host, value if figure > most else "", value, WARN, expected, HINTS["latency"], figure=figure)
+    latency = check(name, host, value if figure > most else "", value, WARN, expected, HINTS["latency"])
+    return replace(latency, figure=figure)
 
 
 def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iterator[Check]:
@@ -169,23 +181,21 @@ def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iter
     gpu, device = bool(facts["gpus"]), _device(facts, ranks)
     source = device.source if device else ""
 
-    def least(peak: float | None, share: float) -> float | None:
-        return None if peak is None else peak * (share if gpu else CPU_SHARE)
+    def lowest(peak: float | None, share: float, source: str = source) -> LowestSpeed:
+        return LowestSpeed(None if peak is None else peak * (share if gpu else CPU_SHARE), source=source)
 
     for dtype, flops in figures["matmul_flops"].items():
-        wanted = least(device.peak(dtype) if device else None, MATMUL)
-        hint = HINTS["matmul"]
+        wanted, hint = lowest(device.peak(dtype) if device else None, MATMUL), HINTS["matmul"]
         if not gpu and dtype == "bf16":
-            wanted, hint = BF16_SHARE * figures["matmul_flops"]["fp32"], "train in fp32: --precision fp32"
-        yield _rate(f"matrix products {dtype}", host, flops, wanted, "FLOP", hint, source=source)
+            wanted = LowestSpeed(BF16_SHARE * figures["matmul_flops"]["fp32"], source=source)
+            hint = "train in fp32: --precision fp32"
+        yield _rate(f"matrix products {dtype}", host, flops, wanted, hint, "FLOP")
     peaks = (device.bandwidth, device.pcie, device.link) if device else (None, None, None)
-    wanted = least(peaks[0], MEMORY)
-    yield _rate("memory bandwidth", host, figures["memory_bandwidth"], wanted, "B", HINTS["memory"], source=source)
+    yield _rate("memory bandwidth", host, figures["memory_bandwidth"], lowest(peaks[0], MEMORY), HINTS["memory"])
     if gpu:
-        copied = figures["host_copy"]
-        yield _rate("host to device", host, copied, least(peaks[1], COPY), "B", HINTS["copy"], source=source)
+        yield _rate("host to device", host, figures["host_copy"], lowest(peaks[1], COPY), HINTS["copy"])
     if "link" in figures:
-        yield _rate("all-reduce", host, figures["link"], least(peaks[2], LINK), "B", HINTS["link"], source=BUS)
+        yield _rate("all-reduce", host, figures["link"], lowest(peaks[2], LINK, BUS), HINTS["link"])
         yield _latency("all-reduce latency", host, figures["link_latency_s"], "cuda" if gpu else "cpu")
     yield from _disk(host, "disk", figures, 0.0)
 
@@ -195,7 +205,7 @@ def _disk(host: str, name: str, figures: dict[str, Any], read: float) -> Iterato
     why = ": a checkpoint of 10 GB in 50 s"
     for way, least, words in (("write", DISK, why), ("read", read or DISK, "" if read else why)):
         if f"disk_{way}" in figures:
-            yield _rate(f"{name} {way}", host, figures[f"disk_{way}"], least, "B", HINTS["disk"], words)
+            yield _rate(f"{name} {way}", host, figures[f"disk_{way}"], LowestSpeed(least, words), HINTS["disk"])
 
 
 def nvme_speeds(host: str, found: dict[str, dict[str, float]]) -> Iterator[Check]:
@@ -212,7 +222,8 @@ def speeds_across(host: str, facts: Facts, figures: dict[str, Any], interface: s
     least, why = (NETWORK * speed * 125e3, f": half of {interface}'s") if speed else (None, "")
     if device:
         least, why = LINK * device.node.network, f": half of {device.node.name}'s network ({device.node.source})"
-    yield _rate("all-reduce between hosts", host, figures["link"], least, "B", HINTS["network"], why, BUS)
+    lowest = LowestSpeed(least, why, BUS)
+    yield _rate("all-reduce between hosts", host, figures["link"], lowest, HINTS["network"])
     yield _latency(
         "all-reduce latency between hosts", host, figures["link_latency_s"], "cuda" if facts["gpus"] else "cpu"
     )

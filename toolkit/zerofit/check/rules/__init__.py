@@ -1,1 +1,1 @@
-"""The rules about values and their combinations, one file per subject; `RULES` in `check.py` lists them all."""
+"""Rules about values and their combinations: YAML entries (README.md), and functions for what needs a loop."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.check.companion import Companion
+from zerofit.check.argument_files import ArgumentFile
 from zerofit.check.reader import HUGGING_FACE
-from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, Asked
+from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, RequestedValue
 from zerofit.spec.local_machine import is_older
 from zerofit.spec.model_facts import ModelFacts
 
@@ -78,7 +78,7 @@ REFUSED = (
 )
 WITHOUT = "Accelerate trains without DeepSpeed and ignores the JSON, unless the script passes it itself"
 # what Accelerate replaces "auto" with if no argument is given (accelerator.py:2208)
-UNASKED: dict[str, Any] = {
+FILLED_BY_DEFAULT: dict[str, Any] = {
     f"{ZERO}.stage": 2,
     f"{ZERO}.offload_optimizer.device": "none",
     f"{ZERO}.offload_param.device": "none",
@@ -95,146 +95,152 @@ BY_WIDTH: dict[str, Callable[[int], int]] = {
 @dataclass(frozen=True, kw_only=True)
 class _Argument:
     value: Any
-    said: str
+    source: str
     place: str
 
 
-def unasked(reader: str, facts: ModelFacts | None) -> Iterator[Asked]:
+def default_values(reader: str, facts: ModelFacts | None) -> Iterator[RequestedValue]:
     """Yield the values that Accelerate (and the Trainer through it) replaces "auto" with if no argument is given."""
     if reader not in HUGGING_FACE:
         return
     clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
-    for path, value in (UNASKED | clipping).items():
-        yield Asked(path=path, value=value, said="Accelerate's default", compared=False)
+    for path, value in (FILLED_BY_DEFAULT | clipping).items():
+        yield RequestedValue(path=path, value=value, source="Accelerate's default", compared=False)
     if facts is not None:
         width = facts.hidden_size
         for name, size in BY_WIDTH.items():
-            said = f"from the model's hidden size {width}"
-            yield Asked(path=f"{ZERO}.{name}", value=size(width), said=said, compared=False)
+            source = f"from the model's hidden size {width}"
+            yield RequestedValue(path=f"{ZERO}.{name}", value=size(width), source=source, compared=False)
 
 
-def asked_of(companion: Companion, ranks: int | None) -> Iterator[Asked]:
+def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[RequestedValue]:
     """Yield the values that a file next to the JSON sets for its keys."""
-    if companion.kind == "accelerate":
-        yield from _of_accelerate(companion)
+    if arguments.kind == "accelerate":
+        yield from _of_accelerate(arguments)
         return
-    free = _argument(companion, "auto_find_batch_size")
+    free = _argument(arguments, "auto_find_batch_size")
     compared = not (free and free.value)
     for path, name in TRAINER.items():
-        if found := _argument(companion, name):
-            yield _asked(path, found.value, [found], compared=compared or path != MICRO)
-    yield from _composed(companion, ranks, compared)
+        if found := _argument(arguments, name):
+            yield _requested(path, found.value, [found], compared=compared or path != MICRO)
+    yield from _composed(arguments, ranks, compared)
     for name, (path, same) in OVERRULED.items():
-        written = _written(companion, name)
-        if isinstance(word := companion.get(written), str):
-            yield Asked(
+        written = _written(arguments, name)
+        if isinstance(word := arguments.get(written), str):
+            yield RequestedValue(
                 path=path,
                 value=same.get(word, (word,)),
-                said=f"{written} {word}",
-                place=companion.place(written),
+                source=f"{written} {word}",
+                place=arguments.place(written),
                 severity="warning",
                 overruled="the Trainer uses the JSON's value and ignores its argument",
             )
 
 
-def _written(companion: Companion, name: str) -> str:
+def _written(arguments: ArgumentFile, name: str) -> str:
     """Return the file's name of an argument of the Trainer."""
-    return AXOLOTL.get(name, name) if companion.kind == "axolotl" else name
+    return AXOLOTL.get(name, name) if arguments.kind == "axolotl" else name
 
 
-def _argument(companion: Companion, name: str) -> _Argument | None:
+def _argument(arguments: ArgumentFile, name: str) -> _Argument | None:
     """Return an argument of the Trainer (its default if it is not given), or None if it is unknown."""
-    written = _written(companion, name)
-    if written in companion.values:
-        value = companion.get(written)
+    written = _written(arguments, name)
+    if written in arguments.values:
+        value = arguments.get(written)
         known = isinstance(value, int | float)
-        return _Argument(value=value, said=f"{written} {value}", place=companion.place(written)) if known else None
-    if companion.kind == "axolotl" and name == "gradient_accumulation_steps" and "batch_size" in companion.values:
-        return _of_batch_size(companion)
-    if name not in DEFAULTS or companion.open or (companion.kind == "axolotl" and name in LEFT_OPEN):
+        return _Argument(value=value, source=f"{written} {value}", place=arguments.place(written)) if known else None
+    if arguments.kind == "axolotl" and name == "gradient_accumulation_steps" and "batch_size" in arguments.values:
+        return _of_batch_size(arguments)
+    if name not in DEFAULTS or arguments.open or (arguments.kind == "axolotl" and name in LEFT_OPEN):
         return None
-    return _Argument(value=DEFAULTS[name], said=f"{written} {DEFAULTS[name]}, its default", place="")
+    return _Argument(value=DEFAULTS[name], source=f"{written} {DEFAULTS[name]}, its default", place="")
 
 
-def _of_batch_size(companion: Companion) -> _Argument | None:
+def _of_batch_size(arguments: ArgumentFile) -> _Argument | None:
     """Return axolotl's gradient accumulation steps from its `batch_size` (utils/config, normalize_config)."""
-    whole, micro = companion.get("batch_size"), companion.get("micro_batch_size")
-    if not (isinstance(whole, int) and isinstance(micro, int) and micro > 0):
+    total, micro = arguments.get("batch_size"), arguments.get("micro_batch_size")
+    if not (isinstance(total, int) and isinstance(micro, int) and micro > 0):
         return None
-    said = f"batch_size {whole} in micro batches of {micro}"
-    return _Argument(value=whole // micro, said=said, place=companion.place("batch_size"))
+    source = f"batch_size {total} in micro batches of {micro}"
+    return _Argument(value=total // micro, source=source, place=arguments.place("batch_size"))
 
 
-def _asked(path: str, value: Any, parts: list[_Argument], *, compared: bool = True, said: str = "") -> Asked:
+def _requested(
+    path: str, value: Any, parts: list[_Argument], *, compared: bool = True, source: str = ""
+) -> RequestedValue:
     place = next((part.place for part in parts if part.place), "")
-    return Asked(path=path, value=value, said=said or parts[0].said, place=place, compared=compared)
+    return RequestedValue(path=path, value=value, source=source or parts[0].source, place=place, compared=compared)
 
 
-def _composed(companion: Companion, ranks: int | None, compared: bool) -> Iterator[Asked]:
+def _composed(arguments: ArgumentFile, ranks: int | None, compared: bool) -> Iterator[RequestedValue]:
     """Yield the values that the Trainer computes from several arguments."""
     micro, steps, beta1, beta2 = (
-        _argument(companion, name) for name in (TRAINER[MICRO], TRAINER[STEPS], "adam_beta1", "adam_beta2")
+        _argument(arguments, name) for name in (TRAINER[MICRO], TRAINER[STEPS], "adam_beta1", "adam_beta2")
     )
     if micro and steps and ranks:
         product = micro.value * steps.value * ranks
-        said = f"per device {micro.value} x {steps.value} steps x {ranks} ranks = {product}"
-        yield _asked(TOTAL, product, [micro, steps], compared=compared, said=said)
+        source = f"per device {micro.value} x {steps.value} steps x {ranks} ranks = {product}"
+        yield _requested(TOTAL, product, [micro, steps], compared=compared, source=source)
     if beta1 and beta2:
-        yield _asked(f"{PARAMS}.betas", [beta1.value, beta2.value], [beta1, beta2], said=f"{beta1.said}, {beta2.said}")
+        yield _requested(
+            f"{PARAMS}.betas", [beta1.value, beta2.value], [beta1, beta2], source=f"{beta1.source}, {beta2.source}"
+        )
     for name in ("fp16", "bf16"):
-        own, evaluation = (_argument(companion, word) for word in (name, f"{name}_full_eval"))
+        own, evaluation = (_argument(arguments, word) for word in (name, f"{name}_full_eval"))
         on = next((arg for arg in (own, evaluation) if arg and arg.value), None)
         if on:
-            yield _asked(f"{name}.enabled", True, [on])
+            yield _requested(f"{name}.enabled", True, [on])
         elif own and evaluation:
-            yield _asked(f"{name}.enabled", False, [own])
-    yield from _schedule(companion)
+            yield _requested(f"{name}.enabled", False, [own])
+    yield from _schedule(arguments)
 
 
-def _schedule(companion: Companion) -> Iterator[Asked]:
+def _schedule(arguments: ArgumentFile) -> Iterator[RequestedValue]:
     """Yield the total and warm-up steps of the schedule if they do not depend on the data."""
-    given = companion.get("max_steps")
+    given = arguments.get("max_steps")
     total = given if isinstance(given, int) and given > 0 else 0
     if total:
-        place = companion.place("max_steps")
-        yield Asked(path=f"{SCHEDULE}.total_num_steps", value=total, said=f"max_steps {total}", place=place)
-    older = "warmup_ratio" in companion.values  # transformers 5 has warmup_steps below 1 instead
-    warmup = _argument(companion, "warmup_ratio" if older else "warmup_steps")
+        place = arguments.place("max_steps")
+        yield RequestedValue(path=f"{SCHEDULE}.total_num_steps", value=total, source=f"max_steps {total}", place=place)
+    older = "warmup_ratio" in arguments.values  # transformers 5 has warmup_steps below 1 instead
+    warmup = _argument(arguments, "warmup_ratio" if older else "warmup_steps")
     if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
         count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
         least = 0 if is_older("transformers", (5, 18)) else 1  # DeepSpeed stops with 0
-        yield _asked(f"{SCHEDULE}.warmup_num_steps", max(least, count), [warmup])
+        yield _requested(f"{SCHEDULE}.warmup_num_steps", max(least, count), [warmup])
 
 
-def _of_accelerate(companion: Companion) -> Iterator[Asked]:
-    kind = companion.get("distributed_type")
+def _of_accelerate(arguments: ArgumentFile) -> Iterator[RequestedValue]:
+    kind = arguments.get("distributed_type")
     if kind not in (None, "DEEPSPEED"):
-        said, place = f"distributed_type {kind}", companion.place("distributed_type")
-        yield Asked(path="", value=kind, said=said, place=place, severity="warning", refused=WITHOUT)
+        source, place = f"distributed_type {kind}", arguments.place("distributed_type")
+        yield RequestedValue(path="", value=kind, source=source, place=place, severity="warning", refused=WITHOUT)
         return
     for name, path in PLUGIN.items():
         key = f"deepspeed_config.{name}"
-        if key in companion.values:
-            value = companion.get(key)
-            yield Asked(path=path, value=value, said=f"{name} {value}", place=companion.place(key), refused=REFUSED)
-    precision = mixed_precision(companion)
+        if key in arguments.values:
+            value = arguments.get(key)
+            yield RequestedValue(
+                path=path, value=value, source=f"{name} {value}", place=arguments.place(key), refused=REFUSED
+            )
+    precision = mixed_precision(arguments)
     if precision:
         for name in ("fp16", "bf16"):
             value = precision == name
             if value or precision == "no":
-                said, place = f"mixed_precision {precision}", companion.place("mixed_precision")
-                yield Asked(path=f"{name}.enabled", value=value, said=said, place=place, refused=REFUSED)
+                source, place = f"mixed_precision {precision}", arguments.place("mixed_precision")
+                yield RequestedValue(path=f"{name}.enabled", value=value, source=source, place=place, refused=REFUSED)
 
 
-def mixed_precision(companion: Companion) -> str | None:
+def mixed_precision(arguments: ArgumentFile) -> str | None:
     """Return Accelerate's precision, or None if it is not given. YAML reads an unquoted `no` as false."""
-    word = companion.get("mixed_precision")
+    word = arguments.get("mixed_precision")
     return "no" if word is False else word if isinstance(word, str) else None
 
 
-def plugin_config(companion: Companion) -> tuple[dict[str, Any], Mapping[str, int]]:
+def plugin_config(arguments: ArgumentFile) -> tuple[dict[str, Any], Mapping[str, int]]:
     """Return the JSON that Accelerate makes from its own keys, and their lines (utils/dataclasses.py:1365)."""
-    given = {name: companion.get(f"deepspeed_config.{name}") for name in PLUGIN}
+    given = {name: arguments.get(f"deepspeed_config.{name}") for name in PLUGIN}
     zero: dict[str, Any] = {"stage": 2 if given["zero_stage"] is None else given["zero_stage"]}
     for what in ("optimizer", "param"):
         device = given[f"offload_{what}_device"] or "none"
@@ -244,13 +250,13 @@ def plugin_config(companion: Companion) -> tuple[dict[str, Any], Mapping[str, in
     zero[GATHER.rpartition(".")[2]] = bool(given["zero3_save_16bit_model"])
     config: dict[str, Any] = {TOTAL: "auto", MICRO: "auto", STEPS: given["gradient_accumulation_steps"] or "auto"}
     config |= {ZERO: zero, "gradient_clipping": given["gradient_clipping"] or "auto"}
-    precision = mixed_precision(companion)
+    precision = mixed_precision(arguments)
     config |= {name: {"enabled": precision == name} for name in ("fp16", "bf16")}
     lines = {
-        path: companion.values[f"deepspeed_config.{name}"].line
+        path: arguments.values[f"deepspeed_config.{name}"].line
         for name, path in PLUGIN.items()
-        if f"deepspeed_config.{name}" in companion.values
+        if f"deepspeed_config.{name}" in arguments.values
     }
-    if "mixed_precision" in companion.values:
-        lines |= {f"{name}.enabled": companion.values["mixed_precision"].line for name in ("fp16", "bf16")}
+    if "mixed_precision" in arguments.values:
+        lines |= {f"{name}.enabled": arguments.values["mixed_precision"].line for name in ("fp16", "bf16")}
     return config, lines

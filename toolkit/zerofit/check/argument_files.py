@@ -19,7 +19,14 @@ AXOLOTL = ("base_model", "micro_batch_size")  # axolotl's files have both, the T
 ACCELERATE_JSON = "deepspeed_config.deepspeed_config_file"
 # these set OMP_NUM_THREADS=1 if it is unset and they start several ranks (torch's distributed/run.py:980)
 ONE_THREAD = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate")
-OURS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "deepspeed", "bf16", "fp16")
+TRAINING_FLAGS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "deepspeed",
+    "bf16",
+    "fp16",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,7 @@ class GivenValue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Companion:
+class ArgumentFile:
     """The values of one file used with the JSON, by dotted name."""
 
     file: str
@@ -61,25 +68,25 @@ class Companion:
         return each * (nodes or 1) if each else _first(self, ("num_processes",))
 
 
-def _first(companion: Companion, names: tuple[str, ...]) -> int | None:
-    found = (companion.get(name) for name in names)
+def _first(file: ArgumentFile, names: tuple[str, ...]) -> int | None:
+    found = (file.get(name) for name in names)
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
 
 
-def read_companion(file: str, text: str, *, accelerate: bool) -> Companion:
+def read_argument_file(file: str, text: str, *, accelerate: bool) -> ArgumentFile:
     """Read a JSON, YAML or shell script. Raises SyntaxFault for bad syntax or a script without a training command."""
     script = not accelerate and not file.endswith((".json", ".yaml", ".yml")) and not text.lstrip().startswith("{")
     if script:
         return _of_script(file, text)
     values = dict(_given((parse if text.lstrip().startswith("{") else parse_yaml)(text).root))
     kind = "accelerate" if accelerate else "axolotl" if all(name in values for name in AXOLOTL) else "trainer"
-    return Companion(file=file, kind=kind, values=values)
+    return ArgumentFile(file=file, kind=kind, values=values)
 
 
-def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> Companion:
-    """Return a companion of values that do not come from a file."""
+def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> ArgumentFile:
+    """Return an argument file of values that do not come from a file."""
     given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
-    return Companion(
+    return ArgumentFile(
         file="accelerate_config" if accelerate else "training_args",
         kind="accelerate" if accelerate else "trainer",
         values=given,
@@ -96,18 +103,18 @@ def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenVal
             yield name, GivenValue(value=_plain(member.value.data), line=member.place.line)
 
 
-def _of_script(file: str, text: str) -> Companion:
+def _of_script(file: str, text: str) -> ArgumentFile:
     """Read the first command that has training arguments."""
     for words in commands(text):
         values = dict(_flags(words))
-        if any(name in values for name in OURS):
+        if any(name in values for name in TRAINING_FLAGS):
             before = ["", *(word.text for word in words)]
             more = any(
                 word.text == UNKNOWN and not (last.startswith("--") and "=" not in last)
                 for last, word in zip(before, words, strict=False)
             )
             one_thread = None if THREADS in text else _one_thread(file, words, values)
-            return Companion(file=file, kind="trainer", values=values, open=more, one_thread=one_thread)
+            return ArgumentFile(file=file, kind="trainer", values=values, open=more, one_thread=one_thread)
     raise SyntaxFault("no command with training arguments (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
 
 

@@ -1,11 +1,11 @@
-"""Rules that compare batch sizes with the ranks, and buffer sizes with the model."""
+"""The three batch sizes: whether they agree with each other and with the number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from zerofit.check.finding import Finding
-from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, CheckSubject
+from zerofit.check.subject import MICRO, STEPS, TOTAL, CheckSubject
 
 
 def _whole(c: CheckSubject, path: str) -> int | None:
@@ -45,7 +45,10 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
 
 
 def ranks_of_batch(c: CheckSubject) -> str:
-    """Return the numbers of data parallel ranks that divide the batch; "" if the number of ranks is known."""
+    """Return the numbers of data parallel ranks that divide the batch; "" if the number of ranks is known.
+
+    Raises UnclearValue if a batch size is wrong.
+    """
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
     divided = total and not micro and not c.ranks and c.tensor_parallel <= 1 and total % (steps or 1) == 0
     return _allowed(total, 1, steps, fixed=False) if total and divided and c.setting.reader != "zerofit" else ""
@@ -97,48 +100,3 @@ def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | Non
         why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
         fix=f"use {TOTAL} {near}, or remove one of the three",
     )
-
-
-FAR_ABOVE = 2  # times the parameters: such a bucket is never filled
-
-
-def sizes(c: CheckSubject) -> Iterator[Finding]:
-    """Compare bucket, persistence and swap buffer sizes with the model, if it is known."""
-    facts = c.setting.facts
-    if facts is None or c.stage == 0:
-        return
-    bucket = c.get(f"{ZERO}.reduce_bucket_size")
-    size = c.number(f"{ZERO}.reduce_bucket_size") or (
-        c.catalog.default(f"{ZERO}.reduce_bucket_size") if not bucket else 0
-    )
-    if size and size > FAR_ABOVE * facts.parameters:
-        given = f"reduce_bucket_size {size:,.0f}" + ("" if bucket else ", DeepSpeed's default,")
-        yield Finding(
-            code="bucket-above-model",
-            severity="warning",
-            path=f"{ZERO}.reduce_bucket_size",
-            message=f"{given} for a model of {facts.parameters:,} parameters",
-            why=f"DeepSpeed allocates it in full for any model: {size * 2 / 1e6:,.0f} MB per 16-bit buffer",
-            fix='write "auto" if zerofit or Hugging Face fills it in, else the number of parameters',
-        )
-    threshold = c.number(f"{ZERO}.stage3_param_persistence_threshold")
-    if c.stage == 3 and threshold is not None and threshold >= facts.largest_parameter:
-        yield Finding(
-            code="persistence-above-model",
-            severity="warning",
-            path=f"{ZERO}.stage3_param_persistence_threshold",
-            message=f"stage3_param_persistence_threshold {threshold:,.0f} is not below the largest parameter "
-            f"({facts.largest_parameter:,} elements)",
-            why="DeepSpeed partitions nothing: every rank has all parameters, as at stage 2",
-            fix="use ten times the model's width",
-        )
-    buffer = c.number(f"{ZERO}.offload_param.buffer_size")
-    if c.offload("param") == "nvme" and buffer is not None and buffer < facts.largest_parameter:
-        yield Finding(
-            code="swap-buffer",
-            path=f"{ZERO}.offload_param.buffer_size",
-            message=f"offload_param.buffer_size {buffer:,.0f} is below the largest parameter "
-            f"({facts.largest_parameter:,} elements)",
-            why='DeepSpeed stops when it swaps that parameter: "More elements ... than buffer size ..."',
-            fix="use the size of the largest parameter",
-        )

@@ -9,11 +9,11 @@ import transformers
 from torch.torch_version import TorchVersion
 
 import zerofit as zf
-from zerofit.check.asked import asked_of, plugin_config
+from zerofit.check.argument_files import of_mapping, read_argument_file
+from zerofit.check.arguments import plugin_config, requested_by
 from zerofit.check.catalog import catalog
-from zerofit.check.companion import of_mapping, read_companion
 from zerofit.check.dotted import autos, get
-from zerofit.check.settled import settle
+from zerofit.check.effective import effective_config
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run
 
@@ -93,7 +93,7 @@ def test_the_trainers_arguments_as_the_trainer_takes_them(config, arguments, mon
     found = zf.check(config, Run(ranks=1), training_args=arguments)
     assert found.reader.name == "trainer"
     assert sorted(f.path for f in found.findings if f.code == "flag-differs") == refused
-    assert settle(config, catalog(), found.hardware).subject.config == filled
+    assert effective_config(config, catalog(), found.hardware).subject.config == filled
     assert not list(autos(filled))
 
 
@@ -155,7 +155,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict:
 def test_accelerates_own_keys_stand_for_a_json(tmp_path, monkeypatch):
     path = tmp_path / "acc.yaml"
     path.write_text(ACCELERATE)
-    ours, _ = plugin_config(read_companion(str(path), ACCELERATE, accelerate=True))
+    ours, _ = plugin_config(read_argument_file(str(path), ACCELERATE, accelerate=True))
     theirs = plugin(
         monkeypatch,
         GRADIENT_ACCUMULATION_STEPS="2",
@@ -190,7 +190,7 @@ def test_accelerate_refuses_its_own_keys_beside_a_json(tmp_path, monkeypatch, fi
     found = zf.check(accelerate_config=beside)  # the JSON that it names lies beside it
     assert found.file == str(json_file)
     (one,) = [f for f in found.errors if f.code == "accelerate-beside-json"]
-    assert one.beside == f"{beside}:3" and json_file.read_text().splitlines()[one.line - 1].strip().startswith('"')
+    assert one.other_place == f"{beside}:3" and json_file.read_text().splitlines()[one.line - 1].strip().startswith('"')
 
 
 def test_what_accelerate_puts_in_without_being_told(monkeypatch):
@@ -208,7 +208,7 @@ def test_what_accelerate_puts_in_without_being_told(monkeypatch):
     }
     theirs = DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(config))).deepspeed_config
     found = zf.check(config, reader="accelerate")
-    settled = settle(config, catalog(), found.hardware).subject.config
+    settled = effective_config(config, catalog(), found.hardware).subject.config
     assert settled == {key: value for key, value in theirs.items() if key != "steps_per_print"}
     assert not found.errors
 
@@ -233,7 +233,7 @@ torchrun --nproc_per_node=$GPUS train.py \
 
 
 def test_a_script_is_read_as_the_shell_would():
-    read = read_companion("run.sh", SCRIPT, accelerate=False)
+    read = read_argument_file("run.sh", SCRIPT, accelerate=False)
     values = {name: (one.value, one.line) for name, one in read.values.items()}
     assert values == {
         "nproc_per_node": (8, 10),
@@ -249,7 +249,7 @@ def test_a_script_is_read_as_the_shell_would():
         "adam_beta2": (0.95, 7),
     }
     assert (read.ranks, read.open, read.config_file) == (8, False, "ds.json")
-    assert read_companion("run.sh", SCRIPT.replace("| tee", '"$@" | tee'), accelerate=False).open
+    assert read_argument_file("run.sh", SCRIPT.replace("| tee", '"$@" | tee'), accelerate=False).open
 
 
 @pytest.mark.parametrize(
@@ -329,9 +329,12 @@ def test_lines_in_both_files(tmp_path, name, text, line):
     beside.write_text(text)
     found = zf.check(tmp_path / "ds.json", training_args=beside)
     (one,) = found.findings
-    assert (one.code, one.line, one.beside) == ("flag-differs", 3, f"{beside}:{line}")
-    assert one.as_dict()["beside"] == one.beside
-    assert get(settle(found.document.config, catalog(), found.hardware).subject.config, "optimizer.params.lr") == 1e-4
+    assert (one.code, one.line, one.other_place) == ("flag-differs", 3, f"{beside}:{line}")
+    assert one.as_dict()["beside"] == one.other_place
+    assert (
+        get(effective_config(found.document.config, catalog(), found.hardware).subject.config, "optimizer.params.lr")
+        == 1e-4
+    )
     rows = {row.path: row.text for row in found.explain()}
     assert rows["optimizer.params.lr"].startswith("0.0001: learning_rate")
 
@@ -339,10 +342,10 @@ def test_lines_in_both_files(tmp_path, name, text, line):
 def test_what_axolotl_makes_of_its_own_keys():
     """Its `batch_size` is a rank's; `optimizer`, `lr_scheduler` are the Trainer's `optim`, `lr_scheduler_type`."""
     text = "base_model: m\nbatch_size: 8\nmicro_batch_size: 2\noptimizer: adamw_torch_fused\nlr_scheduler: cosine\n"
-    asked = {one.path: one for one in asked_of(read_companion("a.yaml", text, accelerate=False), None)}
+    asked = {one.path: one for one in requested_by(read_argument_file("a.yaml", text, accelerate=False), None)}
     steps, kind = asked["gradient_accumulation_steps"], asked["optimizer.type"]
-    assert (steps.value, steps.said, steps.place) == (4, "batch_size 8 in micro batches of 2", "a.yaml:2")
-    assert (kind.said, kind.place) == ("optimizer adamw_torch_fused", "a.yaml:4")
+    assert (steps.value, steps.source, steps.place) == (4, "batch_size 8 in micro batches of 2", "a.yaml:2")
+    assert (kind.source, kind.place) == ("optimizer adamw_torch_fused", "a.yaml:4")
     assert asked["gradient_clipping"].value == 1.0  # the Trainer's own default
     assert "optimizer.params.lr" not in asked and "bf16.enabled" not in asked  # which have none in axolotl
 
@@ -423,7 +426,7 @@ def test_accelerate_without_deepspeed(tmp_path):
     beside.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
     found = zf.check(FIXED, accelerate_config=beside).findings
     (one,) = [f for f in found if f.code == "accelerate-beside-json"]
-    assert (one.severity, one.beside) == ("warning", f"{beside}:1")
+    assert (one.severity, one.other_place) == ("warning", f"{beside}:1")
     with pytest.raises(UserError, match="neither name nor contain one"):
         zf.check(accelerate_config=beside)
 

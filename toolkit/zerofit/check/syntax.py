@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,7 @@ from zerofit.check.reader import SPOKEN, STRICT_READERS
 MOST = 100  # duplicate keys that are reported
 
 
-def form(document: Document, reader: str) -> Iterator[Finding]:
+def text_findings(document: Document, reader: str) -> Iterator[Finding]:
     """Yield findings about the text: not strict JSON, duplicate keys, not an object."""
     yield from _strict_json(document, reader)
     for path, first, last in islice(document.duplicates(), MOST):
@@ -32,66 +33,65 @@ def form(document: Document, reader: str) -> Iterator[Finding]:
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
     """Yield what DeepSpeed's reader accepts and a strict JSON reader does not."""
     stops = reader in STRICT_READERS
+    strict = f"{SPOKEN[reader]} reads strict JSON and stops"
     if document.encoding != "utf-8" and reader != "zerofit":
-        marked = document.encoding == "utf-8-sig"
-        yield Finding(
-            code="encoding",
-            severity="error" if stops or not marked else "warning",
-            path="",
-            message="the file begins with a byte order mark" if marked else f"the file is in {document.encoding}",
-            why=f"{SPOKEN[reader]} reads UTF-8 {'without a mark ' if marked else ''}and stops"
-            if stops or not marked
-            else "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning do not",
-            fix="save it as UTF-8 without a byte order mark",
-            line=1,
-            column=1,
-        )
+        yield _encoding(document, reader, stops)
     if document.yaml and reader != "neox":
+        why = f"{SPOKEN[reader]} reads JSON and stops"
         yield Finding(
-            code="yaml",
-            path="",
-            message="the file is YAML",
-            why=f"{SPOKEN[reader]} reads JSON and stops",
-            fix="convert it to JSON",
-            line=1,
-            column=1,
+            code="yaml", path="", message="the file is YAML", why=why, fix="convert it to JSON", line=1, column=1
         )
     if document.loose:
+        accepts = "DeepSpeed's own reader accepts it: a word without quotes is a string up to the end of the line"
         yield Finding(
             code="hjson",
             severity="error" if stops else "warning",
             path="",
             message=f"HJSON, not JSON, from here on: {document.loose.message}",
-            why=f"{SPOKEN[reader]} reads strict JSON and stops"
-            if stops
-            else "DeepSpeed's own reader accepts it: a word without quotes is a string up to the end of the line",
+            why=strict if stops else accepts,
             fix="convert it to JSON",
             line=document.loose.line,
             column=document.loose.column,
         )
+    yield from _trailing_commas(document, strict if stops else "")
+    if stops and document.comment:
+        place = document.comment
+        fault = Finding(
+            code="json-comment", path="", message="comment in a JSON", why=strict, fix="remove all comments"
+        )
+        yield replace(fault, line=place.line, column=place.column)
+
+
+def _encoding(document: Document, reader: str, stops: bool) -> Finding:
+    marked = document.encoding == "utf-8-sig"
+    refuses = f"{SPOKEN[reader]} reads UTF-8 {'without a mark ' if marked else ''}and stops"
+    accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning do not"
+    return Finding(
+        code="encoding",
+        severity="error" if stops or not marked else "warning",
+        path="",
+        message="the file begins with a byte order mark" if marked else f"the file is in {document.encoding}",
+        why=refuses if stops or not marked else accepts,
+        fix="save it as UTF-8 without a byte order mark",
+        line=1,
+        column=1,
+    )
+
+
+def _trailing_commas(document: Document, stops: str) -> Iterator[Finding]:
+    """Yield the commas after last members; `stops` is why the reader stops, "" if it does not."""
+    accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not"
     for place in document.commas:
         yield Finding(
             code="trailing-comma",
             severity="error" if stops else "warning",
             path="",
             message="trailing comma after the last member",
-            why=f"{SPOKEN[reader]} reads strict JSON and stops"
-            if stops
-            else "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not",
+            why=stops or accepts,
             fix="remove it",
             edits=(Deletion(place.start, place.end),),
             line=place.line,
             column=place.column,
-        )
-    if stops and document.comment:
-        yield Finding(
-            code="json-comment",
-            path="",
-            message="comment in a JSON",
-            why=f"{SPOKEN[reader]} reads strict JSON and stops",
-            fix="remove all comments",
-            line=document.comment.line,
-            column=document.comment.column,
         )
 
 

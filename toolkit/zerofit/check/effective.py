@@ -1,0 +1,182 @@
+"""The configuration that DeepSpeed gets from a file, a program and its arguments: what rules judge.
+
+1. GPT-NeoX passes on a part of its file (`given`).
+2. Faults with one clear correction are corrected (`meant`): the rules see what the user means, and an error does not
+   hide another one next to it.
+3. Old and second names become the documented ones (`aliases`).
+4. Each "auto" gets the value of the program that reads the file, from its arguments or its defaults (`filled`).
+   Arguments that differ from the file are findings.
+
+Findings go the way back: `in_file` gives them the names of the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zerofit.check.aliases import Aliases, corrected, resolve
+from zerofit.check.arguments import default_values
+from zerofit.check.catalog import Catalog
+from zerofit.check.dotted import get, put
+from zerofit.check.finding import Finding
+from zerofit.check.keys import WRONG_VALUE, keys
+from zerofit.check.neox import handed_on
+from zerofit.check.reader import HUGGING_FACE
+from zerofit.check.subject import MICRO, STEPS, TOTAL, CheckSubject, RequestedValue, TargetHardware
+
+FILLING = ("trainer", "accelerate", "zerofit")  # programs that replace "auto" by their own value
+# DeepSpeed's default if a key is missing that a program sets, and the key without which it is not read
+LEFT_OUT: dict[str, tuple[Any, str]] = {
+    "gradient_clipping": (1.0, ""),
+    "optimizer.params.lr": (1e-3, "optimizer.type"),
+    "optimizer.params.weight_decay": (0.0, "optimizer.type"),
+    "optimizer.params.betas": ([0.9, 0.999], "optimizer.type"),
+    "optimizer.params.eps": (1e-8, "optimizer.type"),
+    "scheduler.params.warmup_max_lr": (1e-3, "scheduler.params.warmup_num_steps"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveConfig:
+    """A JSON with documented names as DeepSpeed gets it, and how it was filled."""
+
+    given: Aliases  # DeepSpeed's keys of the file
+    meant: Aliases  # `given` without the faults that have one clear correction
+    aliases: Aliases  # `meant` with documented names
+    subject: CheckSubject
+    filled: Mapping[str, RequestedValue] = field(default_factory=dict)  # key -> the value that replaced its "auto"
+    key_findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    def in_file(self, finding: Finding) -> Finding:
+        """Return a finding with the file's names; for an "auto", with the source of its value."""
+        written = self.aliases.finding_in_file(finding)
+        if self.meant.in_file(written.path) != written.path:  # edits are for the key's correct name
+            written = replace(self.meant.finding_in_file(written), edits=())
+        written = self.given.finding_in_file(written)
+        by = self.filled.get(finding.path)
+        if by is None or finding.other_place or '"auto"' in finding.message:
+            return written
+        message = f'{finding.message} ("auto" in the file: {by.by})'
+        return replace(written, message=message, other_place=by.place, edits=())
+
+
+def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
+    """Compare each value of a flag, argument or program with the JSON's, and fill it in for "auto"."""
+    given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
+    key_findings = tuple(keys(given.config, catalog, setting))
+    meant = corrected(given.config, key_findings)
+    aliases = resolve(meant.config, catalog)
+    effective = deepcopy(dict(aliases.config))
+    filled: dict[str, RequestedValue] = {}
+    findings = tuple(_fill(effective, filled, setting))
+    wrong = (finding.path for finding in key_findings if finding.code in WRONG_VALUE and not finding.edits)
+    unclear = frozenset(aliases.documented(meant.documented(path)) for path in wrong)
+    return EffectiveConfig(
+        given=given,
+        meant=meant,
+        aliases=aliases,
+        subject=CheckSubject(config=effective, catalog=catalog, setting=setting, unclear=unclear),
+        filled=filled,
+        key_findings=tuple(map(given.finding_in_file, key_findings)),
+        findings=findings,
+    )
+
+
+def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: TargetHardware) -> Iterator[Finding]:
+    """Replace each "auto" by the requested value, note that in `filled`, and yield findings about differences."""
+    for requested in (
+        *setting.requested,
+        *_total_batch(config, setting),
+        *default_values(setting.reader, setting.facts),
+    ):
+        value = get(config, requested.path) if requested.path else None
+        if requested.refused:
+            yield _refused(requested, value)
+        elif value is not None and value != "auto" and requested.compared and not _same(value, requested.value):
+            yield _differs(requested, value, setting)
+        elif value is None and requested.compared and (requested.place or setting.reader in HUGGING_FACE):
+            yield from _left_out(config, requested)
+        if value == "auto" and setting.reader in FILLING and not isinstance(requested.value, tuple):
+            put(config, requested.path, requested.value)
+            filled[requested.path] = requested
+    if setting.reader in HUGGING_FACE and not config.get(STEPS):
+        config[STEPS] = 1  # accelerate 1.15 utils/dataclasses.py:1326
+
+
+def _same(value: Any, requested: Any) -> bool:
+    """Return whether a JSON value equals the requested one. A string never differs from a number."""
+    if isinstance(requested, tuple):
+        return str(value).lower() in requested
+    if isinstance(value, str) or isinstance(requested, str):
+        return value == requested or not (isinstance(value, str) and isinstance(requested, str))
+    return value == requested
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _differs(requested: RequestedValue, value: Any, setting: TargetHardware) -> Finding:
+    stops = setting.reader in ("trainer", "zerofit")
+    goes_on = "the file's value is used and the program's argument is ignored"
+    refuses = "the run stops: the Trainer and zerofit refuse values that differ from their arguments"
+    return Finding(
+        code="flag-differs",
+        severity=requested.severity,
+        path=requested.path,
+        message=f"{requested.path} is {_shown(value)} in the file, but {requested.by}",
+        why=requested.overruled or (refuses if stops else goes_on),
+        fix="remove one of the two"
+        if requested.overruled
+        else 'make them equal, or write "auto" if the program fills it in',
+        other_place=requested.place,
+    )
+
+
+def _refused(requested: RequestedValue, value: Any) -> Finding:
+    has = f", which has {'none' if value is None else _shown(value)} for {requested.path}" if requested.path else ""
+    return Finding(
+        code="accelerate-beside-json",
+        severity=requested.severity,
+        path=requested.path,
+        message=f"{requested.by} together with a DeepSpeed JSON{has}",
+        why=requested.refused,
+        fix="remove it from Accelerate's file; set it in the JSON" if requested.path else "set it to DEEPSPEED",
+        other_place=requested.place,
+    )
+
+
+def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[Finding]:
+    """Yield a finding about an argument that does not reach DeepSpeed, since the JSON has no key for it."""
+    default, needed = LEFT_OUT.get(requested.path, (None, ""))
+    if default is None or _same(default, requested.value) or (needed and get(config, needed) is None):
+        return
+    yield Finding(
+        code="flag-unread",
+        path=requested.path,
+        message=f"{requested.by} is given, but the JSON has no {requested.path}",
+        why=f"DeepSpeed uses {default}: nothing passes the argument on",
+        fix=f'add "{requested.path.rpartition(".")[2]}": "auto"',
+        other_place=requested.place,
+    )
+
+
+def _total_batch(config: Mapping[str, Any], setting: TargetHardware) -> Iterator[RequestedValue]:
+    """Yield the total batch size that follows from the flags for micro batch and accumulation."""
+    requested = {value.path: value.value for value in setting.requested}
+    if TOTAL in requested or not (requested.get(MICRO) and requested.get(STEPS) and setting.ranks):
+        return
+    degrees = (
+        setting.pipeline,
+        get(config, "sequence_parallel_size"),
+        get(config, "tensor_parallel.autotp_size"),
+    )
+    parallel = math.prod(n for n in degrees if isinstance(n, int) and n > 1)
+    each = requested[MICRO] * requested[STEPS]
+    data = max(1, setting.ranks // parallel)
+    yield RequestedValue(path=TOTAL, value=each * data, source=f"{each} a rank x {data} = {each * data}")

@@ -1,0 +1,148 @@
+"""Terms of the rules' conditions: what DeepSpeed computes from several keys, and functions of single values.
+
+A rule names a term without parentheses (`uses_bf16_optimizer`) and calls a function (`is_folder(value)`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.spec.mesh import pipeline_parts
+
+ACCUMULATION = "data_types.grad_accum_dtype"
+DTYPES = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+TENSOR = "tensor_parallel"
+
+
+def precision(c: CheckSubject) -> str:
+    """Return the precision that DeepSpeed trains in: "bf16", "fp16" or "fp32"."""
+    return "bf16" if c.bf16 else "fp16" if c.fp16 else "fp32"
+
+
+def precision_is_known(c: CheckSubject) -> bool:
+    """Return whether no "auto" leaves the precision open."""
+    return all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
+
+
+def accumulates_in_another_type(c: CheckSubject) -> bool:
+    """Return whether gradients are summed in another type than the model's, without ZeRO."""
+    dtype = DTYPES.get(c.word(ACCUMULATION) or "")
+    return c.stage == 0 and precision_is_known(c) and dtype not in (None, precision(c))
+
+
+def scales_loss_dynamically(c: CheckSubject) -> bool:
+    """Return whether fp16 scales the loss, and no fixed scale is set."""
+    return c.fp16 and not c.number("fp16.loss_scale")
+
+
+def masters_in_16_bits(c: CheckSubject) -> bool:
+    """Return whether the config has 16-bit master weights, which need DeepSpeed's CPU Adam."""
+    bf16 = c.on("bf16.bf16_master_weights_and_grads") and not c.on("bf16.bf16_optimizer_states")
+    return bf16 or c.on("fp16.fp16_master_weights_and_grads")
+
+
+def uses_bf16_optimizer(c: CheckSubject) -> bool:
+    """Return whether DeepSpeed uses its BF16_Optimizer (runtime/engine.py:2305)."""
+    return c.bf16 and c.stage == 1 and c.word(ACCUMULATION) in ("fp32", "float32")
+
+
+def reduces_by_scatter(c: CheckSubject) -> bool:
+    """Return whether ZeRO sums gradients with reduce-scatter."""
+    return c.stage in (2, 3) and c.on(f"{ZERO}.reduce_scatter")
+
+
+def clips(c: CheckSubject) -> bool:
+    """Return whether gradients are clipped, which is DeepSpeed's default."""
+    clipping = c.get("gradient_clipping")
+    return clipping == "auto" or clipping is None or bool(c.number("gradient_clipping"))
+
+
+def stage_is_set(c: CheckSubject) -> bool:
+    """Return whether the file has a ZeRO stage."""
+    return c.has(f"{ZERO}.stage") and c.get(f"{ZERO}.stage") != "auto"
+
+
+def zero_section_of_2020(c: CheckSubject) -> dict[str, int]:
+    """Return the section that `"zero_optimization": true` stood for, with the old top-level size."""
+    size = c.number("allgather_size")
+    return {"stage": 1} | ({"allgather_bucket_size": int(size)} if size else {})
+
+
+def scheduler_is_deepspeeds(c: CheckSubject) -> bool:
+    """Return whether the scheduler is one of DeepSpeed's own, not torch's."""
+    return bool(c.schedulers.get(c.word("scheduler.type") or "", {}).get("own"))
+
+
+def optimizer_is_wrapped(c: CheckSubject) -> bool:
+    """Return whether the engine passes the scheduler a DeepSpeed optimizer, which is not a torch Optimizer."""
+    return c.stage > 0 or c.fp16 or c.bf16
+
+
+def nested_tensor_parallel(c: CheckSubject) -> int:
+    """Return the tensor parallel degree under its key for inference."""
+    return c.degree(f"{TENSOR}.tp.tp_size") if c.has(f"{TENSOR}.tp") else c.degree(f"{TENSOR}.tensor_parallel.tp_size")
+
+
+def dualpipev_parts(c: CheckSubject) -> int:
+    """Return the number of parts that DualPipeV splits the layers into."""
+    return pipeline_parts(c.pipeline, "dualpipev")
+
+
+def refused_with_split_experts(c: CheckSubject) -> bool:
+    """Return whether a feature is on that AutoEP together with AutoTP does not support."""
+    offloads = c.section(f"{ZERO}.offload_optimizer") or c.section(f"{ZERO}.offload_param")
+    return bool(c.deepcompile or c.pipeline > 1 or c.sequence_parallel > 1 or offloads)
+
+
+def compile_passes(c: CheckSubject) -> list[str]:
+    """Return the passes of the compile section."""
+    passes = c.get("compile.passes")
+    return [str(name) for name in passes] if isinstance(passes, list) else []
+
+
+def is_installed(package: str) -> bool:
+    """Return whether this Python can import a package."""
+    return importlib.util.find_spec(package) is not None
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is a folder on this machine."""
+    return Path(path).is_dir()
+
+
+def device_of(path: str) -> str | None:
+    """Return the device of the file system that a path is on."""
+    real = Path(path).resolve()
+    mounts = {Path(p.mountpoint): p.device for p in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
+
+
+def is_nvme(path: str) -> bool:
+    """Return whether a folder's file system is on an NVMe device, according to the mount table."""
+    device = device_of(path)
+    if device is None:
+        return False
+    name = Path(device).name
+    disks = Path("/sys/class/block") / name / "slaves"  # of a RAID or a logical volume
+    below = [p.name for p in disks.iterdir()] if disks.is_dir() else []
+    return any(n.startswith("nvme") for n in (name, *below))
+
+
+TERMS: dict[str, Callable[[CheckSubject], Any]] = {
+    term.__name__: term
+    for term in (
+        *(precision, precision_is_known, accumulates_in_another_type, scales_loss_dynamically, masters_in_16_bits),
+        *(uses_bf16_optimizer, reduces_by_scatter, clips, stage_is_set, zero_section_of_2020),
+        *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
+        *(refused_with_split_experts, compile_passes),
+    )
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (is_installed, is_folder, device_of, is_nvme, format, int, len, min)
+}
