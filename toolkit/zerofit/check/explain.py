@@ -13,6 +13,7 @@ from zerofit.check.dotted import get, leaves
 from zerofit.check.finding import Finding
 from zerofit.check.settled import Settled, settle
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
+from zerofit.features.optimizers import ENTRIES
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 
@@ -65,6 +66,7 @@ def _always(c: CheckSubject) -> bool:
     return True
 
 
+_FULL = ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
 # surprising defaults of DeepSpeed 0.19.8, and when they matter
 DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (f"{ZERO}.stage", _always, "no ZeRO: every rank has all states"),
@@ -79,7 +81,7 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (f"{ZERO}.allgather_bucket_size", lambda c: c.stage in (1, 2), "unused if torch gathers into one tensor"),
     (f"{ZERO}.overlap_comm", lambda c: c.stage > 0, "true at stage 3, false at 1 and 2"),
     (f"{ZERO}.contiguous_gradients", lambda c: c.stage > 0, "gradients are copied into one buffer"),
-    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "not with Muon at stage 3 or gradient predivision"),
+    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, f"not with {_FULL} at stage 3 or gradient predivision"),
     (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements per optimizer update"),
     (f"{ZERO}.stage3_prefetch_bucket_size", lambda c: c.stage == 3, "elements gathered ahead of use"),
     (f"{ZERO}.stage3_param_persistence_threshold", lambda c: c.stage == 3, "smaller parameters are never partitioned"),

@@ -7,12 +7,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
 from zerofit.check.edit import Edit, Renaming
 from zerofit.check.subject import CheckSubject
+from zerofit.features.optimizer import JsonRule
 
 SLIP = 0.87  # difflib ratio from which a wrong name is a typo
 
@@ -85,6 +86,11 @@ class Rule:
             fix=text(self.fix),
             edits=self.edits(subject) if callable(self.edits) else self.edits,
         )
+
+
+def rule_of(rule: JsonRule) -> Rule:
+    """Return the rule of an entry in `features` as one of check."""
+    return Rule(**{field.name: getattr(rule, field.name) for field in fields(rule)})
 
 
 def unknown_parameter(

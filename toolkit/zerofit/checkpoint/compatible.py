@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.features.optimizers import ENTRIES, of_json
 from zerofit.spec.errors import Problem
-from zerofit.spec.optimizers import EIGHT_BIT, run_name
 from zerofit.spec.run_folder import Job
 
 Config = dict[str, Any]
@@ -64,17 +64,15 @@ OBSTACLES = (
         "1-bit optimizers keep compression errors per rank",
         "AdamW",
     ),
-    Obstacle(
-        "optimizer.type",
-        lambda c: run_name(_kind(c)) in EIGHT_BIT,
-        "another layout would split the blocks of 8-bit moments elsewhere and round them again",
-        "the layout that wrote the checkpoint, or start from the exported weights",
-    ),
-    Obstacle(
-        "optimizer.type",
-        lambda c: _kind(c) == "adafactor",
-        "Adafactor's states (per row and column) cannot be converted to another layout",
-        "the layout that wrote the checkpoint, or start from the exported weights",
+    *(
+        Obstacle(
+            "optimizer.type",
+            lambda c, entry=entry: of_json(_kind(c)) is entry,
+            entry.states.unconvertible,
+            "the layout that wrote the checkpoint, or start from the exported weights",
+        )
+        for entry in ENTRIES
+        if not entry.states.by_weight
     ),
     Obstacle(
         "data_efficiency",
@@ -136,6 +134,6 @@ def piece_by_piece(job: Job) -> bool:
 
 
 def _states(job: Job) -> str:
-    """Return the optimizer that the states belong to; Adam and AdamW count as the same."""
-    kind = _kind(job.ds_config)
-    return "adamw" if kind == "adam" else run_name(kind)
+    """Return the optimizer that the states belong to; types with the same states count as the same."""
+    entry, kind = of_json(_kind(job.ds_config)), _kind(job.ds_config)
+    return entry.name if entry else kind

@@ -20,6 +20,12 @@ _WHOLE_MODEL = (
 LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 
 
+def part_flag(run: Run) -> str | None:
+    """Return the flag that trains a part of the model, or None."""
+    partial = run.partial
+    return partial and ("--lora" if partial.lora else "--train" if partial.train else "--freeze")
+
+
 def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check adapters and frozen weights against each other and against the layout."""
     of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != _default(run, name)]
@@ -27,10 +33,9 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         named = ", ".join(map(flag, of_lora))
         problems.add("conflict", f"{named} without --lora", "give --lora RANK, or leave it out", flag(of_lora[0]))
     _check_quantized(run, layout, config, problems)
-    partial = run.partial
-    if partial is None:
+    partial, asked = run.partial, part_flag(run)
+    if partial is None or asked is None:
         return
-    asked = "--lora" if partial.lora else "--train" if partial.train else "--freeze"
     if partial.lora and (partial.train or partial.freeze):
         problems.add(
             "conflict",
@@ -44,13 +49,6 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
             why = "DeepSpeed's AutoTP rebuilds the layers that it splits, and trains all of them"
         hint = "leave --tensor-parallel at 1; ZeRO-3 partitions frozen weights over all ranks"
         problems.add("layout", f"{asked} with --tensor-parallel {layout.tp}: {why} (auto_tp.py:1079)", hint, asked)
-    if run.optimizer == "muon":
-        what = (
-            "Muon orthogonalises full matrices, but an adapter is two factors of one"
-            if partial.lora
-            else ("Muon with frozen weights was not compared with training on one device")
-        )
-        problems.add("conflict", f"{asked}: {what}", "use --optimizer adamw", "--optimizer")
     if layout.ep > 1:
         message = f"{asked} with --expert-parallel {layout.ep} was not compared with training on one device"
         problems.add("layout", message, "leave --expert-parallel at 1", asked)

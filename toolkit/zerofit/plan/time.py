@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
+from zerofit.features.optimizer import UNSTEPPED_BYTES
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, Played, played
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.optimizer_states import STEP_BYTES, moments_bytes
 from zerofit.plan.passes import Passes, RankPass, StageLayers
 from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import StageTimeline, timeline
 from zerofit.plan.zero3_gather import LayerFetches, fetches
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
 from zerofit.spec.profile import Profile, setting
 
 # elements that SuperOffload sends to its process at a time: sub_group_size of the bundled JSON
@@ -334,7 +334,8 @@ class Timer:
         rates, gpus, work = self.rates, self._cluster.gpus, engine_work(layout)
         part = self._share(layout, one) if layout.zero_stage else 1
         share = part * one.trained_parameters
-        moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
+        entry = OPTIMIZERS[layout.optimizer]
+        moved = entry.step.moved_bytes * share
         if layout.zero_stage < 2:
             yield self._handled(layout, one, later=False)
         launches = part * work.looped * one.trained_tensors + work.begun
@@ -346,11 +347,9 @@ class Timer:
         if layout.offload_optimizer == "none":
             passed = (work.step - UNSTEPPED_BYTES) * share
             yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
-            yield StepTask(
-                "compute", "optimizer", moved, moved / (rates.sgd if layout.optimizer == "sgd" else rates.adam)
-            )
+            yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
-            states = (MASTER_BYTES + moments_bytes(layout)) * share
+            states = (MASTER_BYTES + entry.states.element_bytes(on_host=True)) * share
             passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * share
             copied = rates.host_copy(layout.pin_optimizer)
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypedDict
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.ds_json import read_for_run
-from zerofit.plan.layout import OFFLOADS, PLANNED, Offload, steps_early
+from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
+from zerofit.plan.layout import OFFLOADS, Offload, steps_early
 from zerofit.spec.errors import Problems
-from zerofit.spec.optimizers import Optimizer, run_name
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import PipelineSchedule, Precision
@@ -178,9 +178,10 @@ def refuse_impossible(
     elif stage in (0, 1) and optimizer != "none":
         message = f"offloading the optimizer needs ZeRO stage 2 or 3, but this is stage {stage}"
         problems.add("combination", message, "use --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
-    if knobs.get("optimizer") == "adafactor" and stage:
+    entry = OPTIMIZERS.get(knobs.get("optimizer", ""))
+    if entry and entry.states.factored and stage:
         message = (
-            f"--optimizer adafactor has states per row and column of full matrices, but this is ZeRO stage {stage}"
+            f"--optimizer {entry.name} has states per row and column of full matrices, but this is ZeRO stage {stage}"
         )
         problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:

@@ -14,10 +14,11 @@ from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.config.part import check_part
+from zerofit.features.optimizers import PLANNED
 from zerofit.models.catalog import shape_named
 from zerofit.models.names import left_out
 from zerofit.models.presets import PRESETS
-from zerofit.plan.layout import PLANNED, PlannedLayout
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.foreign import Unreadable, read_json, refused, shaped

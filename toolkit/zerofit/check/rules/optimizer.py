@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.finding import Finding, Rule, as_number, near, plainly, unknown_parameter
+from zerofit.check.finding import Finding, Rule, as_number, near, plainly, rule_of, unknown_parameter
 from zerofit.check.rules.precision import bf16_optimizer
 from zerofit.check.subject import ZERO, CheckSubject
-from zerofit.spec.optimizers import EIGHT_BIT, run_name
+from zerofit.features.optimizers import ENTRIES, of_json
 
 PARAMS = "optimizer.params"
 GRAD_NORM = f"{ZERO}.compute_grad_norm"
@@ -134,6 +134,7 @@ GRADIENTS = (
     ),
 )
 OPTIMIZER_RULES = (
+    *(rule_of(rule) for entry in ENTRIES for rule in entry.rules),
     Rule(
         code="optimizer-no-type",
         path="optimizer",
@@ -142,39 +143,6 @@ OPTIMIZER_RULES = (
         why="DeepSpeed silently builds no optimizer",
         fix='set the type, for example "AdamW"',
         source="runtime/config.py:289",
-    ),
-    Rule(
-        code="optimizer-amsgrad",
-        path=f"{PARAMS}.amsgrad",
-        when=lambda c: (
-            c.on(f"{PARAMS}.amsgrad") and c.optimizer in ("adam", "adamw", "lamb") and not c.on(f"{PARAMS}.torch_adam")
-        ),
-        message="amsgrad with DeepSpeed's own Adam",
-        why='DeepSpeed stops: "FusedAdam does not support the AMSGrad variant."',
-        fix="remove it, or set torch_adam to true",
-        source="ops/adam/fused_adam.py:88",
-    ),
-    Rule(
-        code="adam-is-adamw",
-        severity="warning",
-        path="optimizer.type",
-        when=lambda c: (
-            c.optimizer == "adam" and not c.has(f"{PARAMS}.adam_w_mode") and c.number(f"{PARAMS}.weight_decay")
-        ),
-        message="Adam with weight decay",
-        why='DeepSpeed treats "Adam" as AdamW: the decay is decoupled from the gradient',
-        fix='write "AdamW" if you want that, else add "adam_w_mode": false',
-        source="runtime/engine.py:2490",
-    ),
-    Rule(
-        code="adamw-mode",
-        severity="warning",
-        path=f"{PARAMS}.adam_w_mode",
-        when=lambda c: c.optimizer == "adamw" and c.off(f"{PARAMS}.adam_w_mode"),
-        message="AdamW with adam_w_mode false",
-        why='DeepSpeed ignores it: only the type "Adam" reads it',
-        fix='write "Adam" for decay through the gradient',
-        source="runtime/engine.py:2490",
     ),
     Rule(
         code="lamb-loss-scale",
@@ -204,17 +172,6 @@ OPTIMIZER_RULES = (
         source="runtime/engine.py:2513",
     ),
     Rule(
-        code="adafactor-partitioned",
-        severity="warning",
-        path="optimizer.type",
-        when=lambda c: c.optimizer == "Adafactor" and c.stage > 0,
-        message=lambda c: f"Adafactor at ZeRO stage {c.stage}",
-        why="ZeRO flattens the matrices, so Adafactor stores one number per weight instead of one per row and "
-        "column, and its step size depends on the number of ranks",
-        fix="use stage 0, or bitsandbytes' AdamW8bit, whose states can be partitioned",
-        source="runtime/zero/stage_1_and_2.py:560, stage3.py:1172; torch/optim/_adafactor.py",
-    ),
-    Rule(
         code="optimizer-legacy-fusion",
         severity="warning",
         path="optimizer.legacy_fusion",
@@ -242,11 +199,12 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         return
     known = c.catalog.optimizers
     variants = known.get(c.optimizer or "")
-    if variants is None and run_name(name) in EIGHT_BIT:
+    entry = of_json(name)
+    if variants is None and entry and entry.library:
         yield Finding(
             code="optimizer-bitsandbytes",
             path="optimizer.type",
-            message=f"{name} is an optimizer of bitsandbytes, which DeepSpeed cannot build by name",
+            message=f"{name} is an optimizer of {entry.library}, which DeepSpeed cannot build by name",
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer"; zerofit train '
             "builds it",
             fix="remove the block, and pass the optimizer to deepspeed.initialize in your script",
@@ -275,14 +233,10 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 owner=name,
                 taken=taken,
                 synonyms=SYNONYMS,
-                why="DeepSpeed silently drops it" if c.optimizer == "muon" else "",
+                why="DeepSpeed silently drops it" if entry and entry.drops_params else "",
             )
-    for key in (
-        "lr",
-        "weight_decay",
-        "momentum",
-        *(() if c.optimizer == "Adafactor" else ("eps",)),
-    ):  # has two
+    pairs = entry.pairs if entry else ()
+    for key in (name for name in ("lr", "weight_decay", "momentum", "eps") if name not in pairs):
         yield from _number(c, key, params.get(key))
     betas = params.get("betas")
     numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.features.optimizers import of_json
 
 # fp16's largest number is 65504: with a loss scale far above it, step after step overflows until the scale is lower
 HIGH_SCALE_POWER = 24
@@ -24,6 +25,11 @@ def _masters(c: CheckSubject) -> bool:
     """Return whether the config has 16-bit master weights, which need DeepSpeed's CPU Adam."""
     bf16 = c.on(BF16_MASTERS) and not c.on("bf16.bf16_optimizer_states")
     return bf16 or c.on(FP16_MASTERS)
+
+
+def _fused(c: CheckSubject) -> bool:
+    entry = of_json(c.optimizer)
+    return entry is not None and entry.step.fused
 
 
 def bf16_optimizer(c: CheckSubject) -> bool:
@@ -75,7 +81,7 @@ PRECISION = (
         code="bf16-without-zero",
         severity="warning",
         path="bf16.enabled",
-        when=lambda c: c.bf16 and c.stage == 0 and c.pipeline == 1 and c.optimizer in ("adam", "adamw"),
+        when=lambda c: c.bf16 and c.stage == 0 and c.pipeline == 1 and _fused(c),
         message="bf16 without ZeRO",
         why="DeepSpeed starts with an optimizer step on zero gradients, which counts as Adam's first: the first real "
         "steps are too small (zerofit undoes it)",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from zerofit.check.edit import Assignment
 from zerofit.check.finding import Finding, Rule, as_number, near, plainly, unknown_parameter
 from zerofit.check.subject import CheckSubject
+from zerofit.features.optimizers import of_json
 
 PARAMS = "scheduler.params"
 WARMUP = f"{PARAMS}.warmup_num_steps"
@@ -36,6 +37,11 @@ def _below(c: CheckSubject, lower: str, upper: str) -> bool:
     """Return whether both parameters are numbers and the first is smaller."""
     first, second = c.number(f"{PARAMS}.{lower}"), c.number(f"{PARAMS}.{upper}")
     return first is not None and second is not None and first < second
+
+
+def _cycles_betas(c: CheckSubject) -> bool:
+    entry = of_json(c.optimizer)
+    return c.optimizer == "lion" or (entry is not None and entry.cycled_betas)
 
 
 SCHEDULER_RULES = (
@@ -129,9 +135,7 @@ SCHEDULER_RULES = (
         severity="warning",
         path=PARAMS,
         when=lambda c: (
-            c.word("scheduler.type") == "OneCycle"
-            and c.get(f"{PARAMS}.cycle_momentum") is None
-            and c.optimizer in ("adam", "adamw", "lion")
+            c.word("scheduler.type") == "OneCycle" and c.get(f"{PARAMS}.cycle_momentum") is None and _cycles_betas(c)
         ),
         message="OneCycle without cycle_momentum also cycles the momentum",
         why="DeepSpeed overwrites the optimizer's betas with (0.8 to 0.9, 0.99)",

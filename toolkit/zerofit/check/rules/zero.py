@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding, Rule
 from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.features.optimizers import of_json
 
 ALLGATHER = f"{ZERO}.allgather_bucket_size"
 # optimizers that ZeRO accepts by default (runtime/zero/utils.py:45); all others are "untested"
@@ -140,7 +141,7 @@ ZERO_RULES = (
         path=f"{ZERO}.reduce_scatter",
         when=lambda c: (
             c.stage == 3
-            and c.optimizer != "muon"
+            and not ((entry := of_json(c.optimizer)) and entry.full_gradients)
             and c.on(f"{ZERO}.zero_quantized_gradients")
             and c.off(f"{ZERO}.reduce_scatter")
         ),
@@ -162,15 +163,6 @@ ZERO_RULES = (
         why='DeepSpeed stops: "You are using an untested ZeRO Optimizer"',
         fix="set zero_allow_untested_optimizer to true",
         source="runtime/engine.py:2299",
-    ),
-    Rule(
-        code="muon-reduce-scatter",
-        path=f"{ZERO}.reduce_scatter",
-        when=lambda c: c.optimizer == "muon" and c.stage == 3 and c.on(f"{ZERO}.reduce_scatter"),
-        message="Muon at ZeRO stage 3 with reduce_scatter (on by default)",
-        why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
-        fix="set reduce_scatter to false",
-        source="runtime/zero/stage3.py:361",
     ),
     Rule(
         code="live-parameters-none",
@@ -200,14 +192,6 @@ ZERO_RULES = (
         message="overlap_comm with a pipeline",
         why="DeepSpeed warns and switches it off",
         source="runtime/engine.py:2665",
-    ),
-    Rule(
-        code="muon-quantized",
-        path=f"{ZERO}.zero_quantized_gradients",
-        when=lambda c: c.optimizer == "muon" and c.stage == 3 and c.on(f"{ZERO}.zero_quantized_gradients"),
-        message="Muon with zero_quantized_gradients",
-        why='DeepSpeed stops: "Muon and all2all process group cannot be used together"',
-        source="runtime/zero/stage3.py:363",
     ),
 )
 

@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zerofit.check.dotted import get
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
+from zerofit.models.quantized import PACKAGE
 from zerofit.models.router_loss import router_loss
 from zerofit.simulate.endings import first_lines
 from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
@@ -37,7 +39,6 @@ from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.tracker import AllocationTracker, is_own
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem, RunFailed, UserError
-from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
@@ -68,7 +69,7 @@ def simulate(
     gradients = GradientLog(meter)
     if target.job.run.quantize:
         four_bits() if target.job.run.quantize == "nf4" else eight_bits()
-    if target.job.run.optimizer in EIGHT_BIT:
+    if (entry := OPTIMIZERS.get(target.job.run.optimizer or "")) and entry.library == PACKAGE:
         moments_of_eight_bits(gpu)
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
