@@ -90,7 +90,7 @@ class Rule:
 
 def rule_of(rule: JsonRule) -> Rule:
     """Return the rule of an entry in `features` as one of check."""
-    return Rule(**{field.name: getattr(rule, field.name) for field in fields(rule)})
+    return Rule(**{field.name: getattr(rule, field.name) for field in fields(rule) if field.name != "settled"})
 
 
 def unknown_parameter(

@@ -22,7 +22,7 @@ from zerofit.config.pipelines import check_schedule
 from zerofit.config.recipes import CNNS, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.shares import check_shares, solve_by_rank
 from zerofit.config.validate import check_combination, check_optimizer
-from zerofit.features.optimizers import ENTRIES, OPTIMIZERS, run_name, usual_optimizer
+from zerofit.features.optimizers import OPTIMIZERS, of_json, run_name, usual_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import Machine, ModelFacts
@@ -37,6 +37,7 @@ SETTLED = frozenset(
         "batch-identity",
         "batch-tensor-parallel",
         "optimizer-untested",
+        "optimizer-bitsandbytes",
         "fp16-device",
         "bf16-device",
         "bf16-without-zero",
@@ -45,7 +46,7 @@ SETTLED = frozenset(
         "experts-zero3",
         "scheduler-without-optimizer",
         "trailing-comma",
-    }.union(*(entry.settled for entry in ENTRIES))
+    }
 )
 # warnings that are errors on the training machine
 FATAL = frozenset({"nvme-path", "monitor-package", "autotuning-on"})
@@ -145,7 +146,9 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
     """Return warnings about the JSON, or None if it has errors, which are added to `problems`."""
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
     setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=precisions)
-    found = [f for f in check(document, setting) if f.code not in SETTLED]
+    entry = of_json(get(document.config, "optimizer.type"))
+    settled = {(rule.code, rule.path) for rule in (entry.rules if entry else ()) if rule.settled}
+    found = [f for f in check(document, setting) if f.code not in SETTLED and (f.code, f.path) not in settled]
     fatal = FATAL if machine.here else frozenset()
     errors = [f for f in found if f.severity == "error" or f.code in fatal]
     for finding in errors:

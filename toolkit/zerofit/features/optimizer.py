@@ -110,6 +110,7 @@ class JsonRule:
     why: str
     fix: str = "remove it"
     source: str  # file:line below deepspeed/ in 0.19.8
+    settled: bool = False  # zerofit avoids the fault itself when it trains
 
 
 def _refuses_nothing(setting: TrainingSetting) -> Iterator[Refusal]:
@@ -158,7 +159,6 @@ class OptimizerEntry:
     # check
     refuses: Callable[[TrainingSetting], Iterator[Refusal]] = _refuses_nothing
     rules: tuple[JsonRule, ...] = ()
-    settled: frozenset[str] = frozenset()  # codes of findings that zerofit settles itself when it trains
     drops_params: bool = False  # DeepSpeed silently ignores unknown parameters
     pairs: tuple[str, ...] = ()  # parameters with two numbers, besides betas
     cycled_betas: bool = False  # the scheduler OneCycle overwrites its betas

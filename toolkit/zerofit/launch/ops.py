@@ -47,6 +47,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
     ops = []
     if entry and not params.get("torch_adam"):
         on_host = devices[0] != "none" and config.get("zero_force_ds_cpu_optimizer", True)
+        on_host |= machine.accelerator == "cpu" and entry.cpu_class is not None
         ops += filter(None, [entry.host_op if on_host else entry.device_op])
     if "nvme" in devices:
         ops.append("AsyncIOBuilder")

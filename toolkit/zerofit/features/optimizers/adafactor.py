@@ -64,8 +64,8 @@ ADAFACTOR = OptimizerEntry(
             "column, and its step size depends on the number of ranks",
             fix="use stage 0, or bitsandbytes' AdamW8bit, whose states can be partitioned",
             source="runtime/zero/stage_1_and_2.py:560, stage3.py:1172; torch/optim/_adafactor.py",
+            settled=True,
         ),
     ),
-    settled=frozenset({"adafactor-partitioned"}),
     pairs=("eps",),
 )

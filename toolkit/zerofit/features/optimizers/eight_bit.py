@@ -93,7 +93,6 @@ ADAMW8BIT = OptimizerEntry(
     states=BlockStates(by_weight=False, unconvertible=_WHY),
     step=StepCost(temporary=_temporary, late=lambda gpu: 0, moved_bytes=ADAM_BYTES - 12),  # moments of a byte
     refuses=_refusing("adamw8bit"),
-    settled=frozenset({"optimizer-bitsandbytes"}),
 )
 PAGED_ADAMW8BIT = replace(
     ADAMW8BIT,

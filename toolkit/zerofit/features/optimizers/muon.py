@@ -24,6 +24,7 @@ RULES = (
         why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false",
         source="runtime/zero/stage3.py:361",
+        settled=True,
     ),
     JsonRule(
         code="muon-quantized",
@@ -84,6 +85,5 @@ MUON = OptimizerEntry(
     planned=False,  # the profile does not tell matrices that Muon steps from those that Adam does
     refuses=_refuses,
     rules=RULES,
-    settled=frozenset({"muon-reduce-scatter"}),
     drops_params=True,
 )
