@@ -180,15 +180,6 @@ OPTIMIZER_RULES = (
         why="DeepSpeed reads it only in fp16 without ZeRO",
         source="runtime/engine.py:2589",
     ),
-    Rule(
-        code="needs-cuda",
-        path="optimizer.type",
-        when=lambda c: c.optimizer == "lion" and c.on_cpu and c.offload("optimizer") is None,
-        message="Lion without a GPU and without offload",
-        why="DeepSpeed's fused Lion needs CUDA; with offload to the CPU it uses another op",
-        fix="use AdamW, or offload the optimizer to the CPU",
-        source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
-    ),
 )
 
 

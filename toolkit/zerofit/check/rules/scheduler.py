@@ -41,7 +41,7 @@ def _below(c: CheckSubject, lower: str, upper: str) -> bool:
 
 def _cycles_betas(c: CheckSubject) -> bool:
     entry = of_json(c.optimizer)
-    return c.optimizer == "lion" or (entry is not None and entry.cycled_betas)
+    return entry is not None and entry.cycled_betas
 
 
 SCHEDULER_RULES = (

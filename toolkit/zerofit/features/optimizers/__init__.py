@@ -9,11 +9,12 @@ from zerofit.features.optimizer import OptimizerEntry, Refusal, TrainingSetting
 from zerofit.features.optimizers.adafactor import ADAFACTOR
 from zerofit.features.optimizers.adamw import ADAMW
 from zerofit.features.optimizers.eight_bit import ADAMW8BIT, PAGED_ADAMW8BIT
+from zerofit.features.optimizers.lion import LION
 from zerofit.features.optimizers.muon import MUON
 from zerofit.features.optimizers.sgd import SGD
 
-Optimizer = Literal["adamw", "sgd", "muon", "adamw8bit", "paged-adamw8bit", "adafactor"]
-ENTRIES: tuple[OptimizerEntry, ...] = (ADAMW, SGD, MUON, ADAMW8BIT, PAGED_ADAMW8BIT, ADAFACTOR)
+Optimizer = Literal["adamw", "sgd", "muon", "adamw8bit", "paged-adamw8bit", "adafactor", "lion"]
+ENTRIES: tuple[OptimizerEntry, ...] = (ADAMW, SGD, MUON, ADAMW8BIT, PAGED_ADAMW8BIT, ADAFACTOR, LION)
 OPTIMIZERS: dict[str, OptimizerEntry] = {entry.name: entry for entry in ENTRIES}
 assert tuple(OPTIMIZERS) == get_args(Optimizer)
 PLANNED = tuple(entry.name for entry in ENTRIES if entry.planned)  # whose states plan can forecast
