@@ -127,6 +127,26 @@ def optimizers_page() -> str:
     return "# Optimizers\n\n" + text + _table(names, *rows)
 
 
+def features_page() -> str:
+    """Return the table of ZeRO's features and what they do not go with, from their entries."""
+    from zerofit.features.zero import ZERO_FEATURES
+
+    rows = []
+    for feature in ZERO_FEATURES:
+        refused = {
+            "tensor, pipeline, sequence or expert parallelism that zerofit lays out": not feature.combined,
+            "adapters, frozen weights": not feature.partial,
+            "`--ema`": not feature.averaged,
+            "`tune`": not feature.tuned,
+            "`simulate`": feature.not_simulated,
+            "`plan`": feature.not_planned,
+            "resume": feature.unsaved,
+        }
+        below = f"below stage 3, {feature.ignored_below_3}" if feature.ignored_below_3 else ""
+        rows.append((f"`{feature.path}`", feature.docs, below, ", ".join(name for name, no in refused.items() if no)))
+    return "# Features of ZeRO\n\n" + _table(("key", "what it does", "stages", "refused with"), *rows)
+
+
 def keys_page() -> str:
     """Return the table of DeepSpeed's configuration keys, as `zerofit schema` prints them."""
     from zerofit.check.schema import schema
@@ -249,6 +269,7 @@ GENERATED = {
     "reference/python-api.md": python_page,
     "reference/run-keys.md": run_page,
     "reference/optimizers.md": optimizers_page,
+    "reference/zero-features.md": features_page,
     "reference/deepspeed-keys.md": keys_page,
     "reference/check-findings.md": checks_page,
     "reference/errors.md": errors_page,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.features.optimizers import ENTRIES, of_json
+from zerofit.features.zero import ZERO_FEATURES
 from zerofit.spec.errors import Problem
 from zerofit.spec.run_folder import Job
 
@@ -44,19 +45,16 @@ OBSTACLES = (
         "offload_optimizer.ratio 1.0",
         always=True,
     ),
-    Obstacle(
-        "zero_optimization.offload_optimizer.super_offload",
-        lambda c: bool(_offload(c).get("super_offload")),
-        "DeepSpeed does not save SuperOffload's optimizer states, which are in a separate process",
-        "zero3_offload",
-        always=True,
-    ),
-    Obstacle(
-        "zero_optimization.zenflow",
-        lambda c: _zero(c).get("zenflow") is not None,
-        "DeepSpeed does not save ZenFlow's states of selected columns and its pending gradients",
-        "the same offload without zenflow",
-        always=True,
+    *(
+        Obstacle(
+            feature.path,
+            feature.on,
+            f"DeepSpeed does not save {feature.unsaved}",
+            feature.instead,
+            always=True,
+        )
+        for feature in ZERO_FEATURES
+        if feature.unsaved
     ),
     Obstacle(
         "optimizer.type",

@@ -6,17 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
+from zerofit.features.zero import features_on
 from zerofit.spec.errors import Problems
 from zerofit.spec.run import Run, flag
 from zerofit.spec.run_folder import Layout
 
-# keys whose code assumes that all weights are trained
-_WHOLE_MODEL = (
-    "zero_optimization.zenflow",
-    "zero_optimization.offload_optimizer.super_offload",
-    "expert_parallel.enabled",
-    "compile.deepcompile",
-)
 LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
 
 
@@ -55,10 +49,10 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
     if run.mlp_chunk and run.lora_dropout:
         message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
-    for path in _WHOLE_MODEL:
-        if get(config, path):
-            message = f"{asked} with {path} was not compared with training on one device"
-            problems.add("layout", message, "remove the key", path)
+    apart = [feature.path for feature in features_on(config) if not feature.partial]
+    for path in apart + ["expert_parallel.enabled"] * bool(get(config, "expert_parallel.enabled")):
+        message = f"{asked} with {path} was not compared with training on one device"
+        problems.add("layout", message, "remove the key", path)
 
 
 def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:

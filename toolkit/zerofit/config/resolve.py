@@ -13,6 +13,7 @@ from zerofit.config.decide import Decision
 from zerofit.features.optimizer import TORCH_PARAMS
 from zerofit.features.optimizers import ENTRIES, OPTIMIZERS, of_json
 from zerofit.features.optimizers.adamw import ADAMW
+from zerofit.features.zero import ZENFLOW
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     BUCKET_LIMIT,
@@ -159,8 +160,7 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
             put(config, f"optimizer.params.{key}", value)
     for key, value in (entry.params if entry and not own else {}).items():
         put(config, f"optimizer.params.{key}", value)
-    zenflow = get(config, f"{ZERO}.zenflow") is not None  # ZenFlow needs the C++ optimizer
-    if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not zenflow:
+    if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # it needs the C++ op
         # DeepSpeed's Adam is a C++ op that takes minutes to compile
         config["optimizer"]["params"].setdefault("torch_adam", True)
         if get(config, f"{ZERO}.offload_optimizer.device", "none") != "none":

@@ -15,6 +15,7 @@ from zerofit.config.pipelines import check_layers
 from zerofit.config.shares import check_weighted
 from zerofit.features.optimizer import TrainingSetting
 from zerofit.features.optimizers import refusals
+from zerofit.features.zero import features_on
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
@@ -29,16 +30,6 @@ from zerofit.spec.model_facts import (
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
-# keys whose groups or kernels do not work with the groups and slices that zerofit creates
-_ALONE = (
-    "zero_optimization.zero_hpz_partition_size",
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zenflow",
-    "zero_optimization.offload_optimizer.super_offload",
-    "compile.deepcompile",
-)
-
 
 def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check keys of the JSON against a layout whose groups zerofit creates."""
@@ -48,14 +39,13 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
     degrees["--expert-parallel"] = layout.ep
     dimensions = [name for name, degree in degrees.items() if degree > 1]
     used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
-    for path in _ALONE:
-        asked = get(config, path)
-        if asked is True or (asked and asked != 1):
+    for feature in features_on(config):
+        if not feature.combined:
             problems.add(
                 "layout",
-                f"{path} with {used} was not compared with training on one device",
+                f"{feature.path} with {used} was not compared with training on one device",
                 f"remove the key, or {instead}{used}",
-                path,
+                feature.path,
             )
     for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         for key in set(get(config, block) or {}) - {"enabled", degree}:

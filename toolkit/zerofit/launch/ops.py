@@ -17,6 +17,7 @@ import psutil
 from filelock import FileLock
 
 from zerofit.features.optimizers import of_json
+from zerofit.features.zero import features_on
 from zerofit.launch.host import ops_folder
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed
@@ -51,11 +52,7 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
         ops += filter(None, [entry.host_op if on_host else entry.device_op])
     if "nvme" in devices:
         ops.append("AsyncIOBuilder")
-    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
-        ops.append("QuantizerBuilder")
-    if config.get("compile", {}).get("deepcompile"):
-        ops.append("DeepCompileBuilder")
-    return ops
+    return [*ops, *dict.fromkeys(feature.op for feature in features_on(config) if feature.op)]
 
 
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:

@@ -9,6 +9,7 @@ from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
+from zerofit.features.zero import features_on
 from zerofit.plan.layout import OFFLOADS, Offload, steps_early
 from zerofit.spec.errors import Problems
 from zerofit.spec.partial_training import Bits, LoraInit
@@ -157,9 +158,8 @@ def refuse_impossible(
     pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
 ) -> None:
     """Add problems for invalid pins, unsupported combinations, and a JSON that plan cannot forecast."""
-    if get(config, "zero_optimization.zenflow") is not None:
-        message = "plan cannot forecast zenflow in the DeepSpeed JSON (selected columns, late updates)"
-        problems.add("combination", message, "plan with zero3_offload, the same without zenflow", "--ds-config")
+    for unforecast in filter(None, (feature.not_planned for feature in features_on(config))):
+        problems.add("combination", unforecast.message, unforecast.hint, "--ds-config")
     for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):
         if pins.get(name) is not None and pins[name] not in allowed:
             flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))

@@ -8,6 +8,7 @@ from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding, Rule
 from zerofit.check.subject import ZERO, CheckSubject
 from zerofit.features.optimizers import of_json
+from zerofit.features.zero import ZERO_FEATURES
 
 ALLGATHER = f"{ZERO}.allgather_bucket_size"
 # optimizers that ZeRO accepts by default (runtime/zero/utils.py:45); all others are "untested"
@@ -29,13 +30,6 @@ ONLY_3 = (
     "enable_sanity_checks",
 )
 ONLY_1_2 = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint")
-# features of stage 3, and what happens at other stages
-FEATURES_3 = {
-    "zero_quantized_weights": "weights are gathered unquantized",
-    "zero_quantized_nontrainable_weights": "weights are kept unquantized",
-    "zero_quantized_gradients": "gradients are reduced unquantized",
-    "zero_hpz_partition_size": "no secondary partition is kept",
-}
 
 
 def _hpz(c: CheckSubject) -> int:
@@ -201,13 +195,13 @@ def other_stages(c: CheckSubject) -> Iterator[Finding]:
     zero = c.section(ZERO)
     if not zero or not c.has(f"{ZERO}.stage") or c.get(f"{ZERO}.stage") == "auto":
         return
-    for key, lost in FEATURES_3.items():
-        if c.stage < 3 and c.changed(f"{ZERO}.{key}"):
+    for feature in ZERO_FEATURES:
+        if feature.ignored_below_3 and c.stage < 3 and c.changed(feature.path):
             yield Finding(
                 code="feature-stage",
-                path=f"{ZERO}.{key}",
-                message=f"{key} at ZeRO stage {c.stage}",
-                why=f"DeepSpeed ignores it below stage 3: {lost}",
+                path=feature.path,
+                message=f"{feature.path.removeprefix(f'{ZERO}.')} at ZeRO stage {c.stage}",
+                why=f"DeepSpeed ignores it below stage 3: {feature.ignored_below_3}",
                 fix="use stage 3, or remove it",
             )
     ignored = (*ONLY_3, *(ONLY_1_2 if c.stage == 0 else ())) if c.stage < 3 else ONLY_1_2

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zerofit.check.dotted import get
 from zerofit.features.optimizers import OPTIMIZERS
+from zerofit.features.zero import features_on
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
@@ -42,14 +42,6 @@ from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
-_NO_ZENFLOW = Problem(
-    kind="not-simulated",
-    message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
-    "(runtime/zenflow/engine_stage3.py:192)",
-    hint="simulate with --ds-config zero3_offload, which is the same without ZenFlow",
-    where="zero_optimization.zenflow",
-)
-
 
 def simulate(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
@@ -58,8 +50,10 @@ def simulate(
 
     Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's table.
     """
-    if get(target.job.ds_config, "zero_optimization.zenflow") is not None:
-        raise UserError(_NO_ZENFLOW)
+    for feature in features_on(target.job.ds_config):
+        if reason := feature.not_simulated:
+            message, hint = reason.message, reason.hint
+            raise UserError(Problem(kind="not-simulated", message=message, hint=hint, where=feature.path))
     _set_environment(target)
     gpu = target.accelerator == "cuda"
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")
