@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def test_states_are_counted_by_hand_and_forecast():
     targets = [target(**{"kind": "h100-80gb", "optimizer": "lion", **case}) for case in CASES.values()]
-    records = dict(zip(CASES, simulate_all(targets, lambda text: None), strict=True))
+    records: dict[str, Any] = dict(zip(CASES, simulate_all(targets, lambda text: None), strict=True))
     for name, one in zip(CASES, targets, strict=True):
         peak, share = records[name].peaks[0], 1 if "zero0" in name else 2
         numbers = 2 if "cpu" in name else 1  # DeepSpeed's Lion for CPUs also allocates Adam's second moment
