@@ -29,22 +29,11 @@ def _zero(config: Config) -> Config:
     return config.get("zero_optimization", {})
 
 
-def _offload(config: Config) -> Config:
-    return _zero(config).get("offload_optimizer") or {}
-
-
 def _kind(config: Config) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
 
 
 OBSTACLES = (
-    Obstacle(
-        "zero_optimization.offload_optimizer.ratio",
-        lambda c: _offload(c).get("ratio", 1.0) < 1,
-        "DeepSpeed does not save the optimizer states of the part on the device",
-        "offload_optimizer.ratio 1.0",
-        always=True,
-    ),
     *(
         Obstacle(
             feature.path,

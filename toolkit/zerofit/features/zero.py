@@ -78,6 +78,13 @@ SUPER_OFFLOAD = ZeroFeature(
     unsaved="SuperOffload's optimizer states, which are in a separate process",
     instead="zero3_offload",
 )
+TWIN_FLOW = ZeroFeature(
+    path=f"{ZERO}.offload_optimizer.ratio",
+    docs="Twin-Flow: the host steps this share of the parameters, and the device the others.",
+    off=(None, 1),
+    unsaved="the optimizer states of the part on the device",
+    instead="offload_optimizer.ratio 1.0",
+)
 QUANTIZED_WEIGHTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_weights",
     docs="ZeRO++: parameters are gathered in 8 bits.",
@@ -118,6 +125,7 @@ ZERO_FEATURES: tuple[ZeroFeature, ...] = (
     QUANTIZED_GRADIENTS,
     ZENFLOW,
     SUPER_OFFLOAD,
+    TWIN_FLOW,
     DEEPCOMPILE,
 )
 
