@@ -22,8 +22,8 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
-from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.costs.profile import TraceSetting, profile_model
+from zerofit.simulate.forecast.processes import simulate_all
 from zerofit.spec.overhead import blas_workspace_bytes
 
 STEPS, SEQ_LEN, LR, DECAY = 10, 32, 1e-3, 0.1
