@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -110,6 +111,42 @@ def run_page() -> str:
     return "# Keys of run.yaml\n\n" + text + _table(("key", "type", "default", ""), *rows)
 
 
+def optimizers_page() -> str:
+    """Return the table of the optimizers of `zerofit train`, from their entries."""
+    from zerofit.features.optimizers import ENTRIES
+
+    rows = []
+    for entry in ENTRIES:
+        rates = [f"{rate:g}" for rate in (entry.rates.scratch, entry.rates.pretrained, entry.rates.adapters)]
+        usual = [f"weight decay {entry.weight_decay:g}"]
+        usual += [f"momentum {entry.momentum:g}"] if entry.momentum else []
+        usual += [f"{key} {value}" for key, value in entry.params.items()]
+        rows.append((f"`{entry.name}`", f"`{entry.json_type}`", entry.docs, *rates, ", ".join(usual)))
+    text = "Rates are for a batch of 16 and 1.2 million parameters; [how they change](../defaults.md).\n\n"
+    names = ("`--optimizer`", "DeepSpeed's type", "states, ZeRO", "from scratch", "fine-tuning", "adapters", "usual")
+    return "# Optimizers\n\n" + text + _table(names, *rows)
+
+
+def features_page() -> str:
+    """Return the table of ZeRO's features and what they do not go with, from their entries."""
+    from zerofit.features.zero import ZERO_FEATURES
+
+    rows = []
+    for feature in ZERO_FEATURES:
+        refused = {
+            "tensor, pipeline, sequence or expert parallelism that zerofit lays out": not feature.combined,
+            "adapters, frozen weights": not feature.partial,
+            "`--ema`": not feature.averaged,
+            "`tune`": not feature.tuned,
+            "`simulate`": feature.not_simulated,
+            "`plan`": feature.not_planned,
+            "resume": feature.unsaved,
+        }
+        below = f"below stage 3, {feature.ignored_below_3}" if feature.ignored_below_3 else ""
+        rows.append((f"`{feature.path}`", feature.docs, below, ", ".join(name for name, no in refused.items() if no)))
+    return "# Features of ZeRO\n\n" + _table(("key", "what it does", "stages", "refused with"), *rows)
+
+
 def keys_page() -> str:
     """Return the table of DeepSpeed's configuration keys, as `zerofit schema` prints them."""
     from zerofit.check.schema import schema
@@ -170,10 +207,10 @@ def _unique(found: list[dict[str, str]], name: str) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _calls(folder: str, slug: str, names: tuple[str, ...]) -> dict[str, list[dict[str, str]]]:
+def _calls(folders: str, slug: str, names: tuple[str, ...]) -> dict[str, list[dict[str, str]]]:
     """Return what the calls of these names are given, as texts, by the slug that is one of their arguments."""
     found = defaultdict[str, list[dict[str, str]]](list)
-    for path in _sources_of(folder):
+    for path in chain.from_iterable(map(_sources_of, folders.split())):
         assigned: list[tuple[str, ast.expr]] = []
         for node in _in_order(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign):
@@ -235,6 +272,8 @@ GENERATED = {
     "reference/commands.md": commands_page,
     "reference/python-api.md": python_page,
     "reference/run-keys.md": run_page,
+    "reference/optimizers.md": optimizers_page,
+    "reference/zero-features.md": features_page,
     "reference/deepspeed-keys.md": keys_page,
     "reference/check-findings.md": checks_page,
     "reference/errors.md": errors_page,

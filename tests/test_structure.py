@@ -36,10 +36,11 @@ MAY_IMPORT = {
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
 }
+MAY_IMPORT = {room: rooms | {"features"} for room, rooms in MAY_IMPORT.items()} | {"features": set()}
 MAY_IMPORT["app"] = {*MAY_IMPORT} - {"worker"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"worker"}
 MAY_IMPORT["__main__"] = {"cli"}
-MAY_IMPORT["hf"] = {"app", "check", "config", "models", "simulate", "spec"}
+MAY_IMPORT["hf"] = {"app", "check", "config", "features", "models", "simulate", "spec"}
 MOST_ARGUMENTS = 7
 # longer lists of arguments: those of a library's function that is replaced, and some that wait for their owner
 MORE_ARGUMENTS = {

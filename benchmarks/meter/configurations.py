@@ -17,6 +17,7 @@ import torch
 from zerofit.app.training.prepare_folder import prepare
 from zerofit.config.ds_json import read_for_run
 from zerofit.data import open_data
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import load_run
@@ -241,7 +242,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "tiles": {"mlp_chunk": 48},
     "hosted": {"activation_offload": True},
     "dualpipev": {"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 4},
-    **{name: {"optimizer": name} for name in ("adamw8bit", "adafactor")},
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
 }
 ZERO: dict[str, dict[str, Any]] = {"overlap": {"overlap_comm": True}, "buckets": {"reduce_bucket_size": 50_000}}
 DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel", "ep2": "expert_parallel"}

@@ -18,9 +18,9 @@ import zerofit as zf
 from zerofit.app.job.requests import as_request
 from zerofit.app.simulation.runs import prepare_simulation
 from zerofit.config.ds_json import read_for_run
+from zerofit.features.optimizer import SGD_BYTES, UNSTEPPED_BYTES
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.layout import PlannedLayout
-from zerofit.spec.measured_kernels import SGD_BYTES, UNSTEPPED_BYTES
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 ELEMENTS, PARAMETERS = 1_443_072, 21

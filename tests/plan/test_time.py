@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
+from zerofit.features.optimizer import ADAM_BYTES, SGD_BYTES
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES
 
 PARAMETERS = BLOCKS * BLOCK
 

@@ -40,6 +40,7 @@ MAMBA = "transformers.models.mamba.modeling_mamba"
 OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
 SUPER, SUPER_PROCESS = "deepspeed.runtime.superoffload", "SuperOffloadCPUOptimizer"
+NO_IMPL = "deepspeed.ops.op_builder.cpu.no_impl"
 CPU_INFO = "cpu_info = get_cpu_info()"
 # patch -> attributes that it replaces, and why; what has no source in Python has a test of its own below
 PATCHES = {
@@ -138,6 +139,10 @@ PATCHES = {
     "compiled_ops": (
         [f"{BUILDER}:OpBuilder.load"],
         [Reason(BUILDER, "OpBuilder.load", "self verbose", "importlib.import_module(self.absolute_name())")],
+    ),
+    "gpu_ops": (
+        [f"{NO_IMPL}:NotImplementedBuilder.load"],
+        [Reason(NO_IMPL, "NotImplementedBuilder.load", "self verbose", "raise ValueError")],
     ),
     "cpu_vendor": (
         ["cpuinfo:get_cpu_info"],

@@ -44,6 +44,7 @@ from zerofit.app.job.resolve import ASSUMED_STEPS
 from zerofit.app.simulation.runs import simulate as simulate_run
 from zerofit.check.dotted import autos, get
 from zerofit.config.ds_json import read_document
+from zerofit.features.optimizers import ENTRIES
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.forecast.result import Simulation
 from zerofit.spec.cluster import Cluster
@@ -52,7 +53,7 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import cache_root, write_json, write_text
 from zerofit.spec.run import Run
 
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}  # with the same states as zerofit's
+OPTIMIZERS = {name: entry.name for entry in ENTRIES for name in entry.trainer_names}
 RECENT_BATCHES = 64  # batches whose indices are kept: more than loader processes prefetch
 
 

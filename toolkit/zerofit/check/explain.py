@@ -47,7 +47,9 @@ def explain(document: Document, findings: Sequence[Finding], setting: TargetHard
     for note in defaults():
         unread = effective.meant.in_file(note.key) != note.key  # the file has it under a wrong name
         if note.matters(subject) and (unread or not subject.has(note.key)):
-            rows.append(KeyRow(path=note.key, value=known.default(note.key), status="default", text=note.text))
+            rows.append(
+                KeyRow(path=note.key, value=known.default(note.key), status="default", text=note.shown(subject))
+            )
     return rows
 
 

@@ -22,6 +22,7 @@ from zerofit.check.edit import Assignment, Edit, Removal
 from zerofit.check.finding import Finding, Severity
 from zerofit.check.rules.terms import FUNCTIONS, TERMS
 from zerofit.check.subject import CheckSubject
+from zerofit.features.optimizers import ENTRIES
 
 PLACE = re.compile(r"\$\{(.+?)\}")  # an expression in a text
 
@@ -118,6 +119,10 @@ class DefaultNote:
     old_when: str = ""
     change: str = ""  # "" if the default did not change
 
+    def shown(self, subject: CheckSubject) -> str:
+        """Return the text with its expressions replaced."""
+        return _Names(subject, self.key).text(self.text)
+
     def matters(self, subject: CheckSubject) -> bool:
         """Return whether the default applies; False if that depends on a wrong value."""
         return subject.holds(lambda c: _Names(c, self.key).value_of(self.when))
@@ -135,10 +140,11 @@ def defaults() -> tuple[DefaultNote, ...]:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Return all rules of check/rules/*.yaml."""
+    """Return all rules: of check/rules/*.yaml and of the entries in zerofit.features."""
     folder = files("zerofit.check") / "rules"
     texts = (file.read_text(encoding="utf-8") for file in folder.iterdir() if file.name.endswith(".yaml"))
-    return tuple(rule for text in texts for rule in rules_of(text))
+    optimizers = (Rule(**rule.fields()) for entry in ENTRIES for rule in entry.rules)
+    return (*optimizers, *(rule for text in texts for rule in rules_of(text)))
 
 
 def rules_of(text: str) -> Iterator[Rule]:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.features.optimizers import ENTRIES, of_json
+from zerofit.features.zero import ZERO_FEATURES
 from zerofit.spec.errors import Problem
-from zerofit.spec.optimizers import EIGHT_BIT, run_name
 from zerofit.spec.run_folder import Job
 
 Config = dict[str, Any]
@@ -28,10 +29,6 @@ def _zero(config: Config) -> Config:
     return config.get("zero_optimization", {})
 
 
-def _offload(config: Config) -> Config:
-    return _zero(config).get("offload_optimizer") or {}
-
-
 def _kind(config: Config) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
 
@@ -39,26 +36,16 @@ def _kind(config: Config) -> str:
 # Everything that is kept per number (weights, Adam's moments) can be cut anew for another layout. These settings keep
 # something else, or keep it where DeepSpeed does not save it.
 OBSTACLES = (
-    Obstacle(
-        "zero_optimization.offload_optimizer.ratio",
-        lambda c: _offload(c).get("ratio", 1.0) < 1,
-        "DeepSpeed does not save the optimizer states of the part on the device",
-        "offload_optimizer.ratio 1.0",
-        always=True,
-    ),
-    Obstacle(
-        "zero_optimization.offload_optimizer.super_offload",
-        lambda c: bool(_offload(c).get("super_offload")),
-        "DeepSpeed does not save SuperOffload's optimizer states, which are in a separate process",
-        "zero3_offload",
-        always=True,
-    ),
-    Obstacle(
-        "zero_optimization.zenflow",
-        lambda c: _zero(c).get("zenflow") is not None,
-        "DeepSpeed does not save ZenFlow's states of selected columns and its pending gradients",
-        "the same offload without zenflow",
-        always=True,
+    *(
+        Obstacle(
+            feature.path,
+            feature.on,
+            f"DeepSpeed does not save {feature.unsaved}",
+            feature.instead,
+            always=True,
+        )
+        for feature in ZERO_FEATURES
+        if feature.unsaved
     ),
     Obstacle(
         "optimizer.type",
@@ -66,17 +53,15 @@ OBSTACLES = (
         "1-bit optimizers keep compression errors per rank",
         "AdamW",
     ),
-    Obstacle(
-        "optimizer.type",
-        lambda c: run_name(_kind(c)) in EIGHT_BIT,
-        "another layout would split the blocks of 8-bit moments elsewhere and round them again",
-        "the layout that wrote the checkpoint, or start from the exported weights",
-    ),
-    Obstacle(
-        "optimizer.type",
-        lambda c: _kind(c) == "adafactor",
-        "Adafactor's states (per row and column) cannot be converted to another layout",
-        "the layout that wrote the checkpoint, or start from the exported weights",
+    *(
+        Obstacle(
+            "optimizer.type",
+            lambda c, entry=entry: of_json(_kind(c)) is entry,
+            entry.states.unconvertible,
+            "the layout that wrote the checkpoint, or start from the exported weights",
+        )
+        for entry in ENTRIES
+        if not entry.states.by_weight
     ),
     Obstacle(
         "data_efficiency",
@@ -138,6 +123,6 @@ def piece_by_piece(job: Job) -> bool:
 
 
 def _states(job: Job) -> str:
-    """Return the optimizer that the states belong to; Adam and AdamW count as the same."""
-    kind = _kind(job.ds_config)
-    return "adamw" if kind == "adam" else run_name(kind)
+    """Return the optimizer that the states belong to; types with the same states count as the same."""
+    entry, kind = of_json(_kind(job.ds_config)), _kind(job.ds_config)
+    return entry.name if entry else kind

@@ -62,7 +62,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         printed = {str(column.header) for column in table.columns}
         left_out = [name for name in keep if name not in printed and any(row.get(name, "-") != "-" for row in rows)]
         console.print()
-        print_facts(console, [("layouts", _terms(shown))])
+        print_facts(console, [("layouts", _terms(listed))])
         if left_out:
             how = "in a wider terminal" if columns else "in a wider terminal, or with --columns"
             print_facts(console, [("more columns", f"{', '.join(left_out)} {how}")])

@@ -19,13 +19,13 @@ from zerofit.config.batch import solve
 from zerofit.config.images import check_averages
 from zerofit.config.part import check_part
 from zerofit.config.pipelines import check_schedule
-from zerofit.config.recipes import CNNS, MOMENTUM, WEIGHT_DECAY, Kind, peak_lr, weight_decay
+from zerofit.config.recipes import CNNS, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.shares import check_shares, solve_by_rank
 from zerofit.config.validate import check_combination, check_optimizer
+from zerofit.features.optimizers import OPTIMIZERS, of_json, run_name, usual_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import Machine, ModelFacts
-from zerofit.spec.optimizers import OPTIMIZERS, run_name, usual_optimizer
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Batch, Layout
 
@@ -38,8 +38,6 @@ SETTLED = frozenset(
         "batch-tensor-parallel",
         "optimizer-untested",
         "optimizer-bitsandbytes",
-        "adafactor-partitioned",
-        "muon-reduce-scatter",
         "fp16-device",
         "bf16-device",
         "bf16-without-zero",
@@ -148,7 +146,9 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
     """Return warnings about the JSON, or None if it has errors, which are added to `problems`."""
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
     setting = TargetHardware(pipeline=run.stages, accelerator=machine.accelerator, precisions=precisions)
-    found = [f for f in check(document, setting) if f.code not in SETTLED]
+    entry = of_json(get(document.config, "optimizer.type"))
+    settled = {(rule.code, rule.path) for rule in (entry.rules if entry else ()) if rule.settled}
+    found = [f for f in check(document, setting) if f.code not in SETTLED and (f.code, f.path) not in settled]
     fatal = FATAL if machine.here else frozenset()
     errors = [f for f in found if f.severity == "error" or f.code in fatal]
     for finding in errors:
@@ -228,8 +228,12 @@ def _settled(
     offload = get(config, "zero_optimization.offload_optimizer.device", "none")
     optimizer = merged.get("optimizer", usual_optimizer(kind in CNNS, offload))
     offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True
-    clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm
-    defaults = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM.get(optimizer)}
+    entry = OPTIMIZERS.get(optimizer)
+    clipping = entry.clipping if entry else 1.0
+    defaults = {
+        "weight_decay": entry.weight_decay if entry else WEIGHT_DECAY,
+        "momentum": entry.momentum if entry else None,
+    }
     if get(config, "optimizer.type", "auto") != "auto":  # the user's own optimizer block: no defaults for missing keys
         defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
     return run.model_copy(
@@ -245,7 +249,7 @@ def _settled(
             "activation_checkpointing": run.activation_checkpointing or offloaded,
             "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
-            "optimizer": optimizer if optimizer in OPTIMIZERS else None,
+            "optimizer": optimizer if entry else None,
             "lr": merged.get("lr"),
             "momentum": merged.get("momentum", defaults.get("momentum")),
             "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),

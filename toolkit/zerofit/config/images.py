@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
+from zerofit.features.zero import features_on
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import ModelFacts, is_image
 from zerofit.spec.run import Run, flag
 from zerofit.spec.run_folder import Layout
 
 IMAGE_FIELDS = ("mixup", "cutmix", "random_erasing", "image_sizes", "sync_batch_norm")  # only for images
-# keys with which master weights are not plain float32 tensors in memory
+# keys, besides features, with which master weights are not plain float32 tensors in memory
 _APART = (
-    "zero_optimization.zenflow",
-    "zero_optimization.offload_optimizer.super_offload",
     "fp16.fp16_master_weights_and_grads",
     "bf16.bf16_master_weights_and_grads",
 )
@@ -30,7 +29,8 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, Any], problems
         if degree > 1:
             message = f"--ema with {name} {degree}: averages only work with data parallelism, at ZeRO 0 to 3"
             problems.add("layout", message, f"leave {name} at 1, or --ema out", "--ema")
-    apart = [path for path in _APART if get(config, path)]
+    apart = [feature.path for feature in features_on(config) if not feature.averaged]
+    apart += [path for path in _APART if get(config, path)]
     apart += ["offload_optimizer.device"] * (get(config, "zero_optimization.offload_optimizer.device") == "nvme")
     for path in apart:
         message = f"--ema with {path}: averages need float32 master weights in memory after each step"

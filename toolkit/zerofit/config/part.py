@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
+from zerofit.features.zero import features_on
 from zerofit.spec.errors import Problems
 from zerofit.spec.run import Run, flag
 from zerofit.spec.run_folder import Layout
 
-# keys whose code assumes that all weights are trained
-_WHOLE_MODEL = (
-    "zero_optimization.zenflow",
-    "zero_optimization.offload_optimizer.super_offload",
-    "expert_parallel.enabled",
-    "compile.deepcompile",
-)
 LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
+
+
+def part_flag(run: Run) -> str | None:
+    """Return the flag that trains a part of the model, or None."""
+    partial = run.partial
+    return partial and ("--lora" if partial.lora else "--train" if partial.train else "--freeze")
 
 
 def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
@@ -27,10 +27,9 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         named = ", ".join(map(flag, of_lora))
         problems.add("conflict", f"{named} without --lora", "give --lora RANK, or leave it out", flag(of_lora[0]))
     _check_quantized(run, layout, config, problems)
-    partial = run.partial
-    if partial is None:
+    partial, asked = run.partial, part_flag(run)
+    if partial is None or asked is None:
         return
-    asked = "--lora" if partial.lora else "--train" if partial.train else "--freeze"
     if partial.lora and (partial.train or partial.freeze):
         problems.add(
             "conflict",
@@ -44,23 +43,16 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
             why = "DeepSpeed's AutoTP rebuilds the layers that it splits, and trains all of them"
         hint = "leave --tensor-parallel at 1; ZeRO-3 partitions frozen weights over all ranks"
         problems.add("layout", f"{asked} with --tensor-parallel {layout.tp}: {why} (auto_tp.py:1079)", hint, asked)
-    if run.optimizer == "muon":
-        what = (
-            "Muon orthogonalises full matrices, but an adapter is two factors of one"
-            if partial.lora
-            else ("Muon with frozen weights was not compared with training on one device")
-        )
-        problems.add("conflict", f"{asked}: {what}", "use --optimizer adamw", "--optimizer")
     if layout.ep > 1:
         message = f"{asked} with --expert-parallel {layout.ep} was not compared with training on one device"
         problems.add("layout", message, "leave --expert-parallel at 1", asked)
     if run.mlp_chunk and run.lora_dropout:
         message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: recomputation would use another dropout mask"
         problems.add("conflict", message, "leave one of them out", "--lora-dropout")
-    for path in _WHOLE_MODEL:
-        if get(config, path):
-            message = f"{asked} with {path} was not compared with training on one device"
-            problems.add("layout", message, "remove the key", path)
+    apart = [feature.path for feature in features_on(config) if not feature.partial]
+    for path in apart + ["expert_parallel.enabled"] * bool(get(config, "expert_parallel.enabled")):
+        message = f"{asked} with {path} was not compared with training on one device"
+        problems.add("layout", message, "remove the key", path)
 
 
 def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:

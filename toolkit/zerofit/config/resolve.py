@@ -10,6 +10,10 @@ from zerofit.check.dotted import autos, drop, get, leaves, put
 from zerofit.check.subject import ZERO
 from zerofit.config.decide import Decision
 from zerofit.config.pipelines import PIPE_PARTITIONED
+from zerofit.features.optimizer import TORCH_PARAMS
+from zerofit.features.optimizers import ENTRIES, OPTIMIZERS, of_json
+from zerofit.features.optimizers.adamw import ADAMW
+from zerofit.features.zero import ZENFLOW
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     BUCKET_LIMIT,
@@ -19,7 +23,6 @@ from zerofit.spec.model_facts import (
     persistence_elements,
     prefetch_elements,
 )
-from zerofit.spec.optimizers import OPTIMIZER_TYPES
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
@@ -45,23 +48,25 @@ SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
     ),
 }
 # the reason for each value that is not in the file
+_UNCLIPPED = "; ".join(f"0 with {entry.json_type}, {entry.clipping_why}" for entry in ENTRIES if not entry.clipping)
+_FULL = ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
 REASONS = {
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",
     "train_micro_batch_size_per_gpu": "--micro-batch, else the largest up to 8 that divides the batch",
     "gradient_accumulation_steps": "--gradient-accumulation-steps, else from the other two sizes",
-    "gradient_clipping": "--gradient-clipping, else 1.0 (0 with Muon, whose update has a fixed norm)",
+    "gradient_clipping": f"--gradient-clipping, else 1.0 ({_UNCLIPPED})",
     "bf16.enabled": "--precision {precision}",
     "fp16.enabled": "--precision {precision}",
     "optimizer.type": "--optimizer, else SGD for a CNN from scratch, AdamW for all others",
     "optimizer.params.lr": "--lr, else by model and batch (docs/defaults.md)",
     "optimizer.params.weight_decay": "--weight-decay, else 0.01 or less for a CNN from scratch (docs/defaults.md)",
     "optimizer.params.momentum": "--momentum, else the optimizer's usual value",
-    "optimizer.params.betas": "torch's default",
-    "optimizer.params.eps": "torch's default",
+    "optimizer.params.betas": "{params_why}",
+    "optimizer.params.eps": "{params_why}",
     "optimizer.params.torch_adam": "on the CPU torch's Adam is as fast as DeepSpeed's, which takes minutes to compile",
     "zero_force_ds_cpu_optimizer": "allows torch's Adam in host memory",
     "zero_allow_untested_optimizer": "DeepSpeed's list of tested optimizers is short; zerofit tests this one",
-    f"{ZERO}.reduce_scatter": "Muon needs full gradient matrices",
+    f"{ZERO}.reduce_scatter": f"{_FULL} needs full gradient matrices",
     "scheduler.params.warmup_min_lr": "the warm-up starts at 0",
     "scheduler.params.warmup_max_lr": "the optimizer's learning rate",
     "scheduler.params.warmup_num_steps": "--warmup-steps, else 5 % of the run",
@@ -142,27 +147,28 @@ def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:
 
 
 def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: Layout) -> None:
+    own = get(config, "optimizer.type", "auto") != "auto"  # the user's own block: no defaults for missing keys
     if run.optimizer is not None:
-        put(config, "optimizer.type", OPTIMIZER_TYPES[run.optimizer])
+        put(config, "optimizer.type", OPTIMIZERS[run.optimizer].json_type)
     params = {"lr": run.lr, "weight_decay": run.weight_decay, "momentum": run.momentum}
     for key, value in params.items():
         if value is not None:
             put(config, f"optimizer.params.{key}", value)
-    for key, value in {"betas": [0.9, 0.999], "eps": 1e-8}.items():  # torch's defaults
-        if get(config, f"optimizer.params.{key}") == "auto" and run.optimizer != "adafactor":  # Adafactor has others
+    entry = of_json(get(config, "optimizer.type"))
+    for key, value in (entry.auto if entry else TORCH_PARAMS).items():
+        if get(config, f"optimizer.params.{key}") == "auto":
             put(config, f"optimizer.params.{key}", value)
-    kind = get(config, "optimizer.type", "").lower()
-    zenflow = get(config, f"{ZERO}.zenflow") is not None  # ZenFlow needs the C++ optimizer
-    if machine.accelerator == "cpu" and kind in ("adam", "adamw", "muon") and not zenflow:
+    for key, value in (entry.params if entry and not own else {}).items():
+        put(config, f"optimizer.params.{key}", value)
+    if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # it needs the C++ op
         # DeepSpeed's Adam is a C++ op that takes minutes to compile
         config["optimizer"]["params"].setdefault("torch_adam", True)
         if get(config, f"{ZERO}.offload_optimizer.device", "none") != "none":
             config.setdefault("zero_force_ds_cpu_optimizer", False)
-    if layout.zero_stage and kind not in ("adam", "adamw"):
+    if layout.zero_stage and not (entry and entry.zero_tested):
         config.setdefault("zero_allow_untested_optimizer", True)
-    if layout.zero_stage == 3 and kind == "muon":
-        # Muon needs full gradient matrices; DeepSpeed refuses the default (runtime/zero/stage3.py:361)
-        config[ZERO].setdefault("reduce_scatter", False)
+    if layout.zero_stage == 3 and entry and entry.full_gradients:
+        config[ZERO].setdefault("reduce_scatter", False)  # DeepSpeed refuses the default (runtime/zero/stage3.py:361)
 
 
 def _fill_scheduler(config: dict[str, Any], run: Run, steps: int) -> None:
@@ -192,6 +198,7 @@ def reasons(
         "accumulation": decision.batch.accumulation,
         "dp": decision.batch.dp,
         "precision": decision.run.precision,
+        "params_why": OPTIMIZERS.get(decision.run.optimizer or "", ADAMW).params_why,
     }
     missing = object()
     return [

@@ -10,8 +10,12 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.config.images import check_images
+from zerofit.config.part import part_flag
 from zerofit.config.pipelines import check_layers
 from zerofit.config.shares import check_weighted
+from zerofit.features.optimizer import TrainingSetting
+from zerofit.features.optimizers import refusals
+from zerofit.features.zero import features_on
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
@@ -23,19 +27,8 @@ from zerofit.spec.model_facts import (
     ModelFacts,
     has_head,
 )
-from zerofit.spec.optimizers import EIGHT_BIT, OPTIMIZER_TYPES, refusals
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
-
-# keys whose groups or kernels do not work with the groups and slices that zerofit creates
-_ALONE = (
-    "zero_optimization.zero_hpz_partition_size",
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zenflow",
-    "zero_optimization.offload_optimizer.super_offload",
-    "compile.deepcompile",
-)
 
 
 def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
@@ -46,14 +39,13 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
     degrees["--expert-parallel"] = layout.ep
     dimensions = [name for name, degree in degrees.items() if degree > 1]
     used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
-    for path in _ALONE:
-        asked = get(config, path)
-        if asked is True or (asked and asked != 1):
+    for feature in features_on(config):
+        if not feature.combined:
             problems.add(
                 "layout",
-                f"{path} with {used} was not compared with training on one device",
+                f"{feature.path} with {used} was not compared with training on one device",
                 f"remove the key, or {instead}{used}",
-                path,
+                feature.path,
             )
     for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
         for key in set(get(config, block) or {}) - {"enabled", degree}:
@@ -99,24 +91,21 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check the optimizer against clipping and layout; `run` is settled."""
     accumulation = run.gradient_accumulation_steps or 1
-    if run.momentum is not None and run.optimizer not in (None, "sgd", "muon"):
-        message = f"{OPTIMIZER_TYPES[run.optimizer]} has no momentum"
-        problems.add("conflict", message, "leave it out, or use --optimizer sgd", "--momentum")
-    device = get(config, "zero_optimization.offload_optimizer.device", "none")
-    for message, hint in refusals(run.optimizer, run.precision, device, layout):
-        problems.add("layout", message, hint, "--optimizer")
-    if run.optimizer in EIGHT_BIT and get(config, "zero_optimization.elastic_checkpoint"):
-        why = "elastic_checkpoint: DeepSpeed would split the blocks of 8-bit states between weights"
-        hint = "remove the key: zerofit's checkpoints have their own index"
-        problems.add("layout", f"--optimizer {run.optimizer} with {why}", hint, "zero_optimization.elastic_checkpoint")
-    if run.optimizer == "muon" and layout.zero_stage and run.gradient_clipping:
-        problems.add(
-            "layout",
-            f"gradient clipping {run.gradient_clipping} with muon at ZeRO stage {layout.zero_stage}: DeepSpeed clips "
-            "the orthogonalised update, whose norm is always large, and shrinks every step",
-            "use --gradient-clipping 0",
-            "--gradient-clipping",
-        )
+    setting = TrainingSetting(
+        precision=run.precision,
+        offload=get(config, "zero_optimization.offload_optimizer.device", "none"),
+        zero_stage=layout.zero_stage,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        combined=layout.combined,
+        clipping=run.gradient_clipping,
+        elastic=bool(get(config, "zero_optimization.elastic_checkpoint")),
+        part=part_flag(run),
+        momentum=run.momentum,
+    )
+    for refusal in refusals(run.optimizer, setting):
+        problems.add(refusal.kind, refusal.message, refusal.hint, refusal.where)
     if isinstance(get(config, "zero_optimization.zenflow"), Mapping) and accumulation > 1:
         problems.add(
             "layout",
@@ -131,27 +120,6 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
             "one device",
             "leave it out",
             "--compile",
-        )
-    if run.optimizer == "muon" and layout.combined and layout.tp > 1:
-        problems.add(
-            "layout",
-            "muon orthogonalises full matrices, but tensor parallel ranks have slices",
-            "use another optimizer, or leave --tensor-parallel at 1",
-            "--optimizer",
-        )
-    if run.optimizer == "muon" and layout.ep > 1:
-        problems.add(
-            "layout",
-            "muon with --expert-parallel was not compared with training on one device",
-            "use another optimizer, or leave --expert-parallel at 1",
-            "--optimizer",
-        )
-    if run.optimizer == "muon" and layout.pp > 1:
-        problems.add(
-            "layout",
-            "muon with --pipeline: DeepSpeed cannot find embedding and head by name, so Muon trains them too",
-            "use another optimizer, or leave --pipeline at 1",
-            "--optimizer",
         )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofit.spec.measured_kernels import ADAM_BYTES, SGD_BYTES, MeasuredKernel
+from zerofit.features.optimizer import ADAM_BYTES, SGD_BYTES
+from zerofit.spec.measured_kernels import MeasuredKernel
 
 Work = Callable[[], Any]
 Operands = Iterator[list[Tensor]]

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
+from zerofit.features.optimizers import of_json
+from zerofit.features.zero import features_on
 from zerofit.launch.host import ops_folder
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed
@@ -41,19 +43,16 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
     """Return the names of the op builders that the engine needs with this DeepSpeed JSON."""
     zero = config.get("zero_optimization", {})
     devices = [zero.get(part, {}).get("device", "none") for part in OFFLOADS]
-    kind = config.get("optimizer", {}).get("type", "").lower()
+    entry = of_json(config.get("optimizer", {}).get("type"))
     params = config.get("optimizer", {}).get("params", {})
     ops = []
-    if kind in ("adam", "adamw") and not params.get("torch_adam"):
+    if entry and not params.get("torch_adam"):
         on_host = devices[0] != "none" and config.get("zero_force_ds_cpu_optimizer", True)
-        ops.append("CPUAdamBuilder" if on_host else "FusedAdamBuilder")
+        on_host |= machine.accelerator == "cpu" and entry.cpu_class is not None
+        ops += filter(None, [entry.host_op if on_host else entry.device_op])
     if "nvme" in devices:
         ops.append("AsyncIOBuilder")
-    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
-        ops.append("QuantizerBuilder")
-    if config.get("compile", {}).get("deepcompile"):
-        ops.append("DeepCompileBuilder")
-    return ops
+    return [*ops, *dict.fromkeys(feature.op for feature in features_on(config) if feature.op)]
 
 
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from zerofit.features.optimizer import TrainingSetting
+from zerofit.features.optimizers import PLANNED, Optimizer
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import CPU_PROCESS_HIGH_BYTES
 from zerofit.spec.profile import setting
@@ -14,9 +16,6 @@ from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-# optimizers whose states plan can forecast
-PlannedOptimizer = Literal["adamw", "sgd", "adamw8bit", "paged-adamw8bit", "adafactor"]
-PLANNED: tuple[PlannedOptimizer, ...] = get_args(PlannedOptimizer)
 # DeepSpeed's defaults in elements (runtime/zero/config.py)
 DEFAULT_BUCKET = 500_000_000
 LIVE = REUSE = 1_000_000_000  # at stage 3
@@ -36,7 +35,7 @@ class PlannedLayout:
     sp: int = 1
     ep: int = 1  # data and sequence parallel ranks that hold a mixture's experts together
     precision: str = "bf16"
-    optimizer: PlannedOptimizer = "adamw"
+    optimizer: Optimizer = "adamw"
     checkpointing: bool = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
@@ -109,6 +108,19 @@ class PlannedLayout:
     def combined(self) -> bool:
         """Whether zerofit makes groups and slices: with expert parallelism, or several of the other dimensions."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
+
+    @property
+    def optimizer_setting(self) -> TrainingSetting:
+        """What decides whether an optimizer trains as on one device."""
+        return TrainingSetting(
+            precision=self.precision,
+            offload=self.offload_optimizer,
+            zero_stage=self.zero_stage,
+            tp=self.tp,
+            pp=self.pp,
+            ep=self.ep,
+            combined=self.combined,
+        )
 
     @property
     def setting(self) -> str:

@@ -14,8 +14,9 @@ from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
+from zerofit.features.optimizers.adamw import ADAMW
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.optimizer_states import STATES_BYTES, moments_bytes, states_of, whole_states
+from zerofit.plan.optimizer_states import host_state_bytes, states_of, whole_states
 from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.partitions import reaching
@@ -63,7 +64,7 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
     found = found._replace(device={**kept, **found.device})
     if not layout.ema:
         return found
-    plain = replace(layout, ema=None, optimizer="adamw")
+    plain = replace(layout, ema=None, optimizer=ADAMW.name)
     return _with_averages(found, persistent_memory(line, plain, device, tied), layout)
 
 
@@ -74,8 +75,8 @@ def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: Pla
     channel, are not counted.
     """
     place = "device" if layout.offload_optimizer == "none" else "host"
-    averages = MASTER_BYTES * getattr(plain, place).get("optimizer state", 0) // STATES_BYTES
-    return found._replace(**{place: {**getattr(found, place), "averaged weights": averages}})
+    elements = getattr(plain, place).get("optimizer state", 0) // ADAMW.states.element_bytes(on_host=True)
+    return found._replace(**{place: {**getattr(found, place), "averaged weights": MASTER_BYTES * elements}})
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
@@ -234,7 +235,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
     host = {  # here "nvme" is treated as "cpu" (:220)
         "master weights": masters,
-        "optimizer state": moments_bytes(layout) * part,
+        "optimizer state": host_state_bytes(layout) * part,
         "gradients": masters,  # of equal size (:941)
         # :573, :652
         "communication buckets": sum(locked(element * size) for size in sizes) + locked(element * line.largest),
@@ -343,7 +344,7 @@ def optimizer_offloaded(
 ) -> PersistentMemory:
     """Return states, masters and gradients; sub-groups below 1 MiB stay on the host (optimizer_utils.py)."""
     locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
-    disk, moments = layout.offload_optimizer == "nvme", moments_bytes(layout)
+    disk, moments = layout.offload_optimizer == "nvme", host_state_bytes(layout)
     swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
     kept = [size for size in sizes if not disk or 4 * size < LEAST_SWAPPED_BYTES]
     host = {

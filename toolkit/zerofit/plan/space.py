@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
 from zerofit.spec.cluster import Cluster
@@ -18,7 +19,6 @@ from zerofit.spec.model_facts import (
     prefetch_elements,
     width,
 )
-from zerofit.spec.optimizers import refusals, usual_optimizer
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import PipelineSchedule
 
@@ -130,7 +130,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 ema=request.keep.get("ema"),
                 optimizer=request.keep.get("optimizer") or usual_optimizer(profile.cnn, optimizer),
             )
-            if any(refusals(first.optimizer, first.precision, first.offload_optimizer, first)):
+            if any(refusals(first.optimizer, first.optimizer_setting)):
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
                 continue  # averages are kept by data parallel ranks, in memory (config/images.py)

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
+from zerofit.features.optimizer import UNSTEPPED_BYTES
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.flow import FlowRun, ReduceGroup, flow_s, reduce_groups
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.optimizer_states import STEP_BYTES, moments_bytes
 from zerofit.plan.passes import Passes, RankPass
 from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
 from zerofit.plan.timeline import StageTimeline, timeline
 from zerofit.plan.zero3_gather import LayerFetches, fetches
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.measured_kernels import ADAM_BYTES, UNSTEPPED_BYTES
 from zerofit.spec.profile import Profile, setting
 
 # elements that SuperOffload sends to its process at a time: sub_group_size of the bundled JSON
@@ -356,7 +356,8 @@ class Timer:
         rates, gpus, work, element = self.rates, self._cluster.gpus, engine_work(layout), layout.element_bytes
         part = self._share(layout, rank_pass) if layout.zero_stage else 1
         share = part * rank_pass.trained_parameters
-        moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
+        entry = OPTIMIZERS[layout.optimizer]
+        moved = entry.step.moved_bytes * share
         if layout.zero_stage < 2:
             yield self._handled(layout, rank_pass, later=False)
         launches = part * work.looped * rank_pass.trained_tensors + work.begun
@@ -368,11 +369,9 @@ class Timer:
         if layout.offload_optimizer == "none":
             passed = (work.step - UNSTEPPED_BYTES) * share
             yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
-            yield StepTask(
-                "compute", "optimizer", moved, moved / (rates.sgd if layout.optimizer == "sgd" else rates.adam)
-            )
+            yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
-            states = (MASTER_BYTES + moments_bytes(layout)) * share
+            states = (MASTER_BYTES + entry.states.element_bytes(on_host=True)) * share
             passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * share
             copied = rates.host_copy(layout.pin_optimizer)
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)
@@ -388,7 +387,7 @@ class Timer:
             every = element * rank_pass.trained_parameters
             seconds = self._spread_s("all_gather", every, _calls(layout, rank_pass), layout, rank_pass)
             yield StepTask("data parallel", GATHERED, every, seconds)
-        if layout.zero_stage == 3:  # parameters that are kept gathered, rank_pass by rank_pass (stage3.py:2841)
+        if layout.zero_stage == 3:  # parameters that are kept gathered, one by one (stage3.py:2841)
             kept = kept_gathered(self._line(layout), layout)
             seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, rank_pass, at_once=True)
             yield StepTask("data parallel", GATHERED, kept.bytes, seconds)

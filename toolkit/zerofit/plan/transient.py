@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import step_bytes, whole_states, whole_step_bytes
 from zerofit.plan.persistent import (
@@ -122,7 +123,7 @@ def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     element = layout.element_bytes
     gradients = element * line.parameters
-    if device == "cpu" or element == 4 or layout.optimizer != "adamw":
+    if device == "cpu" or element == 4 or not OPTIMIZERS[layout.optimizer].step.fused:
         # in low precision, a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
         lifted = MASTER_BYTES * line.parameters if element == 2 else 0
         yield StepMemory(gradients + lifted, whole_step_bytes(line, layout, device))

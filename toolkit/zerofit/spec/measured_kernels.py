@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# bytes moved per element in a float32 optimizer step on the device. Both scale the gradient (8) and take its norm (4).
-# Adam reads it (4), and reads and writes master and two moments (12 + 12). SGD adds the decay (12), scales the
-# momentum (8), adds to it (12) and updates (12), each in a separate op.
-UNSTEPPED_BYTES = 12
-ADAM_BYTES, SGD_BYTES = UNSTEPPED_BYTES + 28, UNSTEPPED_BYTES + 44
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredKernel:

@@ -30,18 +30,19 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, to_jsonable_python
 
+from zerofit.features.optimizers import ENTRIES, Optimizer
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_yaml import read_own_yaml
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
-from zerofit.spec.optimizers import Optimizer
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import MOST_RANKS, Interval
 
 PipelineSchedule = Literal["1f1b", "dualpipev"]
+_MOMENTA = {entry.name: entry.momentum for entry in ENTRIES if entry.momentum is not None}
 LARGEST = 2**32 - 1  # for all integers: NumPy's largest seed, far above any number of steps, samples or ranks
 _DECIMAL = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 AUTO = "auto"
@@ -211,7 +212,9 @@ class Run(BaseModel):
     weight_decay: NonNegativeFloat | None = _option(
         None, "weight decay of matrices (default 0.01; see docs/defaults.md)"
     )
-    momentum: NonNegativeFloat | None = _option(None, "momentum of sgd and muon (default 0.9, 0.95)")
+    momentum: NonNegativeFloat | None = _option(
+        None, f"momentum of {' and '.join(_MOMENTA)} (default {', '.join(map(str, _MOMENTA.values()))})"
+    )
     gradient_clipping: NonNegativeFloat | None = _option(None, "largest gradient norm; 0 is off (default 1.0)")
     seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation")
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.data import Data, eval_batches
+from zerofit.features.optimizers import of_json
 from zerofit.models.build import (
     batch_keys,
     forward_logits,
@@ -54,7 +55,7 @@ from zerofit.train.expert_split import RouterBalance, build_spread
 from zerofit.train.loss import counts, head_loss, one_a_sample, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups, exchange_heads
 from zerofit.train.optimizer import forget_states, own_optimizer
-from zerofit.train.process_group import rank_device
+from zerofit.train.process_group import accelerator, rank_device
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import check_attributes
@@ -80,13 +81,14 @@ def start_engine(job: Job, model: nn.Module, steps: int, **options: Any) -> Any:
         tile_mlps(model, run.mlp_chunk)
     decay = bool(get(job.ds_config, "optimizer.params.weight_decay", True))
     groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation does not allow groups
-    if str(get(job.ds_config, "optimizer.type")).lower() != "muon":
+    entry = of_json(get(job.ds_config, "optimizer.type"))
+    if not (entry and entry.compiled):
         import_muon()
     if job.layout.tp > 1:
         _count_slices()
     if job.precision == "fp16" and job.layout.zero_stage == 0:
         _scale_losses()
-    options["optimizer"] = own_optimizer(job.ds_config, groups)
+    options["optimizer"] = own_optimizer(job.ds_config, groups, accelerator().device_name() == "cpu")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **options)
     check_attributes(engine)
     if job.layout.zero_stage == 0:

@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit and paged AdamW, which DeepSpeed cannot create by name."""
+"""Optimizers that DeepSpeed cannot create by name, such as bitsandbytes' 8-bit and paged AdamW."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import torch
 from torch.optim import Optimizer
 
 from zerofit.check.dotted import get
+from zerofit.features.optimizers import OPTIMIZERS, of_json
 from zerofit.models.quantized import PACKAGE, library
 from zerofit.spec.errors import Problem
-from zerofit.spec.optimizers import EIGHT_BIT, EIGHT_BIT_OP, run_name
 
 
-def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer | None:
+def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]], on_cpu: bool) -> Optimizer | None:
     """Return the optimizer that a DeepSpeed JSON names if DeepSpeed cannot create it, else None."""
-    name = run_name(str(get(config, "optimizer.type")))
-    if name not in EIGHT_BIT:
+    entry = of_json(get(config, "optimizer.type"))
+    path = entry and (entry.cpu_class if on_cpu else entry.gpu_class)
+    if not entry or not path:
         return None
-    library()
-    made = getattr(importlib.import_module(f"{PACKAGE}.optim"), EIGHT_BIT[name])
-    return made(groups, **get(config, "optimizer.params", {}))
+    if entry.library == PACKAGE:
+        library()
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)(groups, **get(config, "optimizer.params", {}))
 
 
 @torch.no_grad()
@@ -38,15 +40,18 @@ def forget_states(optimizer: Optimizer) -> None:
             state[name].zero_()
 
 
-def missing_kernels(optimizer: str, accelerator: str | None) -> Problem | None:
-    """Return why bitsandbytes' optimizer cannot run here on an accelerator ("cpu" or "cuda"), or None if it can."""
+def missing_kernels(optimizer: str | None, accelerator: str | None) -> Problem | None:
+    """Return why an optimizer of bitsandbytes cannot run on an accelerator ("cpu" or "cuda"); None if it can."""
+    entry = OPTIMIZERS.get(optimizer or "")
+    if entry is None or entry.library != PACKAGE:
+        return None
     option = f"--optimizer {optimizer}"
     if importlib.util.find_spec(PACKAGE) is None:
         message = f"{option} needs {PACKAGE}, which is not installed"
         return Problem(kind="optimizer", message=message, hint="pip install 'zerofit[quantize]'", where="--optimizer")
     library()
     if accelerator is None or torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"{PACKAGE}::{EIGHT_BIT_OP}", accelerator.upper()
+        f"{PACKAGE}::{entry.kernel}", accelerator.upper()
     ):
         return None
     message = f"{option}: {PACKAGE} {version(PACKAGE)} has no kernel for {accelerator}"

@@ -20,6 +20,7 @@ from deepspeed.pipe import DualPipeVModule
 from torch import Tensor, nn
 
 from zerofit.checkpoint.full_state import MASTER
+from zerofit.features.optimizers import of_json
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.train.expert_split import share_of
 
@@ -138,8 +139,8 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
     Those are only in the engine's own files, for the layout that wrote them (checkpoint/compatible.py).
     """
     inner = inner_optimizer(engine)
-    of_blocks = isinstance(inner, torch.optim.Adafactor) or type(inner).__module__.startswith("bitsandbytes.")
-    return {} if of_blocks else inner.state.get(master, {})
+    entry = of_json(type(inner).__name__)
+    return inner.state.get(master, {}) if entry is None or entry.states.by_weight else {}
 
 
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:

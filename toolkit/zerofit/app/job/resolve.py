@@ -35,7 +35,6 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
 from zerofit.spec.named_code import unrelated_modules
-from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import AUTO, LARGEST, Run, RunRequest
 from zerofit.spec.run_folder import Job
@@ -196,9 +195,8 @@ def _decide(
         problems.extend(unrelated_modules(documented_config(document.config), run.model))
         decision = decide(request, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
-        if decision.run.optimizer in EIGHT_BIT:
-            missing = missing_kernels(decision.run.optimizer, machine.accelerator if local else None)
-            problems.extend([missing] if missing else [])
+        missing = missing_kernels(decision.run.optimizer, machine.accelerator if local else None)
+        problems.extend([missing] if missing else [])
         if local:
             problems.extend(libaio_problems(documented_config(document.config)))
     problems.raise_if_any()

@@ -9,7 +9,7 @@ from itertools import product
 from zerofit.app.job.requests import input_option
 from zerofit.app.job.resolve import ResolvedJob
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, kept_profile
-from zerofit.check.dotted import get
+from zerofit.features.zero import features_on
 from zerofit.launch.hostfile import Host
 from zerofit.models.inputs import Inputs
 from zerofit.plan.degrees import Degrees
@@ -83,7 +83,7 @@ def traced_step_s(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) 
 def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
     """Return the seconds of a job's step on a cluster; None if no profile, rate or formula describes it."""
     layout, calibration = PlannedLayout.of(job), read_calibration(cluster.device.kind)
-    unknown = job.layout.ep > 1 or get(job.ds_config, "zero_optimization.zenflow") is not None
+    unknown = job.layout.ep > 1 or any(feature.not_planned for feature in features_on(job.ds_config))
     if unknown or layout.setting not in profile.costs or (cluster.on_cpu and calibration is None):
         return None
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))

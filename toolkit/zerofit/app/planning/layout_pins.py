@@ -8,9 +8,10 @@ from typing import Any, Literal, TypedDict
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.ds_json import read_for_run
-from zerofit.plan.layout import OFFLOADS, PLANNED, Offload, steps_early
+from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
+from zerofit.features.zero import features_on
+from zerofit.plan.layout import OFFLOADS, Offload, steps_early
 from zerofit.spec.errors import Problems
-from zerofit.spec.optimizers import Optimizer, run_name
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import PipelineSchedule, Precision
@@ -159,9 +160,8 @@ def refuse_impossible(
     pins: Mapping[str, Any], knobs: Mapping[str, Any], config: Mapping[str, Any], problems: Problems
 ) -> None:
     """Add problems for invalid pins, unsupported combinations, and a JSON that plan cannot forecast."""
-    if get(config, "zero_optimization.zenflow") is not None:
-        message = "plan cannot forecast zenflow in the DeepSpeed JSON (selected columns, late updates)"
-        problems.add("combination", message, "plan with zero3_offload, the same without zenflow", "--ds-config")
+    for unforecast in filter(None, (feature.not_planned for feature in features_on(config))):
+        problems.add("combination", unforecast.message, unforecast.hint, "--ds-config")
     for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):
         if pins.get(name) is not None and pins[name] not in allowed:
             flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))
@@ -180,9 +180,10 @@ def refuse_impossible(
     elif stage in (0, 1) and optimizer != "none":
         message = f"offloading the optimizer needs ZeRO stage 2 or 3, but this is stage {stage}"
         problems.add("combination", message, "use --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
-    if knobs.get("optimizer") == "adafactor" and stage:
+    entry = OPTIMIZERS.get(knobs.get("optimizer", ""))
+    if entry and entry.states.factored and stage:
         message = (
-            f"--optimizer adafactor has states per row and column of full matrices, but this is ZeRO stage {stage}"
+            f"--optimizer {entry.name} has states per row and column of full matrices, but this is ZeRO stage {stage}"
         )
         problems.add("combination", message, "use --zero-stage 0", "--optimizer, --zero-stage")
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:

@@ -11,10 +11,10 @@ from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
 from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.config.part import check_part
+from zerofit.features.optimizers import PLANNED
 from zerofit.models.catalog import shape_named
 from zerofit.models.names import left_out
 from zerofit.models.presets import PRESETS
-from zerofit.plan.layout import PLANNED
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import gives_loss, is_text

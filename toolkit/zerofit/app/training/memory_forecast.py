@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from zerofit.app.job.result_cache import result_file
 from zerofit.app.simulation.runs import PreparedSimulation
 from zerofit.check.dotted import get
+from zerofit.features.optimizers import of_json
 from zerofit.models.catalog import find
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.result import Simulation
@@ -88,14 +89,15 @@ class RankForecasts:
 def least_bytes(job: Job) -> int:
     """Return the lower bound of what all ranks of a job keep in memory together, without a simulation.
 
-    It counts weights once at stage 3, else on each data parallel rank. fp32 master weights and Adam's two moments count
-    once, except in fp32 at stage 0, where each data parallel rank has them (`plan.persistent`). Gradients and
+    It counts weights once at stage 3, else on each data parallel rank. fp32 master weights and the optimizer's moments
+    count once, except in fp32 at stage 0, where each data parallel rank has them (`plan.persistent`). Gradients and
     activations come on top.
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
     masters = 0 if narrow or job.precision == "fp32" else 4
-    moments = 8 if not narrow and str(get(job.ds_config, "optimizer.type")).lower() in ("adam", "adamw") else 0
+    entry = of_json(get(job.ds_config, "optimizer.type"))
+    moments = entry.states.least_bytes if entry and not narrow else 0
     weights = job.facts.weight_bytes(job.precision) * (1 if stage == 3 else copies)
     return weights + parameters * (masters + moments) * (1 if stage or job.precision != "fp32" else copies)
 

@@ -15,7 +15,7 @@ from zerofit.app.planning.job_forecast import cluster_of, profile_of
 from zerofit.app.planning.output_files import ds_config as planned_config
 from zerofit.app.planning.output_files import layout_fields
 from zerofit.app.planning.search_setup import forecast_of
-from zerofit.check.dotted import get
+from zerofit.features.zero import features_on
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
@@ -111,8 +111,9 @@ def _refuse_untried(request: RunRequest) -> None:
         message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
         hint = "remove it here, and add it to `zerofit train` with the result"
         raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
-    for key in ("zenflow", "offload_optimizer.super_offload"):
-        if get(ds_document(request.run).config, f"zero_optimization.{key}"):
+    for feature in features_on(ds_document(request.run).config):
+        if not feature.tuned:
+            key = feature.path.removeprefix("zero_optimization.")
             message = f"trials set zero_optimization themselves, and none of them has {key}"
             hint = "remove --ds-config, and compare the result with `zerofit train --ds-config ...`"
             raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--ds-config"))

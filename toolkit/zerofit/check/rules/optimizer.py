@@ -9,7 +9,7 @@ from zerofit.check.catalog import names
 from zerofit.check.edit import Assignment
 from zerofit.check.finding import Finding, as_number, near, plainly, unknown_parameter
 from zerofit.check.subject import CheckSubject
-from zerofit.spec.optimizers import EIGHT_BIT, run_name
+from zerofit.features.optimizers import of_json
 
 PARAMS = "optimizer.params"
 
@@ -21,11 +21,12 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         return
     known = c.catalog.optimizers
     variants = known.get(c.optimizer or "")
-    if variants is None and run_name(name) in EIGHT_BIT:
+    entry = of_json(name)
+    if variants is None and entry and entry.library:
         yield Finding(
             code="optimizer-bitsandbytes",
             path="optimizer.type",
-            message=f"{name} is an optimizer of bitsandbytes, which DeepSpeed cannot build by name",
+            message=f"{name} is an optimizer of {entry.library}, which DeepSpeed cannot build by name",
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer"; zerofit train '
             "builds it",
             fix="remove the block, and pass the optimizer to deepspeed.initialize in your script",
@@ -55,14 +56,10 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 owner=name,
                 taken=taken,
                 synonyms=names("optimizer_parameters"),
-                why="DeepSpeed silently drops it" if c.optimizer == "muon" else "",
+                why="DeepSpeed silently drops it" if entry and entry.drops_params else "",
             )
-    for key in (
-        "lr",
-        "weight_decay",
-        "momentum",
-        *(() if c.optimizer == "Adafactor" else ("eps",)),
-    ):  # has two
+    pairs = entry.pairs if entry else ()
+    for key in (name for name in ("lr", "weight_decay", "momentum", "eps") if name not in pairs):
         yield from _number(c, key, params.get(key))
     betas = params.get("betas")
     numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.features.optimizers import ENTRIES, of_json
 from zerofit.spec.mesh import pipeline_parts
 
 ACCUMULATION = "data_types.grad_accum_dtype"
@@ -50,6 +51,29 @@ def masters_in_16_bits(c: CheckSubject) -> bool:
 def uses_bf16_optimizer(c: CheckSubject) -> bool:
     """Return whether DeepSpeed uses its BF16_Optimizer (runtime/engine.py:2305)."""
     return c.bf16 and c.stage == 1 and c.word(ACCUMULATION) in ("fp32", "float32")
+
+
+def steps_in_one_copy(c: CheckSubject) -> bool:
+    """Return whether DeepSpeed keeps one flat float32 copy of a group, in 16 bits without ZeRO."""
+    entry = of_json(c.optimizer)
+    return entry is not None and entry.step.fused
+
+
+def needs_full_gradients(c: CheckSubject) -> bool:
+    """Return whether the optimizer needs the gradients of full matrices."""
+    entry = of_json(c.optimizer)
+    return entry is not None and entry.full_gradients
+
+
+def full_gradient_optimizers(c: CheckSubject) -> str:
+    """Return the names of all optimizers that need the gradients of full matrices."""
+    return ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
+
+
+def has_betas(c: CheckSubject) -> bool:
+    """Return whether OneCycle overwrites the optimizer's betas."""
+    entry = of_json(c.optimizer)
+    return entry is not None and entry.cycled_betas
 
 
 def reduces_by_scatter(c: CheckSubject) -> bool:
@@ -140,7 +164,8 @@ TERMS: dict[str, Callable[[CheckSubject], Any]] = {
         *(precision, precision_is_known, accumulates_in_another_type, scales_loss_dynamically, masters_in_16_bits),
         *(uses_bf16_optimizer, reduces_by_scatter, clips, stage_is_set, zero_section_of_2020),
         *(scheduler_is_deepspeeds, optimizer_is_wrapped, nested_tensor_parallel, dualpipev_parts),
-        *(refused_with_split_experts, compile_passes),
+        *(refused_with_split_experts, compile_passes, steps_in_one_copy, needs_full_gradients),
+        *(full_gradient_optimizers, has_betas),
     )
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {

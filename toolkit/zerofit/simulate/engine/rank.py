@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zerofit.check.dotted import get
+from zerofit.features.optimizers import OPTIMIZERS
+from zerofit.features.zero import features_on
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
+from zerofit.models.quantized import PACKAGE
 from zerofit.models.router_loss import router_loss
 from zerofit.simulate.endings import first_lines
 from zerofit.simulate.engine.drivers import empty_batches, start, train_steps
@@ -37,17 +39,8 @@ from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.tracker import AllocationTracker, is_own
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem, RunFailed, UserError
-from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
-
-_NO_ZENFLOW = Problem(
-    kind="not-simulated",
-    message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
-    "(runtime/zenflow/engine_stage3.py:192)",
-    hint="simulate with --ds-config zero3_offload, which is the same without ZenFlow",
-    where="zero_optimization.zenflow",
-)
 
 
 def simulate(
@@ -57,8 +50,10 @@ def simulate(
 
     Patches torch and DeepSpeed for the rest of this process. `scratch` replaces the device's table.
     """
-    if get(target.job.ds_config, "zero_optimization.zenflow") is not None:
-        raise UserError(_NO_ZENFLOW)
+    for feature in features_on(target.job.ds_config):
+        if reason := feature.not_simulated:
+            message, hint = reason.message, reason.hint
+            raise UserError(Problem(kind="not-simulated", message=message, hint=hint, where=feature.path))
     _set_environment(target)
     gpu = target.accelerator == "cuda"
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")
@@ -68,7 +63,7 @@ def simulate(
     gradients = GradientLog(meter)
     if target.job.run.quantize:
         four_bits() if target.job.run.quantize == "nf4" else eight_bits()
-    if target.job.run.optimizer in EIGHT_BIT:
+    if (entry := OPTIMIZERS.get(target.job.run.optimizer or "")) and entry.library == PACKAGE:
         moments_of_eight_bits(gpu)
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:

@@ -79,6 +79,17 @@ def constants() -> None:
     FakeTensorMode._dispatch_impl = dispatch_impl
 
 
+def gpu_ops() -> None:
+    """Load ops that only GPUs have, such as FusedLion's, on a machine without one. (deepspeed.ops.op_builder.cpu)"""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
+
+    def load(self: Any, verbose: bool = True) -> Any:
+        return OpBuilder.load(self, verbose)  # as `compiled_ops` replaces it
+
+    replace_in(NotImplementedBuilder, "load", load)
+
+
 def backend_keys() -> None:
     """Give fakes the CPU's dispatch keys, so `.data =` works between devices; their `.device` stays their own.
 
@@ -184,7 +195,7 @@ class HostSteps:
         return self._done.popleft() if self._done else None
 
 
-ON_EVERY_GPU = (constants, backend_keys, attention, list_indices, sends_in_batches)
+ON_EVERY_GPU = (gpu_ops, constants, backend_keys, attention, list_indices, sends_in_batches)
 OF_RUNS = (patches.small_values, patches.packed_samples, patches.no_padding, patches.data_setter, experts)
 OF_RUNS_ON_GPU = (state_space, tensor_constructor, autocast, expert_rows, superoffload)
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zerofit.features.optimizers.eight_bit import KERNEL
 from zerofit.models.quantized import library
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.spec.optimizers import EIGHT_BIT_OP
 
 _FOUR = {
     "quant_state": None,
@@ -69,7 +69,7 @@ def moments_of_eight_bits(gpu: bool) -> None:
         replace_in(functional, "prefetch_tensor", lambda *_, **__: None)
         return
     ops: Any = importlib.import_module("bitsandbytes.backends.cpu.ops")
-    for name in (EIGHT_BIT_OP, "optimizer_update_32bit"):
+    for name in (KERNEL, "optimizer_update_32bit"):
         replace_in(torch.ops.bitsandbytes, name, getattr(ops, f"_{name}_cpu"))
 
 

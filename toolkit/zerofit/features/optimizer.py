@@ -1,0 +1,169 @@
+"""Define the entry of an optimizer: names, defaults, refusals, states and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+FLOAT_BYTES = 4
+# bytes moved per element in a float32 optimizer step on the device. Both scale the gradient (8) and take its norm (4).
+# Adam reads it (4), and reads and writes master and two moments (12 + 12). SGD adds the decay (12), scales the
+# momentum (8), adds to it (12) and updates (12), each in a separate op.
+UNSTEPPED_BYTES = 12
+ADAM_BYTES, SGD_BYTES = UNSTEPPED_BYTES + 28, UNSTEPPED_BYTES + 44
+
+
+TORCH_PARAMS: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's states by place."""
+
+    device: int
+    host: int = 0  # paged memory, which the driver moves to the device page by page
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """The states of an optimizer: float32 numbers for each weight."""
+
+    numbers: int = 2  # per weight on the device
+    host_numbers: int = 2  # per weight, in DeepSpeed's optimizers for host memory
+    factored: bool = False  # instead, one number per row and column of a matrix
+    by_weight: bool = True  # each weight has its own numbers, so a checkpoint loads into another layout
+    unconvertible: str = ""  # otherwise: why not
+
+    def element_bytes(self, on_host: bool) -> int:
+        """Return the bytes of a weight's states."""
+        return FLOAT_BYTES * (self.host_numbers if on_host else self.numbers)
+
+    @property
+    def least_bytes(self) -> int:
+        """The least bytes of a weight's states; 0 if their number depends on shapes."""
+        return FLOAT_BYTES * min(self.numbers, self.host_numbers) if self.by_weight else 0
+
+    def of_tensors(self, numels: Iterable[int], gpu: bool) -> StateBytes:
+        """Return the bytes of the states, not offloaded, of tensors with these element counts; `gpu`: else on a CPU."""
+        return StateBytes(self.element_bytes(on_host=not gpu) * sum(numels))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What a step allocates and moves, and how fast it goes."""
+
+    temporary: Callable[[int, bool], int]  # elements of a tensor, whether on a GPU -> bytes allocated at the peak
+    late: Callable[[bool], int]  # on a GPU? -> bytes per element of a tensor that live until the next one is allocated
+    group_at_once: bool = False  # on a GPU, all tensors of a group
+    moved_bytes: int = ADAM_BYTES  # per element, on the device
+    like: Literal["adam", "sgd"] = "adam"  # the measured rate of memory that applies
+    fused: bool = False  # in 16 bits without ZeRO, DeepSpeed keeps one flat float32 copy of a group
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRates:
+    """The default peak rates, and how they change with batch and model."""
+
+    scratch: float
+    pretrained: float
+    adapters: float
+    gan: float | None = None  # if not as from scratch
+    by_batch: Literal["root", "linear", "fixed"] = "root"
+    by_size: bool = True  # from scratch, larger models get lower rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetting:
+    """The setting of a run or plan that decides whether an optimizer trains as on one device."""
+
+    precision: str | None
+    offload: str  # where the states are, "none" for the device
+    zero_stage: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    combined: bool = False  # several kinds of parallelism, whose groups zerofit makes
+    clipping: float | None = None
+    elastic: bool = False  # zero_optimization.elastic_checkpoint
+    part: str | None = None  # --lora, --train or --freeze
+    momentum: float | None = None
+
+
+class Refusal(NamedTuple):
+    """Why an optimizer is refused, and what to do."""
+
+    message: str
+    hint: str
+    where: str = "--optimizer"
+    kind: str = "layout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonRule:
+    """A fault of a DeepSpeed JSON with this optimizer; `zerofit check` reports it as its own rules."""
+
+    code: str
+    severity: Literal["error", "warning"] = "error"
+    path: str
+    when: str  # an expression: check/rules/README.md
+    message: str
+    why: str
+    fix: str = "remove it"
+    source: str  # file:line below deepspeed/ in 0.19.8
+    ignored: bool = False  # whether DeepSpeed ignores the key
+    settled: bool = False  # zerofit avoids the fault itself when it trains
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of check's rule."""
+        return {name: value for name, value in vars(self).items() if name != "settled"}
+
+
+def _refuses_nothing(setting: TrainingSetting) -> Iterator[Refusal]:
+    del setting
+    return iter(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerEntry:
+    """Everything that differs between optimizers."""
+
+    name: str  # in a run, flags and results
+    json_type: str  # "optimizer.type" of a DeepSpeed JSON
+    same_states: tuple[str, ...] = ()  # other JSON types, in lower case, with the same states and step
+    trainer_names: tuple[str, ...] = ()  # values of `optim` of the Hugging Face Trainer
+    docs: str  # what a user knows of it: states, where it runs
+
+    # building
+    cpu_class: str | None = None  # "module:class" that zerofit builds on a CPU; None: DeepSpeed builds it by its type
+    gpu_class: str | None = None  # likewise on a GPU
+    library: str | None = None  # the package that has the classes, if not DeepSpeed or torch
+    kernel: str | None = None  # its op for the step
+    torch_on_cpu: bool = False  # torch's Adam on CPUs, where DeepSpeed's takes minutes to compile
+    device_op: str | None = None  # DeepSpeed's builder of the C++ op for steps on the device
+    host_op: str | None = None  # and for steps in host memory
+    compiled: bool = False  # its step is compiled by Inductor
+    zero_tested: bool = False  # ZeRO takes it without zero_allow_untested_optimizer
+    full_gradients: bool = False  # ZeRO-3 must reduce full gradients
+
+    # defaults
+    rates: LearningRates
+    weight_decay: float = 0.01
+    coupled_decay: bool = False  # decays through the gradient, so CNNs need less the longer they train
+    momentum: float | None = None
+    clipping: float = 1.0
+    clipping_why: str = ""
+    auto: Mapping[str, Any] = field(default_factory=lambda: TORCH_PARAMS)  # for "auto" in the JSON
+    params: Mapping[str, Any] = field(default_factory=dict)  # added if the JSON has no optimizer block
+    params_why: str = "torch's default"
+
+    # memory and time
+    states: States = States()
+    step: StepCost
+    planned: bool = True  # `plan` forecasts it
+
+    # check
+    refuses: Callable[[TrainingSetting], Iterator[Refusal]] = _refuses_nothing
+    rules: tuple[JsonRule, ...] = ()
+    drops_params: bool = False  # DeepSpeed silently ignores unknown parameters
+    pairs: tuple[str, ...] = ()  # parameters with two numbers, besides betas
+    cycled_betas: bool = False  # the scheduler OneCycle overwrites its betas

@@ -1,0 +1,51 @@
+"""The optimizers that zerofit trains, one file each. A new one needs a file and two lines here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from zerofit.features.optimizer import OptimizerEntry, Refusal, TrainingSetting
+from zerofit.features.optimizers.adafactor import ADAFACTOR
+from zerofit.features.optimizers.adamw import ADAMW
+from zerofit.features.optimizers.eight_bit import ADAMW8BIT, PAGED_ADAMW8BIT
+from zerofit.features.optimizers.lion import LION
+from zerofit.features.optimizers.muon import MUON
+from zerofit.features.optimizers.sgd import SGD
+
+Optimizer = Literal["adamw", "sgd", "muon", "adamw8bit", "paged-adamw8bit", "adafactor", "lion"]
+ENTRIES: tuple[OptimizerEntry, ...] = (ADAMW, SGD, MUON, ADAMW8BIT, PAGED_ADAMW8BIT, ADAFACTOR, LION)
+OPTIMIZERS: dict[str, OptimizerEntry] = {entry.name: entry for entry in ENTRIES}
+assert tuple(OPTIMIZERS) == get_args(Optimizer)
+PLANNED = tuple(entry.name for entry in ENTRIES if entry.planned)  # whose states plan can forecast
+
+
+def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
+    """Return the default optimizer: SGD for a CNN, else (and with states on the host) AdamW.
+
+    `offload`: where its states are, "none" for the device.
+    """
+    return "sgd" if cnn and offload == "none" else "adamw"
+
+
+def of_json(json_type: Any) -> OptimizerEntry | None:
+    """Return the optimizer that a DeepSpeed JSON names, in any case; None for those that zerofit does not know."""
+    kind = str(json_type).lower()
+    return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
+
+
+def run_name(json_type: str) -> str:
+    """Return the run's name for an optimizer type of a DeepSpeed JSON (in any case), else the type itself."""
+    entry = of_json(json_type)
+    return entry.name if entry and json_type.lower() not in entry.same_states else json_type
+
+
+def refusals(optimizer: str | None, setting: TrainingSetting) -> Iterator[Refusal]:
+    """Yield why an optimizer would not train as on one device; nothing if it would."""
+    entry = OPTIMIZERS.get(optimizer or "")
+    if entry is None:
+        return
+    if setting.momentum is not None and entry.momentum is None:
+        hint = "leave it out, or use --optimizer sgd"
+        yield Refusal(f"{entry.json_type} has no momentum", hint, where="--momentum", kind="conflict")
+    yield from entry.refuses(setting)

@@ -1,0 +1,106 @@
+"""bitsandbytes' AdamW with moments of 8 bits, which DeepSpeed cannot build by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from zerofit.features.optimizer import (
+    ADAM_BYTES,
+    OptimizerEntry,
+    Refusal,
+    StateBytes,
+    States,
+    StepCost,
+    TrainingSetting,
+)
+from zerofit.features.optimizers.adamw import RATES
+
+KERNEL = "optimizer_update_8bit_blockwise"  # below torch.ops.bitsandbytes
+# from bitsandbytes 0.50.2 (optim/optimizer.py, init_state, get_state_buffer)
+EIGHT_BIT_ELEMENTS = 4096  # smaller tensors keep 32-bit states (min_8bit_size)
+BLOCK_ELEMENTS, BLOCK_BYTES = 256, 4  # each state has a float32 scale per block
+MAPS_BYTES = 2 * 256 * 4  # the float32 values of the 256 codes of both states, once per optimizer
+PAGED_ELEMENTS = 100_000  # from this size on, states are in memory that the driver pages between host and device
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStates(States):
+    """Two moments of a byte, with a scale for each block."""
+
+    paged: bool = False
+
+    def of_tensors(self, numels: Iterable[int], gpu: bool) -> StateBytes:
+        """Return the bytes of the tensors' moments, and of the codes' values."""
+        sizes = list(numels)
+        host = 2 * sum(n for n in sizes if self.paged and gpu and n >= PAGED_ELEMENTS)
+        maps = MAPS_BYTES if any(n >= EIGHT_BIT_ELEMENTS for n in sizes) else 0
+        return StateBytes(sum(map(_tensor_bytes, sizes)) + maps - host, host)
+
+
+def _tensor_bytes(numel: int) -> int:
+    """Return the bytes of a tensor's two moments, without the codes' values."""
+    if numel < EIGHT_BIT_ELEMENTS:
+        return 2 * 4 * numel
+    return 2 * (numel + BLOCK_BYTES * -(-numel // BLOCK_ELEMENTS))
+
+
+def _temporary(numel: int, gpu: bool) -> int:
+    """Return what the CPU's kernel unpacks: gradient, root, quotient; of 8 bits both moments, too.
+
+    (backends/cpu/ops.py)
+    """
+    return 0 if gpu else (20 if numel >= EIGHT_BIT_ELEMENTS else 12) * numel
+
+
+def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
+    """Return what refuses states on the host, experts and elastic checkpoints."""
+
+    def refuses(setting: TrainingSetting) -> Iterator[Refusal]:
+        asked = f"--optimizer {name}"
+        if setting.offload != "none":
+            yield Refusal(
+                f"{asked} with offload_optimizer.device {setting.offload}: on the host bitsandbytes unpacks all "
+                "states to float32 in each step, which needs more memory than it saves",
+                "remove offload_optimizer, or use --optimizer adamw (DeepSpeed's CPU Adam)",
+            )
+        if setting.ep > 1:
+            yield Refusal(
+                f"{asked} with --expert-parallel {setting.ep}: DeepSpeed splits the parameter groups of experts only "
+                "for optimizers that it builds itself (runtime/engine.py:2330)",
+                "use --optimizer adamw, or --expert-parallel 1",
+            )
+        if setting.elastic:
+            yield Refusal(
+                f"{asked} with elastic_checkpoint: DeepSpeed would split the blocks of 8-bit states between weights",
+                "remove the key: zerofit's checkpoints have their own index",
+                where="zero_optimization.elastic_checkpoint",
+            )
+
+    return refuses
+
+
+_WHY = "another layout would split the blocks of 8-bit moments elsewhere and round them again"
+ADAMW8BIT = OptimizerEntry(
+    name="adamw8bit",
+    json_type="AdamW8bit",
+    docs="2 bytes a parameter, and 8 for each 256; tensors below 4,096 numbers keep 8 bytes each. ZeRO 0 to 3.",
+    cpu_class="bitsandbytes.optim:AdamW8bit",
+    gpu_class="bitsandbytes.optim:AdamW8bit",
+    library="bitsandbytes",
+    kernel=KERNEL,
+    rates=RATES,
+    states=BlockStates(by_weight=False, unconvertible=_WHY),
+    step=StepCost(temporary=_temporary, late=lambda gpu: 0, moved_bytes=ADAM_BYTES - 12),  # moments of a byte
+    refuses=_refusing("adamw8bit"),
+)
+PAGED_ADAMW8BIT = replace(
+    ADAMW8BIT,
+    name="paged-adamw8bit",
+    json_type="PagedAdamW8bit",
+    docs="As adamw8bit; tensors from 100,000 numbers are in memory that CUDA pages to the host. ZeRO 0 to 3.",
+    cpu_class="bitsandbytes.optim:PagedAdamW8bit",
+    gpu_class="bitsandbytes.optim:PagedAdamW8bit",
+    states=BlockStates(by_weight=False, unconvertible=_WHY, paged=True),
+    refuses=_refusing("paged-adamw8bit"),
+)

@@ -1,0 +1,64 @@
+"""Lion (Chen et al., 2023): the sign of one moment is the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.features.optimizer import (
+    UNSTEPPED_BYTES,
+    JsonRule,
+    LearningRates,
+    OptimizerEntry,
+    Refusal,
+    States,
+    StepCost,
+    TrainingSetting,
+)
+
+BETAS = {"betas": [0.9, 0.99]}
+
+
+def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
+    if setting.ep > 1:
+        yield Refusal(
+            "lion with --expert-parallel was not compared with training on one device",
+            "use another optimizer, or leave --expert-parallel at 1",
+        )
+
+
+LION = OptimizerEntry(
+    name="lion",
+    json_type="Lion",
+    # the ops take the sign of 0 as +1 (cpu_lion_impl.cpp:51) or -1 (multi_tensor_lion.cu:84), not as 0
+    docs="4 bytes a parameter; on CPUs and offloaded 8, of which DeepSpeed uses 4. ZeRO 0 to 3. Weights without a "
+    "gradient, such as tokens that never occur, move by the learning rate in each step.",
+    # DeepSpeed chooses FusedLion, which has no op for CPUs
+    cpu_class="deepspeed.ops.lion:DeepSpeedCPULion",
+    device_op="FusedLionBuilder",
+    host_op="CPULionBuilder",
+    zero_tested=True,
+    # a tenth of AdamW's rate with ten times its decay (Chen et al., 2023, section 5)
+    rates=LearningRates(scratch=1e-4, pretrained=2e-6, adapters=2e-5, gan=2e-5),
+    weight_decay=0.1,
+    auto=BETAS,
+    params=BETAS,  # DeepSpeed's default is Adam's: 0.999
+    params_why="Lion's usual values (Chen et al., 2023)",
+    # DeepSpeedCPULion also allocates a second moment, which nothing reads (ops/lion/cpu_lion.py:111)
+    states=States(numbers=1, host_numbers=2),
+    # both ops step in place; they read gradient, weight and moment, and write the last two
+    step=StepCost(temporary=lambda numel, gpu: 0, late=lambda gpu: 0, moved_bytes=UNSTEPPED_BYTES + 20),
+    refuses=_refuses,
+    rules=(
+        JsonRule(
+            code="needs-cuda",
+            path="optimizer.type",
+            when="optimizer == 'lion' and on_cpu and offload('optimizer') is None",
+            message="Lion without a GPU and without offload",
+            why="DeepSpeed's fused Lion needs CUDA; with offload to the CPU it uses another op",
+            fix="use AdamW, or offload the optimizer to the CPU",
+            source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
+            settled=True,
+        ),
+    ),
+    cycled_betas=True,
+)

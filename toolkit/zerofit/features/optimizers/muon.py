@@ -1,0 +1,89 @@
+"""Muon for matrices, with Adam for all other weights; DeepSpeed's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.features.optimizer import (
+    JsonRule,
+    LearningRates,
+    OptimizerEntry,
+    Refusal,
+    States,
+    StepCost,
+    TrainingSetting,
+)
+
+ZERO = "zero_optimization"
+RULES = (
+    JsonRule(
+        code="muon-reduce-scatter",
+        path=f"{ZERO}.reduce_scatter",
+        when="optimizer == 'muon' and stage == 3 and on(path)",
+        message="Muon at ZeRO stage 3 with reduce_scatter (on by default)",
+        why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
+        fix="set reduce_scatter to false",
+        source="runtime/zero/stage3.py:361",
+        settled=True,
+    ),
+    JsonRule(
+        code="muon-quantized",
+        path=f"{ZERO}.zero_quantized_gradients",
+        when="optimizer == 'muon' and stage == 3 and on(path)",
+        message="Muon with zero_quantized_gradients",
+        why='DeepSpeed stops: "Muon and all2all process group cannot be used together"',
+        source="runtime/zero/stage3.py:363",
+    ),
+)
+
+
+def _refuses(setting: TrainingSetting) -> Iterator[Refusal]:
+    """Refuse clipping under ZeRO, slices of matrices, and layouts that were not compared."""
+    if setting.zero_stage and setting.clipping:
+        yield Refusal(
+            f"gradient clipping {setting.clipping} with muon at ZeRO stage {setting.zero_stage}: DeepSpeed clips "
+            "the orthogonalised update, whose norm is always large, and shrinks every step",
+            "use --gradient-clipping 0",
+            where="--gradient-clipping",
+        )
+    if setting.combined and setting.tp > 1:
+        yield Refusal(
+            "muon orthogonalises full matrices, but tensor parallel ranks have slices",
+            "use another optimizer, or leave --tensor-parallel at 1",
+        )
+    if setting.ep > 1:
+        yield Refusal(
+            "muon with --expert-parallel was not compared with training on one device",
+            "use another optimizer, or leave --expert-parallel at 1",
+        )
+    if setting.pp > 1:
+        yield Refusal(
+            "muon with --pipeline: DeepSpeed cannot find embedding and head by name, so Muon trains them too",
+            "use another optimizer, or leave --pipeline at 1",
+        )
+    if setting.part:
+        why = "Muon with frozen weights was not compared with training on one device"
+        if setting.part == "--lora":
+            why = "Muon orthogonalises full matrices, but an adapter is two factors of one"
+        yield Refusal(f"{setting.part}: {why}", "use --optimizer adamw", kind="conflict")
+
+
+MUON = OptimizerEntry(
+    name="muon",
+    json_type="Muon",
+    docs="4 bytes a weight of a matrix, 8 bytes of all others. ZeRO 0 to 3; no pipeline, experts or adapters.",
+    torch_on_cpu=True,
+    compiled=True,
+    # DeepSpeed lists it as tested only if it can import it (runtime/zero/utils.py:71)
+    full_gradients=True,
+    rates=LearningRates(scratch=0.02, pretrained=0.002, adapters=0.02, by_size=False),
+    momentum=0.95,
+    clipping=0.0,
+    clipping_why="whose update has a fixed norm",
+    states=States(numbers=1),
+    step=StepCost(temporary=lambda numel, gpu: 8 * numel, late=lambda gpu: 4),
+    planned=False,  # the profile does not tell matrices that Muon steps from those that Adam does
+    refuses=_refuses,
+    rules=RULES,
+    drops_params=True,
+)

@@ -1,0 +1,135 @@
+"""The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on: one entry each.
+
+The rooms read the entries. `config` refuses combinations, `check` reports other stages, `simulate` and `plan` refuse
+what they cannot forecast, and `tune` what its trials cannot have. `checkpoint` says what a resume loses. `launch`
+compiles the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ZERO = "zero_optimization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unforecast:
+    """Why a command cannot forecast a feature, and what to do."""
+
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroFeature:
+    """A feature, and what it does not go with."""
+
+    path: str  # dotted key in the DeepSpeed JSON
+    docs: str  # what it does
+    off: tuple[Any, ...] = (None, False, 0)  # values that switch it off
+    ignored_below_3: str = ""  # what happens instead below ZeRO stage 3
+    combined: bool = True  # compared with one device in layouts whose groups or slices zerofit makes
+    partial: bool = True  # likewise with adapters and frozen weights
+    averaged: bool = True  # leaves float32 master weights in memory after each step, which --ema reads
+    tuned: bool = True  # trials of `tune` can have it
+    op: str | None = None  # DeepSpeed's builder of its C++ op
+    not_simulated: Unforecast | None = None
+    not_planned: Unforecast | None = None
+    unsaved: str = ""  # the states that DeepSpeed does not save
+    instead: str = ""  # what to use if they must be saved
+
+    def on(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a DeepSpeed JSON switches the feature on."""
+        value: Any = config
+        for key in self.path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value not in self.off
+
+
+ZENFLOW = ZeroFeature(
+    path=f"{ZERO}.zenflow",
+    docs="The device steps the columns with the largest gradients; the host steps the others, late.",
+    off=(None,),
+    combined=False,
+    partial=False,
+    averaged=False,
+    tuned=False,
+    not_simulated=Unforecast(
+        message="ZenFlow cannot be simulated: DeepSpeed allocates its buffers on a CUDA device by name "
+        "(runtime/zenflow/engine_stage3.py:192)",
+        hint="simulate with --ds-config zero3_offload, which is the same without ZenFlow",
+    ),
+    not_planned=Unforecast(
+        message="plan cannot forecast zenflow in the DeepSpeed JSON (selected columns, late updates)",
+        hint="plan with zero3_offload, the same without zenflow",
+    ),
+    unsaved="ZenFlow's states of selected columns and its pending gradients",
+    instead="the same offload without zenflow",
+)
+SUPER_OFFLOAD = ZeroFeature(
+    path=f"{ZERO}.offload_optimizer.super_offload",
+    docs="A process steps offloaded states during backward.",
+    combined=False,
+    partial=False,
+    averaged=False,
+    tuned=False,
+    unsaved="SuperOffload's optimizer states, which are in a separate process",
+    instead="zero3_offload",
+)
+TWIN_FLOW = ZeroFeature(
+    path=f"{ZERO}.offload_optimizer.ratio",
+    docs="Twin-Flow: the host steps this share of the parameters, and the device the others.",
+    off=(None, 1),
+    unsaved="the optimizer states of the part on the device",
+    instead="offload_optimizer.ratio 1.0",
+)
+QUANTIZED_WEIGHTS = ZeroFeature(
+    path=f"{ZERO}.zero_quantized_weights",
+    docs="ZeRO++: parameters are gathered in 8 bits.",
+    ignored_below_3="weights are gathered unquantized",
+    combined=False,
+    op="QuantizerBuilder",
+)
+QUANTIZED_FROZEN_WEIGHTS = ZeroFeature(
+    path=f"{ZERO}.zero_quantized_nontrainable_weights",
+    docs="ZeRO++: frozen parameters are kept in 8 bits.",
+    ignored_below_3="weights are kept unquantized",
+)
+QUANTIZED_GRADIENTS = ZeroFeature(
+    path=f"{ZERO}.zero_quantized_gradients",
+    docs="ZeRO++: gradients are reduced in 4 bits.",
+    ignored_below_3="gradients are reduced unquantized",
+    combined=False,
+    op="QuantizerBuilder",
+)
+SECONDARY_PARTITION = ZeroFeature(
+    path=f"{ZERO}.zero_hpz_partition_size",
+    docs="ZeRO++: each node keeps a second partition of the parameters, for backward.",
+    off=(None, False, 0, 1),
+    ignored_below_3="no secondary partition is kept",
+    combined=False,
+)
+DEEPCOMPILE = ZeroFeature(
+    path="compile.deepcompile",
+    docs="ZeRO's gathers and reductions become ops of the compiled graph.",
+    combined=False,
+    partial=False,
+    op="DeepCompileBuilder",
+)
+ZERO_FEATURES: tuple[ZeroFeature, ...] = (
+    SECONDARY_PARTITION,
+    QUANTIZED_WEIGHTS,
+    QUANTIZED_FROZEN_WEIGHTS,
+    QUANTIZED_GRADIENTS,
+    ZENFLOW,
+    SUPER_OFFLOAD,
+    TWIN_FLOW,
+    DEEPCOMPILE,
+)
+
+
+def features_on(config: Mapping[str, Any]) -> Iterator[ZeroFeature]:
+    """Yield the features that a DeepSpeed JSON switches on."""
+    return (feature for feature in ZERO_FEATURES if feature.on(config))
