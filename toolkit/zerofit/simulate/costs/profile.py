@@ -280,7 +280,7 @@ def _loss(
         return output_part(out, "loss")
     head = head_loss(model, one.savings.loss_chunk, inside=True)
     if head:
-        with head.given(labels):
+        with head.with_labels(labels):
             loss, aux = forward_logits(model, x, **extra)
         last = recorder.segments[-1].key[1]
         recorder.handed_on[last] = recorder.handed_on[last - 1]  # a pipeline's last stage sends the head's input
