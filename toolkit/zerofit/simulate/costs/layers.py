@@ -27,7 +27,7 @@ from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.costs.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.costs.traced_experts import STAND_INS
 from zerofit.simulate.costs.traced_model import TracedModel
-from zerofit.simulate.ops import shortcuts as quick_ops
+from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, added_to
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
 
@@ -153,7 +153,7 @@ class ProfileRecorder(TorchDispatchMode):
         if self._frozen:
             self._note_readers(args)
         kernel: Any = STAND_INS.get(func, func)
-        out = quick_ops.as_stored(func, args, kernel(*args, **kwargs))
+        out = shortcuts.as_stored(func, args, kernel(*args, **kwargs))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)

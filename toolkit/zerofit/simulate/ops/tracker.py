@@ -25,7 +25,7 @@ from zerofit import models
 from zerofit.simulate.memory.allocator import RecordStream
 from zerofit.simulate.memory.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.memory.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
-from zerofit.simulate.ops import shortcuts as quick_ops
+from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import BLAS, OpArguments, OpKeywords, OpOutput, Scratch, added_to, bytes_of, flops_of
 from zerofit.simulate.ops.streams import SimulatedStream, Streams
 from zerofit.spec.local_machine import is_older
@@ -164,7 +164,7 @@ class AllocationTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
-        out = quick_ops.run(func, args, kwargs)
+        out = shortcuts.run(func, args, kwargs)
         if name.startswith("c10d::") or name == _ULYSSES:
             self._note_collective(name, args)
         if is_counted(func):
