@@ -38,6 +38,12 @@ from zerofit.train.loss import head_loss, weighted_cross_entropy
 from zerofit.train.probe import expert_count
 
 
+# Steps of a trace:
+#   1. build the model on the meta device with two of each run of equal layers, as one rank's shard (`traced_model`);
+#   2. divide it into units: embedding, blocks, head;
+#   3. run forward, loss and backward at two micro batches, and follow every storage (`layers.ProfileRecorder`);
+#   4. turn both recordings into one line per quantity and unit, and count equal layers.
+# A step in each setting (precision, checkpointing, degrees) takes a second, since no kernel runs.
 def profile_model(
     source: ModelSource,
     task: Task,
