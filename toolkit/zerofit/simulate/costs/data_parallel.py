@@ -40,6 +40,8 @@ class DataParallelCosts:
     received: tuple[int, ...]
 
 
+# DataParallel copies the model to each GPU in every step, splits the batch, and adds all gradients up on the
+# first GPU. So the first GPU has the optimizer, all outputs and the highest peak.
 class DeviceMemory(TorchDispatchMode):
     """Track live and peak bytes of each device. An op's outputs are where its inputs are, or on the first device."""
 

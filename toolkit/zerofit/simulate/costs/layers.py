@@ -27,7 +27,7 @@ from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.costs.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.costs.traced_experts import STAND_INS
 from zerofit.simulate.costs.traced_model import TracedModel
-from zerofit.simulate.ops import shortcuts as quick_ops
+from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, added_to
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
 
@@ -153,7 +153,7 @@ class ProfileRecorder(TorchDispatchMode):
         if self._frozen:
             self._note_readers(args)
         kernel: Any = STAND_INS.get(func, func)
-        out = quick_ops.as_stored(func, args, kernel(*args, **kwargs))
+        out = shortcuts.as_stored(func, args, kernel(*args, **kwargs))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -269,6 +269,12 @@ def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[
     return tuple(calls)
 
 
+# A quantity q of a layer is a line in the micro batch b, through the values at the two MICRO_BATCHES:
+#
+#   q(b) = fixed + per_sample * b
+#
+# Memory in forward and backward is the maximum over many moments, each a line of its own. Only lines that are
+# the maximum at some b are stored (`envelope`), so a profile stays small and the maximum stays exact.
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
     """Return the costs of a unit; each quantity is a line through its values at MICRO_BATCHES."""
     forwards, backwards = (
@@ -307,6 +313,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
     """Return the lines that are the maximum at some micro batch from 1 on."""
+    # Upper envelope of lines by ascending slope: a new line makes the last one needless if it is higher
+    # already at b = 1, or if it crosses the line before the last one earlier than the last one does.
     best: list[Linear] = []
     for line in sorted(set(lines), key=lambda one: (one.per_sample, one.fixed)):
         while best and (best[-1].at(1) <= line.at(1) or (len(best) > 1 and _hidden(best[-2], best[-1], line))):

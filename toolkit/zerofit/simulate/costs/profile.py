@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,43 +20,30 @@ from zerofit.models import checkpointing as models_checkpointing
 from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
 from zerofit.models.catalog import ModelError, ModelSource, is_cnn
 from zerofit.models.depth import of_all_layers
-from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.layers import as_layers
 from zerofit.models.sections import ModelSection, watched
 from zerofit.simulate.costs.layers import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.costs.traced_experts import without_ranks
-from zerofit.simulate.costs.traced_model import TracedModel, cast_by_zero3, make_subject
+from zerofit.simulate.costs.traced_model import TracedModel, TraceSetting, cast_by_zero3, make_subject
 from zerofit.simulate.fakes.kernels import as_on
 from zerofit.simulate.fakes.quantized import traced_bits
 from zerofit.simulate.ops.costs import scratch_on
 from zerofit.spec.errors import reason_of
-from zerofit.spec.model_facts import Precision, Task
-from zerofit.spec.profile import NOTHING_SAVED, ZERO3, LayerCost, LayerRun, Linear, Profile, Savings, setting
+from zerofit.spec.model_facts import Task
+from zerofit.spec.profile import ZERO3, LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.train import loss as train_loss
 from zerofit.train.loss import head_loss, weighted_cross_entropy
 from zerofit.train.probe import expert_count
 
 
-class TraceSetting(NamedTuple):
-    """All that a trace depends on besides the model and its inputs."""
-
-    precision: str
-    checkpointing: bool = False
-    tp: int = 1
-    sp: int = 1
-    ep: int = 1
-    savings: Savings = NOTHING_SAVED
-    zero3: bool = False  # trace as ZeRO-3 does, which partitions the model while it is built
-    whole: bool = False  # trace every layer, even equal ones
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Torch's type of the precision."""
-        return DTYPES[cast("Precision", self.precision)]
-
-
+# Steps of a trace:
+#   1. build the model on the meta device with two of each run of equal layers, as one rank's shard (`traced_model`);
+#   2. divide it into units: embedding, blocks, head;
+#   3. run forward, loss and backward at two micro batches, and follow every storage (`layers.ProfileRecorder`);
+#   4. turn both recordings into one line per quantity and unit, and count equal layers.
+# A step in each setting (precision, checkpointing, degrees) takes a second, since no kernel runs.
 def profile_model(
     source: ModelSource,
     task: Task,
@@ -112,7 +99,7 @@ def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, object], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
-    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep, one.whole)
+    subject = make_subject(source, inputs, args, one)
     if one.zero3:
         for module, name in cast_by_zero3(subject.model):
             module._buffers[name] = module.get_buffer(name).to(one.dtype)

@@ -6,7 +6,7 @@ A rank's shard of a transformers model is the same as DeepSpeed's AutoTP makes i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import with_depths
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.equal_layers import equal_layers, few_layers
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
@@ -24,11 +25,30 @@ from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.simulate.costs.traced_experts import spread
+from zerofit.spec.model_facts import Precision
 from zerofit.spec.profile import NOTHING_SAVED, Savings
 from zerofit.train.build import batch_norm_in_fp32
 
 # linear layers whose inputs are split and whose outputs are all-reduced (AutoTP's all_reduce_linears)
 _ROWS = ("o_proj", "down_proj", "output.dense")
+
+
+class TraceSetting(NamedTuple):
+    """All that a trace depends on besides the model and its inputs."""
+
+    precision: str
+    checkpointing: bool = False
+    tp: int = 1
+    sp: int = 1
+    ep: int = 1
+    savings: Savings = NOTHING_SAVED
+    zero3: bool = False  # trace as ZeRO-3 does, which partitions the model while it is built
+    whole: bool = False  # trace every layer, even equal ones
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's type of the precision."""
+        return DTYPES[cast("Precision", self.precision)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,39 +64,34 @@ class TracedModel:
 def make_subject(
     source: ModelSource,
     inputs: Inputs | None,
-    args: dict[str, object],
-    dtype: torch.dtype,
-    checkpointing: bool,
-    tp: int,
-    savings: Savings = NOTHING_SAVED,
-    ep: int = 1,
-    whole: bool = False,
+    args: dict[str, Any],
+    setting: TraceSetting,
 ) -> TracedModel:
-    """Return the model as a rank has it: parameters in `dtype`, buffers as built.
+    """Return the model as a rank has it: parameters in the setting's type, buffers as built.
 
-    `whole`: keep all layers, even equal ones. Raises ModelError if it has no tensor or expert parallel form.
+    Raises ModelError if it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
-    equal = {} if whole else equal_layers(source, inputs, args)
+    equal = {} if setting.whole else equal_layers(source, inputs, args)
     small = with_depths(args, {path: few_layers(config, path) for path in equal})
     with torch.device("meta"):
-        model = build(source, inputs, small, checkpointing=checkpointing)
+        model = build(source, inputs, small, checkpointing=setting.checkpointing)
     found = block_lists(model, inputs) if config is not None else []
-    if tp > 1:
+    if setting.tp > 1:
         if len(found) != 1:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
-        _shard(model, found[0][0], tp)
-    if ep > 1:
-        spread(model, ep)
-    if savings.activation_offload and checkpointing:
+        _shard(model, found[0][0], setting.tp)
+    if setting.ep > 1:
+        spread(model, setting.ep)
+    if setting.savings.activation_offload and setting.checkpointing:
         keep_on_host(model)
-    if savings.mlp_chunk:
-        tile_mlps(model, savings.mlp_chunk)
-    if dtype != torch.float32:
+    if setting.savings.mlp_chunk:
+        tile_mlps(model, setting.savings.mlp_chunk)
+    if setting.dtype != torch.float32:
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-        compute_in(model, dtype)
+                parameter.data = parameter.data.to(setting.dtype)
+        compute_in(model, setting.dtype)
         batch_norm_in_fp32(model)
     equal_lists = [(blocks, equal.get(path)) for blocks, path in found]
     units = block_sections(equal_lists) if found else stage_sections(model)

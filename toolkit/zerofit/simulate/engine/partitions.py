@@ -119,6 +119,13 @@ class _Group:
         self.master = optimizer.single_partition_of_fp32_groups[number].element_size()
 
 
+# All ranks run the same ops, so bytes before each event differ only in what a rank keeps for its own partition:
+#
+#   bytes of rank r at an event = bytes of the simulated rank at it - own(simulated rank) + own(r)
+#
+# The replay goes through the recorded calls of the optimizer and follows own(r) for all ranks at once, as arrays.
+# Between two calls it takes the highest moment of the recording (`_pass`). Inside a call ranks allocate different
+# sizes, so its recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:
     """Replay one rank's training for all that share its parameters. Arrays have an element for each of these ranks."""
 

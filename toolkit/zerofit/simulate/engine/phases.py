@@ -43,6 +43,8 @@ def phase_name(name: str, step: int) -> str:
     return name if step < 0 else f"step {step + 1}: {name}"
 
 
+# A phase ends where the next one begins, so phases cover the run without gaps. Their peak is the highest number
+# of live bytes since the phase began, as torch.cuda.max_memory_allocated after a reset.
 class PhaseLog:
     """The phases so far. Beginning the current phase again changes nothing."""
 

@@ -40,6 +40,9 @@ def policies() -> dict[str, str]:
     return found
 
 
+# autocast on a GPU, op by op: LOWER casts floats to the lower type, FP32 to float32, PROMOTE to the widest of the
+# inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends,
+# which is memory that counts.
 class CastCache:
     """Weights in the lower type, kept until the outermost autocast ends, so each is cast once."""
 

@@ -81,6 +81,14 @@ def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) 
         yield
 
 
+# Kernels of scaled_dot_product_attention, as torch chooses them (sdp_utils.cpp):
+#
+#   device   condition                                                       kernel
+#   cpu      dropout, a learnt mask, values of another width                 plain products (all scores)
+#   cpu      otherwise                                                       flash for the CPU
+#   cuda     one head of keys broadcast to several query heads               plain products
+#   cuda     16 bits, no mask, heads up to FLASH_WIDTH, equal widths         flash
+#   cuda     otherwise                                                       memory-efficient
 def _fused_attention(
     device: str,
     query: Tensor,

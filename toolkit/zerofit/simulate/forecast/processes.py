@@ -65,6 +65,15 @@ IMPORTED_FOR_SCRIPTS = (
     "zerofit.simulate.script.rank",
 )
 Target = SimulationTarget | ScriptTarget
+# Processes and files of one request:
+#
+#   zerofit ── folder ──► server (torch and DeepSpeed imported, fork only) ──► answering process, its own group
+#                                                                                 └─► one process per target N
+#   folder/request    targets; locked as long as a process of the request lives
+#   folder/N.status   a line of progress      N.log    what the process printed
+#   folder/N.result   the pickled record      N.exit   how it ended      N.ended   the parent may read the others
+#
+# Nothing is sent back over a pipe: a process that is killed for lack of memory leaves files that can be read.
 POLL_S = 0.2
 PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most need less
 

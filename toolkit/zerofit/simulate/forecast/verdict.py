@@ -123,6 +123,11 @@ class FitVerdict:
         return self.word == FITS
 
 
+# What has to fit on a device:
+#
+#   | reserved peak | overheads: low .. high | kernels and fragmentation that are not simulated (kept free) |
+#
+# "fits" takes the upper end of everything; "does not fit" means not even the lower end fits.
 def judge(
     peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
 ) -> FitVerdict:

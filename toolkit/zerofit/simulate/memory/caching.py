@@ -117,6 +117,17 @@ class Pool:
             yield self._blocks[self._keys[at]]
 
 
+# How a request is served, in torch's order (CUDACachingAllocator.cpp, malloc):
+#   1. round the size, and choose the pool of its stream and size class (small: up to 1 MiB);
+#   2. take the smallest free block that is large enough;
+#   3. otherwise allocate a new segment from the driver, if the device has memory left;
+#   4. otherwise return oversize blocks, then all unused segments, to the driver, and try 3 again;
+#   5. split the block if the rest is large enough to be useful, and return the rest to the pool.
+#
+#   segment  |  used  | free |     used     |    free    |     neighbours are linked; two free ones merge
+#            `- one cudaMalloc; reserved bytes count it until no block of it is used and it is returned
+#
+# So fragmentation depends on the order of requests, and only a replay of all of them gives the reserved peak.
 class CachingAllocator:
     """The allocator of one device with `device_bytes` of memory (None: no limit)."""
 
@@ -261,6 +272,11 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
 
+# One long range of addresses per pool; memory is mapped into it page by page:
+#
+#   |  used  | free |  used  |   unmapped ...   |     a request grows the range at its end, or fills an unmapped hole
+#
+# Pages that lie completely inside a free block can be returned, so there is hardly any fragmentation.
 class ExpandableAllocator(CachingAllocator):
     """The allocator under `expandable_segments:True`: one segment per pool, which grows page by page.
 

@@ -20,6 +20,8 @@ KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GAT
 Tag = Callable[[object, str], None]  # AllocationTracker.tag
 
 # attributes of DeepSpeed's ZeRO optimizers
+# A storage gets the first kind that is found: by owner (tags, set while it lives), by the function of DeepSpeed
+# that allocated it (ALLOCATED_BY), by the file of a loss, by the phase.
 OWNED_AS = {
     "ipg_buckets": BUCKETS,
     "grad_partitions_flat_buffer": GRADIENTS,

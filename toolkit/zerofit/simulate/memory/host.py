@@ -18,6 +18,8 @@ from zerofit.spec.overhead import pinned_bytes
 Line = Callable[[float, float], int]
 
 
+# torch never returns page-locked memory to the system. So its total is the largest number of blocks of each
+# size that were in use at once, and "free" blocks are part of the process's memory.
 class _PinnedBlocks:
     """Torch's pinned blocks: which lines allocated them, and which are free."""
 

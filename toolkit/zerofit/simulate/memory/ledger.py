@@ -43,6 +43,10 @@ class PhaseMark:
     step: int
 
 
+# The ledger is a list of (storage, change in bytes). Everything else is computed from it afterwards:
+# live bytes at a moment are the sum of the changes before it, so one pass gives peaks by kind, the timeline,
+# host memory by phase (`memory.host`), and the messages for a replay of the caching allocator (`memory.allocator`).
+# Storages are classified at the end (`memory.categories`), because their owner is often known only then.
 class Ledger:
     """Storages, their allocations (+bytes) and releases (-bytes) in order, and live and peak bytes by place."""
 
@@ -73,6 +77,8 @@ class Ledger:
     def freed(self, index: int) -> None:
         """Record a release."""
         change = -self.storages[index].bytes
+        # Autograd's sum of two gradients allocates its result before the older gradient is freed, but only while a
+        # dispatch mode is active. On the real machine it adds in place: so exchange the last two events.
         if self._going_over is None or self._going_over[:2] != (len(self.events), index):
             self._change(index, change)
             return
@@ -110,6 +116,9 @@ class Ledger:
         self.peak[place] = max(self.peak[place], self.live[place])
 
 
+# A peak per line of code, not only the highest of all: when a model is extrapolated from a few layers
+# (`forecast.run`), the line with the highest peak may be another one than with all layers. The highest, the
+# first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
     """Return the highest peak of each kind on the device, and its first and last one, highest first.
 

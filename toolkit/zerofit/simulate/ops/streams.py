@@ -16,6 +16,11 @@ from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.issued import IssuedLog
 
 
+# Why streams matter for memory: a block that another stream has used may be reused only when the host knows
+# that this stream is done. If the host runs far ahead of the device, such blocks pile up.
+#
+#   host     issue issue issue ........ item() -> knows that all work before it is done; waiting blocks are freed
+#   device         work work work work |
 class Streams:
     """The streams of one device, by number; the first is the default, and current in each thread at the start."""
 

@@ -25,7 +25,7 @@ from zerofit import models
 from zerofit.simulate.memory.allocator import RecordStream
 from zerofit.simulate.memory.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.memory.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
-from zerofit.simulate.ops import shortcuts as quick_ops
+from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import BLAS, OpArguments, OpKeywords, OpOutput, Scratch, added_to, bytes_of, flops_of
 from zerofit.simulate.ops.streams import SimulatedStream, Streams
 from zerofit.spec.local_machine import is_older
@@ -46,6 +46,13 @@ _LT_IS_APART = is_older("torch", CUBLASLT_SHARES_FROM)
 CallSite = tuple[str, CodeType | None, int]  # running module, function that calls the op, line
 
 
+# What happens for each op of the simulated rank:
+#   1. run it on fakes: this gives shapes, and storages that have a size but no memory;
+#   2. a storage that is new gets an entry in the ledger, with the running module and line of code;
+#   3. a finalizer on the storage records its release, when Python frees the last tensor that uses it;
+#   4. scratch memory that the kernel needs only while it runs is allocated and freed at once, which may be a peak.
+# Storages are known by their address, which is reused after a release. So a finalizer checks that the address
+# still belongs to its own entry.
 class AllocationTracker(TorchDispatchMode):
     """Record all allocations of ops in the ledger. Works on fake tensors; meta tensors have no memory.
 
@@ -164,7 +171,7 @@ class AllocationTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
-        out = quick_ops.run(func, args, kwargs)
+        out = shortcuts.run(func, args, kwargs)
         if name.startswith("c10d::") or name == _ULYSSES:
             self._note_collective(name, args)
         if is_counted(func):
@@ -268,6 +275,8 @@ class AllocationTracker(TorchDispatchMode):
 
     def _call_site(self) -> CallSite:
         """Return the running module and the innermost line outside of torch; in backward, those of the op's forward."""
+        # In backward no Python frame shows which layer runs. Autograd numbers each op of the forward, and the node
+        # of its backward has the next number: so the place that was noted in forward is looked up by number.
         node = torch._C._current_autograd_node()
         code, line = _caller()
         if node is None:

@@ -36,6 +36,10 @@ _SIGNATURE = re.compile(r"^(\w+)[\w.<>]*\(\) (got|takes|missing)")  # of Python'
 RETRY = "run the command without zerofit to see whether it ends the same way"
 
 
+# Whose error is it? In this order:
+#   1. files missing from the hub's cache, too little memory here, a call of the GPU's driver: a problem of its own;
+#   2. no fake tensor and no object of this package is involved: the script's own error, with its traceback;
+#   3. otherwise the simulation may have caused it: the message names the op, the module and the line.
 def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
     """Return the script's own error with its traceback, or what cannot be simulated and where."""
     frames = traceback.extract_tb(error.__traceback__)

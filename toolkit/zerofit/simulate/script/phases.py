@@ -20,6 +20,13 @@ from zerofit.simulate.script.errors import ScriptStop
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
 
 
+# A script has no loop of ours, so phases follow from what it calls:
+#
+#   with an engine      DeepSpeedEngine.__init__ -> init   forward -> forward   backward -> backward   step -> step
+#   without an engine   Module.__call__ of the outermost trained module -> forward
+#                       autograd.backward of a loss -> backward   hooks of torch's optimizers -> step
+#
+# Calls that are made inside another of these calls belong to it: `_busy` and `_inside` count the depth.
 class ScriptPhases:
     """Start phases, and stop the script when every engine that trains has made its optimizer steps.
 

@@ -50,6 +50,16 @@ _PINNING = (_IS_PINNED, "aten::_pin_memory")
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
+# How an op of a script runs:
+#
+#   inputs                                   runs on        values of the outputs
+#   real host tensors only                   the host       real
+#   a fake among them                        fakes          computed too, if all inputs are known and the output small
+#   none (torch.empty on the device)         fakes          unknown
+#   none, a large one on the host            fakes          unknown: the script's memory must stay small
+#
+# "Known" values are kept beside a fake (`keep`). They let masks, lengths and counters steer the script as on
+# the real machine. An op that overwrites a tensor with unknown values deletes its known one (`forget`).
 class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
