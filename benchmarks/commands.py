@@ -98,7 +98,9 @@ COMMANDS = (
     "launch lenet --data digits --slurm job.sbatch --nodes 2 --slots 8 --time 1:00:00 --output runs/job",
 )
 MEASURED = ("train ", "eval ", "ckpt ", "generate ", "data ")  # their values differ from run to run
-VOLATILE = re.compile(r"elapsed|_at$|date|version|path|folder|^file|python|command|created|message|hint|why|note")
+VOLATILE = re.compile(
+    r"elapsed|_at$|date|version|path|folder|^file|python|command|created|message|hint|why|note|^seconds$|total_s|^profile$|^line$"
+)
 
 
 def kept(value: Any, measured: bool, key: str = "") -> Any:
@@ -166,7 +168,8 @@ def main(action: str, place: str) -> int:
         Path("script.py").write_text(SCRIPT)
         for words in COMMANDS:
             records[words] = outcome(words)
-            found = differences(before[words], records[words]) if words in before else []
+            earlier = kept(before.get(words, records[words]), words.startswith(MEASURED))
+            found = differences(earlier, kept(records[words], words.startswith(MEASURED)))
             wrong += bool(found)
             print(f"{records[words]['exit code']}  {words}", *found[:8], sep="\n     ", flush=True)
         if os.environ.get("KEEP_ERRORS"):
