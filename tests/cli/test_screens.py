@@ -127,7 +127,7 @@ def screens(tmp_path_factory) -> dict[str, tuple[Callable[[], object], str]]:
     profile.write_text(json.dumps(make_profile().as_dict()))
     run = Run(model="llama-tiny", model_args=TINY, seq_len=16, micro_batch=2, ds_config="zero2")
     small = simulate(run, Cluster("h100-80gb", gpus=2, device_memory=2**20))
-    needs = {"peak_bytes": 9 << 20, "reserved_bytes": 9 << 20, "host_node_bytes": 0}
+    needs = {"peak_bytes": 9 << 20, "reserved_bytes": 9 << 20, "outside_bytes": 0, "host_node_bytes": 0}
     tried = [KnobResult(change="--micro-batch 1 --gradient-accumulation-steps 2", fits=True, slowdown=0.184, **needs)]
     tried += [KnobResult(change="--ds-config zero3_offload", fits=True, cost_rank=1, slowdown=6.14, **needs)]
     tried += [KnobResult(change="--activation-checkpointing", fits=True, cost_rank=2, **needs)]

@@ -134,7 +134,8 @@ def test_plain_torch(folder):
     result = simulated(TORCH, TWO)
     size = 4 * (256 * 256 + 256)
     assert facts(result).facts.engines == 0 and result.layout.zero_stage == 0
-    assert result.breakdown["parameters"] == pytest.approx(2 * size, rel=0.01)  # and buckets of their gradients
+    assert result.breakdown["parameters"] == pytest.approx(size, rel=0.01)
+    assert result.breakdown["communication buckets"] == pytest.approx(size, rel=0.01)  # allocated with the wrapper
     assert result.breakdown["optimizer state"] == pytest.approx(2 * size, rel=0.01)
     assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
 
@@ -157,6 +158,10 @@ def test_options_of_distributed_data_parallel(folder):
         views = size if name == "views" else 0  # gradients are then parts of the buckets
         ends = {p.name: p.end_bytes - used for p in found.phases if p.step == 1}
         assert ends == {**kept, "backward": kept["backward"] - views, "step": kept["step"] - views}, name
+        # at the peak, a gradient is there before the reducer copies it into its bucket
+        buckets = found.breakdown.get("communication buckets", 0)
+        assert buckets == pytest.approx(0 if name == "views" else size, rel=0.01), name
+        assert buckets + found.breakdown["gradients"] == pytest.approx(2 * size, rel=0.01), name
         calls = [(row.op, row.phase, row.count, row.bytes) for row in found.comm if row.op == "allreduce"]
         again = name == "unused"  # a static graph's map is sent in the first step alone
         assert calls == [("allreduce", "backward", 1 + again, size + again * used)], name

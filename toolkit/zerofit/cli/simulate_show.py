@@ -63,7 +63,7 @@ def _needed(result: Simulation) -> int:
 def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1)
     place = f" ({describe_rank(result.rank, result.layout)})" if result.layout.combined else ""
-    ranks = f"rank {result.rank} of {result.world_size}{place}, ZeRO {result.layout.zero_stage}"
+    ranks = f"rank {result.rank} of {result.world_size}{place}, ZeRO-{result.layout.zero_stage}"
     seen = _run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run)
     yield "run", f"{result.run.model}, {ranks}{f', {layout}' if layout else ''}"
     yield "", seen
@@ -185,7 +185,7 @@ def _collectives(result: Simulation) -> Rows:
 
 def show_knobs(result: Simulation, details: bool) -> None:
     """Print the changes that need less memory, those that cost least speed first, and how to see more."""
-    console, outside = out(), sum(o.bytes for o in result.overheads)
+    console = out()
     leaner = [row for row in result.tried if row.fits or row.reserved_bytes < result.reserved_bytes]
     fitting = [row for row in leaner if row.fits]
     if result.verdict == FITS:
@@ -197,7 +197,7 @@ def show_knobs(result: Simulation, details: bool) -> None:
         ranked = sorted(rows, key=lambda row: row.cost_rank)
         ranked = ranked if details else ranked[:CHANGES]
         width = max((len(_cost(row)) + 2 for row in ranked if row.slowdown is not None), default=0)
-        sizes = [shown_bytes(row.reserved_bytes + outside) for row in ranked]
+        sizes = [shown_bytes(row.reserved_bytes + row.outside_bytes) for row in ranked]
         facts = [f"{size:<8}  {_cost(row):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)]
         print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
     if not details:

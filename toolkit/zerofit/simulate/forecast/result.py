@@ -102,6 +102,7 @@ class KnobResult:
     change: str  # as a flag or a key of the DeepSpeed JSON
     peak_bytes: int
     reserved_bytes: int
+    outside_bytes: int  # device memory outside of reserved_bytes; a change may start more communicators
     host_node_bytes: int
     fits: bool
     config: str | None = None  # the bundled DeepSpeed JSON of the change
@@ -113,6 +114,7 @@ class KnobResult:
         """Return the memory that a change needs, from its simulation."""
         names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
         figures = {name: getattr(found, name) for name in names}
+        figures["outside_bytes"] = sum(overhead.bytes for overhead in found.overheads)
         return cls(change=change, config=config, cost_rank=cost_rank, **figures)
 
 

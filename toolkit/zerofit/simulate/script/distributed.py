@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.memory.categories import BUCKETS, GRADIENTS
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
@@ -123,7 +124,9 @@ def data_parallel(meter: ScriptTracker) -> None:
 
     original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
-    def sent(state, bucket):  # no annotations: torch compares them with types, and here they would be text
+    def sent(model, bucket):  # no annotations: torch compares them with types, and here they would be text
+        # the reducer allocates its buckets when the model is wrapped; gradients may be views of them
+        meter.tag(bucket.buffer(), GRADIENTS if model.gradient_as_bucket_view else BUCKETS)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         c10d.all_reduce(bucket.buffer())
         done.set_result(bucket.buffer())
@@ -131,7 +134,7 @@ def data_parallel(meter: ScriptTracker) -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        register(self, None, sent)
+        register(self, self, sent)
 
     def register_comm_hook(self: Any, state: object, hook: object) -> None:
         meter.note(f"DistributedDataParallel's communication hook {getattr(hook, '__name__', hook)}: left out")
