@@ -46,7 +46,7 @@ def test_a_report_is_a_table_without_names(monkeypatch):
     from zerofit.cli import machine
 
     rows = [Check(name="gpus", host="alice-box", status="ok", value=f"{Path.home()}/a|b").as_dict()]
-    monkeypatch.setattr(machine, "_examined", lambda *_, **options: {"checks": rows, "hosts": 1, **options})
+    monkeypatch.setattr(machine, "_examine", lambda *_, **options: {"checks": rows, "hosts": 1, **options})
     done = CliRunner().invoke(main, ["doctor", "--report"])
     assert done.exit_code == 0 and done.stdout.splitlines()[-1] == r"| gpus | ok | ~/a\|b |"
     assert f"torch {version('torch')}" in done.stdout and "alice-box" not in done.stdout

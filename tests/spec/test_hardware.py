@@ -13,6 +13,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.device_file import CATALOG, KEYS, REQUIRED
 from zerofit.spec.devices import DEVICES, INSTANCES, by_name, cpu_device, find_device, peak_flops, supports
 from zerofit.spec.errors import UserError
+from zerofit.spec.overhead import blas_workspace_bytes, context_figure
 from zerofit.spec.units import parse_bytes, shown_bytes
 
 GIB = 2**30
@@ -91,6 +92,16 @@ def test_a_gpu_a_node_and_an_instance_are_one_entry_each(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("gpu: x100\nnode: box\nnetwork: 25GB\n")  # a user's file, by the same reader
     mine = Cluster(str(tmp_path / "mine.yaml")).device
     assert (mine.kind, mine.bandwidth, mine.node.gpus, mine.node.network) == ("own:mine", 4e12, 4, 25e9)
+
+
+@pytest.mark.parametrize("kind", ["h100-80gb", "mi300x", "rtx4090"])
+def test_a_file_that_names_a_gpu_has_all_figures_of_that_gpu(tmp_path, kind):
+    """Context, workspaces and compute capability are looked up by name; no file has them."""
+    (tmp_path / "mine.yaml").write_text(f"gpu: {kind}\nnode: dgx-h100\n")
+    mine, known = Cluster(str(tmp_path / "mine.yaml")).device, Cluster(kind).device
+    assert mine.kind == "own:mine" and mine.catalog_kind == known.catalog_kind == kind
+    assert context_figure(mine.catalog_kind) == context_figure(kind)
+    assert blas_workspace_bytes(mine.catalog_kind) == blas_workspace_bytes(kind)
 
 
 @pytest.mark.parametrize("text", ["gpu: h100-8gb\nnode: dgx-h100\n", "gpu: h100-80gb\nnode: dgx-h10\n"])

@@ -124,7 +124,7 @@ class CheckSubject:
         return self.catalog.default(path)
 
     def is_argument(self, path: str) -> bool:
-        """Return whether a flag, an argument or a argument file sets the key."""
+        """Return whether a flag, an argument or an argument file sets the key."""
         return any(value.path == path for value in self.setting.requested)
 
     reader = property(lambda self: self.setting.reader)

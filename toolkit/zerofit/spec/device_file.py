@@ -169,7 +169,7 @@ def _positive(value: Any) -> bool:
 
 def _device(path: Path, entry: dict[str, Any], *, kind: str, node: Node) -> Device:
     if "gpu" in entry:
-        return replace(read_gpu(entry["gpu"]), kind=kind, node=node)
+        return replace(read_gpu(entry["gpu"]), kind=kind, node=node, gpu=entry["gpu"])
     return Device(
         kind=kind,
         name=str(entry.get("torch_name", path.stem)),

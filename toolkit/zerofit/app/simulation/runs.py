@@ -63,7 +63,7 @@ class PreparedSimulation:
             rank=rank,
             accelerator=self.cluster.accelerator,
             device_bytes=self.cluster.device.memory_bytes,
-            workspace_bytes=blas_workspace_bytes(self.cluster.device.kind),
+            workspace_bytes=blas_workspace_bytes(self.cluster.device.catalog_kind),
             alloc_conf=self.alloc_conf,
         )
 

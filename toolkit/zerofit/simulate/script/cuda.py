@@ -107,7 +107,7 @@ def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 def capability(device: Device) -> tuple[tuple[int, int], int]:
     """Return a catalogue device's compute capability and its number of multiprocessors."""
-    known = [kind for kind in _MADE if device.kind.startswith(kind)]
+    known = [kind for kind in _MADE if device.catalog_kind.startswith(kind)]
     return _MADE[max(known, key=len)] if known else _UNKNOWN
 
 
