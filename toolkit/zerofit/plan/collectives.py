@@ -50,8 +50,7 @@ def collective_s(
 
     `at_once`: calls are issued together, and ranks wait for each other once. Measured lines were fitted to calls
     between kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each
-    rank
-    has its own share of the network: a node's ranks send different parts of what leaves the node.
+    rank has its own share of the network: a node's ranks send different parts of what leaves the node.
     """
     if group.size == 1:
         return 0.0

@@ -22,8 +22,7 @@ def largest(
     Also returns the number of evaluations. `pressure` must grow. None if the smallest does not fit. The value after the
     answer has been tried, unless it is the last. The share grows nearly linearly, so the next guess is where the line
     through the bracket's ends reaches 1. If this guess does not halve the bracket, the next guess is its middle. With
-    `end_first` the
-    last value, up to `most`, is tried early.
+    `end_first` the last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 

@@ -238,7 +238,7 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """Return variants with larger buckets, with gradients reduced during backward, and with more kept gathered."""
+    """Return variants with larger buckets, with gradients reduced during backward, and with more parameters kept."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]

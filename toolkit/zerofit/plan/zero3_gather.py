@@ -122,7 +122,7 @@ def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCal
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched its parameters and those ahead; the first of a layer fetches nothing."""
+    """The moment after a module has fetched its parameters and those ahead; a layer's first moment has no fetch."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()
