@@ -205,7 +205,7 @@ class RouterBalance:
         self._losses.append(router_loss.detach().float())
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the step's figures over all ranks and reset; all ranks call this.
+        """Return the step's figures over all ranks, and reset the counts; all ranks call this.
 
         `router_loss` as added to the loss; `expert_load_most` and `_least`: tokens of the experts with the most and the
         fewest in any layer, over an even share.
