@@ -181,7 +181,7 @@ def _mend_registry() -> None:
 
 
 class RouterBalance:
-    """Counts tokens per expert in the forwards of a step; only the routers' loss if experts are not spread."""
+    """Counts tokens per expert in the forwards of a step; without spread experts, only the routers' loss."""
 
     def __init__(self, module: nn.Module, group: Any, shared: bool = False):
         """`group`: the ranks that hold the same layers; `shared`: whether only some ranks record losses."""

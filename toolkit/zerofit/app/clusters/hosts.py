@@ -151,7 +151,7 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts for the facts that a start needs; `port`: where this command already listens, or None."""
+    """Ask all hosts for the facts that a start needs; `port`: the port on which it already listens."""
     return preflight(
         hosts,
         PreflightRequest(

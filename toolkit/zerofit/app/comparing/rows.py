@@ -94,7 +94,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed; figures are None if it did not run, times to the target if it missed it."""
+    """One batch size with one seed; figures are None if it did not run, times to the target if not reached."""
 
     batch_size: int
     seed: int

@@ -1,4 +1,4 @@
-"""Turn the record of a simulated rank into a result: what it needs, and whether the cluster has it."""
+"""Turn a simulated rank's record into a result: the memory that it needs, and whether the cluster has it."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def _answer(folder: Path) -> NoReturn:
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
-    """Simulate as many at a time as cores and memory allow; if one is killed for memory, retry it alone."""
+    """Simulate several targets at a time, as cores and memory allow; retry one alone if it is killed for memory."""
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
     running = dict[int, tuple[int, Target]]()
     while waiting or running:

@@ -111,7 +111,7 @@ def _simulated(
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Return three numbers of layers: one for the check, two to extrapolate from. None: simulate the full model.
+    """Return three numbers of layers: the first for a check, two to extrapolate from. None: simulate the full model.
 
     Each includes the layers before the equal ones. With the equal layers, DeepSpeed must reach every limit that it
     reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
