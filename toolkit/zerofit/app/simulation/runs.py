@@ -1,4 +1,4 @@
-"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a training, without data."""
+"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a run, without data."""
 
 from __future__ import annotations
 
