@@ -104,8 +104,7 @@ def _fused_attention(
 
     Fused kernels store nothing of length squared. If none applies, torch computes the full matrix of scores. On "cpu"
     no fused kernel applies with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" none
-    applies if query heads share the keys of a single head by broadcasting (Falcon). Older versions of torch have this
-    limit on "cpu", too.
+    applies if query heads share the keys of a single head by broadcasting (Falcon); old torch also on "cpu".
 
     On "cuda" the kernel is flash attention. In float32, with a mask, for values of another width (multi-head latent
     attention) or heads wider than FLASH_WIDTH, it is the memory-efficient kernel. Keys and values are then repeated for
