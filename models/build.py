@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 TRIED = 2  # samples in a trial, since one sample may take another code path
 # transformers compares the number of images with their placeholders in the text, which needs values
 UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
-# arguments of a forward that returns a loss, if it has them
+# arguments of a forward that returns a loss, if the forward has such arguments
 _LOSS_OPTIONS = {"use_cache": False, "return_loss": True}
 
 
@@ -336,7 +336,7 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count parameters: tied ones once, ZeRO-3's partitioned ones with their full size."""
+    """Count parameters: tied parameters once, parameters that ZeRO-3 partitions with their full size."""
     return sum(map(elements, model.parameters()))
 
 

@@ -29,7 +29,7 @@ Family = Literal["zerofit", "torchvision", "transformers", "diffusers", "gan", "
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
-FEW, LISTED = 3, 12  # most names in an error: of close ones, and of a family
+FEW, LISTED = 3, 12  # limits of names in an error: close names, and names of a family
 QUANTIZED = "quantization_config"  # key of a config whose weights are quantised
 DEQUANTIZED = ("fp8", "mxfp4")  # methods whose weights transformers dequantises on loading
 
@@ -73,8 +73,8 @@ def source_of(run: Run) -> ModelSource:
     return replace(source, partial=run.partial, pretrained=pretrained)
 
 
-# `--task` puts a classifier's or tagger's head on a language model. Which models have such heads is in transformers'
-# tables, which are read without building anything.
+# `--task` puts a classifier's or tagger's head on a language model. transformers' tables list the models with such
+# heads; they are read without building anything.
 def with_task(source: ModelSource, task: str | None) -> ModelSource:
     """Return the source of a model for `task` (of Run; None: the config's).
 
@@ -136,8 +136,8 @@ def find(name: str) -> ModelSource:
 def shape_named(name: str) -> Match:
     """Return a preset or cached config.json with the shape of a hub repository.
 
-    Other names are returned unchanged, or as the preset that they spell differently. This is only for forecasts of
-    memory and time: training "Qwen/Qwen3-8B" needs its weights.
+    Other names are returned unchanged. Another spelling of a preset's name is returned as the preset. This is only for
+    forecasts of memory and time: training "Qwen/Qwen3-8B" needs its weights.
     """
     name = name.removeprefix("hub:")
     itself = Match(name=name, note="")
@@ -202,7 +202,7 @@ def _task_of_class(name: str | None, model_type: str | None) -> Task | None:
     return None
 
 
-# Loading an encoder-decoder as a causal model works without an error in transformers. It trains half of the model.
+# transformers loads an encoder-decoder as a causal model without an error, but then only half of the model is trained.
 def _refuse_half(config: Config, where: str, task: Task | None) -> None:
     """Raise ModelError if only the decoder of the model would be built."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS

@@ -171,7 +171,7 @@ def _of_head(model: nn.Module, config: Any, name: str) -> bool:
 def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]:
     """Make transformers store each parameter as soon as it is read. Parameters not in `keep` are dropped.
 
-    By default it first reads all of them in fp32. Yields the growing set of the names that were read.
+    By default transformers first reads all parameters in fp32. Yields the growing set of the names that were read.
     (transformers/core_model_loading.py: set_param_for_module)
     """
     from transformers import core_model_loading
@@ -261,7 +261,7 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
         rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one
         _apply(child, rules, real, stored)
     if vars(module)["_is_hf_initialized"]:
-        return  # already done: it is in the model twice
+        return  # done before: this module is in the model twice
     parameters = module._parameters
     names = {name: real[id(p)] for name, p in parameters.items() if id(p) in real}
     for name, parameter in parameters.items():

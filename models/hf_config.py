@@ -86,7 +86,7 @@ def _refuse_no_layers(name: str, config: Any) -> None:
 
 
 def notes_of_config(name: str, values: Config) -> list[str]:
-    """Return a sentence for each key of a config that training ignores, and what it does instead."""
+    """Return a sentence for each key of a config that training ignores; it describes what training does instead."""
     return [f"{name}: {key} {text}" for key, text in _left_out(values)]
 
 
@@ -164,7 +164,7 @@ def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
     return merged
 
 
-# Configs like Qwen's list the kind of each layer. With another number of layers, transformers makes the list anew.
+# Configs like Qwen's list the kind of each layer. With another number of layers, transformers makes a new list.
 def _without_old_layers(base: Config, args: ModelArgs, canonical: dict[str, str]) -> Config:
     """Drop the config's lists with a value per layer if the args change the number of layers."""
     if DEPTH not in {canonical.get(key, key) for key in args} | set(args):
@@ -172,7 +172,7 @@ def _without_old_layers(base: Config, args: ModelArgs, canonical: dict[str, str]
     return {key: value for key, value in base.items() if key not in _OF_LAYERS or key in args}
 
 
-# A new model takes the data's shape. A pretrained one cannot, since its position embeddings and patches are learned.
+# A new model gets the data's shape. A pretrained model cannot, since its position embeddings and patches are learned.
 def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: ModelArgs) -> None:
     wanted = {"num_labels": inputs.classes, "num_channels": inputs.channels, "image_size": inputs.size}
     for key, value in wanted.items():

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class EveryLayer(TorchFunctionMode):
-    """Keeps all layers that LayerDrop could skip: a model skips one if torch.rand([]) is below a threshold.
+    """Keeps all layers that LayerDrop could skip: a model skips a layer if torch.rand([]) is below a threshold.
 
     Before 5.23 transformers also draws if the threshold is 0. (BART, Whisper, wav2vec 2.0)
     """

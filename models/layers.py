@@ -343,7 +343,8 @@ class BertEmbeddingSum(nn.Module):
 class Matrix(nn.Module):
     """The weight of a linear layer, without its bias.
 
-    DeepSpeed counts a tied layer's parameters in the gradient norm on one stage only. A bias in it would be missing.
+    DeepSpeed counts a tied layer's parameters in the gradient norm on one stage only. The norm would miss a bias in
+    this layer.
     """
 
     def __init__(self, linear: nn.Linear):

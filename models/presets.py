@@ -1,4 +1,4 @@
-"""All named models, read from data/*.json (without weights). A new model is one entry there.
+"""All named models, read from data/*.json (without weights). To add a model, add an entry there.
 
 Each file has the models of one family. An entry has a config of transformers or diffusers, on top of a shared template.
 It has the number of parameters, counted on the meta device, and the published figure with its source. It lists the hub

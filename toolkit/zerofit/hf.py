@@ -57,7 +57,7 @@ OPTIMIZERS = {name: entry.name for entry in ENTRIES for name in entry.trainer_na
 RECENT_BATCHES = 64  # batches whose indices are kept: more than loader processes prefetch
 
 
-# --- a training of the Trainer as a run ---
+# --- the Trainer's training as a run ---
 
 
 def run_of(

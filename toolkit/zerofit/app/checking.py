@@ -66,7 +66,7 @@ class CheckResult:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings that DeepSpeed refuses, or with which it trains differently than requested."""
+        """Findings with which DeepSpeed refuses to start, or trains differently than requested."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
@@ -103,7 +103,7 @@ class CheckResult:
         return mend(self.document, self.hardware)
 
     def errors_of(self, text: str) -> tuple[Finding, ...]:
-        """Return the errors of another text for this file, for example its fixed one."""
+        """Return the errors of another text for this file, for example of the fixed text."""
         if text == self.document.text:
             return self.errors
         return tuple(f for f in find_all(self.document.reread(text), self.hardware) if f.severity == "error")
@@ -139,8 +139,8 @@ class CheckResult:
     def resolve(self) -> ResolvedConfig:
         """Return the plain JSON for a run, with every "auto" filled. Raises UserError with all problems.
 
-        For a file of the Trainer or Accelerate this is the JSON that they pass to DeepSpeed, else zerofit's. It is also
-        zerofit's if a model is given and the reader of the file is only a guess.
+        For a file of the Trainer or Accelerate this is the JSON that they pass to DeepSpeed, otherwise the JSON of
+        zerofit. It is also the JSON of zerofit if a model is given and the reader of the file is only a guess.
         """
         guessed = bool(self.reader.why)
         if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
@@ -193,7 +193,7 @@ def find_files(names: Sequence[str]) -> list[str]:
         if not Path(name).is_dir():
             found.append(name)
             continue
-        # os.walk skips folders that vanish meanwhile; Path.rglob stops at them
+        # os.walk skips folders that vanish during the search; Path.rglob fails on them
         paths = (Path(folder, file) for folder, _, files in os.walk(name) for file in files if ".json" in file)
         inside = sorted(str(path) for path in paths if path.is_file() and _is_ours(path))
         if not inside:
@@ -229,7 +229,7 @@ def check(
             `training_args` or `accelerate_config` name.
         run: the run that uses it. If it names a model, sizes are checked against the model (which imports torch).
         cluster: where it will run; with only a device kind ("h100-80gb") the run gives the number of ranks.
-        reader: the program that reads the file, one of `zerofit.check.reader.READERS`; guessed if None.
+        reader: the program that reads the file, one of `zerofit.check.reader.READERS`; None: zerofit guesses it.
         training_args: arguments of the Trainer to compare the JSON with: a JSON, a YAML (axolotl's and
             LLaMA-Factory's too), a shell script with the flags, or the values.
         accelerate_config: Accelerate's YAML, or its values; if it names no JSON, its own keys are the JSON.
@@ -350,7 +350,7 @@ def _reader(reader: str | None, document: Document, argument_files: list[Argumen
 
 
 def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
-    """Return the facts of the run's model; None if it names none."""
+    """Return the facts of the run's model; None if the run names no model."""
     if "model" not in request.run.model_fields_set:
         return None
     Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import

@@ -106,10 +106,10 @@ class VerifyResult:
 
 
 class Checkpoint:
-    """A checkpoint of a run: a `checkpoints/step-...` folder, or a run folder for its newest complete one.
+    """A checkpoint of a run: a `checkpoints/step-...` folder, or a run folder for its newest complete checkpoint.
 
-    No method needs a GPU or the ranks and layout that wrote the checkpoint, and none runs code from it. `on_event` gets
-    progress and warnings. Bad input raises UserError.
+    No method needs a GPU or the ranks and layout that wrote the checkpoint. No method runs code from the checkpoint.
+    `on_event` gets progress and warnings. Bad input raises UserError.
 
     >>> import zerofit as zf
     >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/saved"))
@@ -159,7 +159,7 @@ class Checkpoint:
         )
 
     def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
-        """Compare every file with its checksum; in a run folder, of its newest checkpoint, damaged or not."""
+        """Compare every file with its checksum; a run folder stands for its newest checkpoint, damaged or not."""
         store = store_of(self.path)
         path = self.path if store is None else store.entries()[-1].path
         manifest, _ = quick_look(path)

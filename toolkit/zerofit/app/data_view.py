@@ -1,4 +1,4 @@
-"""Show data as a model receives it: the tokens of samples, and which of them are learned."""
+"""Show data as a model receives it: the tokens of samples, and which tokens are learned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DataViewOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenText:
-    """Consecutive tokens that are all learned, or all not."""
+    """Consecutive tokens that are either all learned or all not learned."""
 
     text: str
     ids: tuple[int, ...]

@@ -54,8 +54,8 @@ class InferenceOptions(TypedDict, total=False):
     """Options for the placement of a model's weights, and their type.
 
     `max_memory`: all devices that may be used, such as {0: "20GiB", "cpu": "60GiB"}; default: most of the free memory.
-    `offload_folder`: for weights that have to be converted first. A custom model `package.module:callable` is imported
-    and called only with `trust_model_code`.
+    `offload_folder`: a folder for weights that have to be converted first. A custom model `package.module:callable` is
+    imported and called only with `trust_model_code`.
     """
 
     max_memory: MaxMemory

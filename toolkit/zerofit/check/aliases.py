@@ -74,7 +74,7 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases:
     """Return the configuration that the user means: with the edits of findings about single keys.
 
-    Rules then see what an error next to it would hide: `"enabled": "true"`, `"stage": "3"`, a misspelt section.
+    Rules then find faults that such an error would hide: `"enabled": "true"`, `"stage": "3"`, a misspelt section.
     """
     meant = deepcopy(dict(config))
     written: dict[str, str] = {}

@@ -42,8 +42,9 @@ DEFAULTS: dict[str, Any] = {  # of TrainingArguments
     "bf16_full_eval": False,
     "auto_find_batch_size": False,
 }
-# axolotl passes its keys to the Trainer, these under another name, and leaves other arguments at the Trainer's defaults
-# (core/builders/base.py, _set_base_training_args). LEFT_OPEN depends on the data or the device: no default is known.
+# axolotl passes its keys to the Trainer, and the keys below under another name. It leaves other arguments at the
+# Trainer's defaults (core/builders/base.py, _set_base_training_args). LEFT_OPEN depends on the data or the device: no
+# default is known.
 AXOLOTL = {
     "per_device_train_batch_size": "micro_batch_size",
     "optim": "optimizer",

@@ -68,7 +68,7 @@ DERIVED_WITH = (2, 14)  # the torch that data/ was derived with
 
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
-    """Return the installed DeepSpeed's catalogue; without one, that of the newest version which zerofit ships.
+    """Return the installed DeepSpeed's catalogue; if none is installed, the catalogue of the newest version in zerofit.
 
     Takes seconds once per version that zerofit does not ship.
     """
@@ -90,7 +90,7 @@ def read_data(name: str) -> Any:
 
 @cache
 def names(kind: str) -> Mapping[str, str]:
-    """Return what the names of one section of data/names.yaml mean."""
+    """Return the meanings of the names in one section of data/names.yaml."""
     return _all_names()[kind]
 
 

@@ -40,7 +40,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
         effective = effective_config(document.config, known, setting)
         found += effective.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
-        # A rule is skipped if it depends on a wrong value: its finding would be about a value that nobody meant.
+        # A rule that depends on a wrong value is skipped: its finding would be about a value that nobody meant.
         for rule in (*rules(), *FUNCTIONS):
             with suppress(UnclearValue):
                 found += map(effective.in_file, rule(effective.subject))

@@ -59,7 +59,7 @@ Edit = Assignment | Removal | Renaming | Move | Deletion
 
 
 def apply(document: Document, edits: Iterable[Edit]) -> str:
-    """Return the edited text. Deletions come first, since their offsets are those of the old text."""
+    """Return the edited text. Deletions come first, since their offsets are offsets in the old text."""
     text = document.text
     todo = {repr(edit): edit for edit in edits}.values()  # each once
     for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Deletion)):

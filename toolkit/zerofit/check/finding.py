@@ -26,7 +26,7 @@ class Finding:
     """One fault of a DeepSpeed JSON. Line and column 0 are later filled in from the path."""
 
     code: str  # stable slug, listed in docs/checks.md
-    severity: Severity = "error"  # error: DeepSpeed stops, or trains something else than intended
+    severity: Severity = "error"  # error: DeepSpeed stops, or trains differently than intended
     path: str  # dotted key, "" for the whole document
     message: str  # what is wrong
     why: str  # what DeepSpeed does about it

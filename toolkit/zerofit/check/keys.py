@@ -227,7 +227,7 @@ def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[F
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
-    """Return the finding about an "auto" that nobody fills: a warning if DeepSpeed uses its default, else an error."""
+    """Return the finding about an unfilled "auto": a warning if DeepSpeed uses its default, else an error."""
     dropped = path.rpartition(".")[0] in catalog.strict
     severity, why = "error", 'DeepSpeed fails on "auto"'
     if setting.reader == "zerofit":

@@ -33,7 +33,7 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
     """Rename old keys, drop removed ones, and write out the old value of changed defaults."""
     lost: list[str] = []
     document = _without_gone_optimizer(document, lost)
-    for _ in range(3):  # a renamed key may uncover another old one
+    for _ in range(3):  # a renamed key may uncover another old key
         found = [f for f in check(document, setting) if f.code in CARRIED]
         if not found:
             break

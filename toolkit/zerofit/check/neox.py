@@ -18,7 +18,7 @@ from zerofit.check.finding import Finding, near, plainly
 
 OWN_MADE = ("optimizer", "scheduler")
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
-# a file with two of one of these groups is GPT-NeoX's; - and _ are the same
+# a file with two keys of one of these groups is for GPT-NeoX; - and _ are the same
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
 OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
 MOSTLY = 0.8  # share of GPT-NeoX's keys in one of its files: it merges several, and one may have only paths

@@ -24,7 +24,7 @@ class Program:
     least: int = 1
 
     def seen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the keys that identify the program, or none if the file is not its."""
+        """Return the keys that identify the program, or no keys if the file belongs to another program."""
         found = tuple(key for key in self.keys if key in config)
         return (*self.needs, *found) if len(found) >= self.least and all(k in config for k in self.needs) else ()
 

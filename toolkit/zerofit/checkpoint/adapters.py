@@ -37,7 +37,7 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     `weights` yields the adapters' tensors by their names in `model`, which may be on meta.
     """
     config = peft_config(model)
-    # peft finds the frozen weights by this name, so a path must be absolute: a relative one depends on the current
+    # peft finds the frozen weights by this name, so a path must be absolute: a relative path depends on the current
     # folder
     config.base_model_name_or_path = os.path.abspath(source.path) if source.path else source.name
     config.inference_mode = True
@@ -56,7 +56,7 @@ def is_adapters(folder: Path) -> bool:
 
 
 def adapters_of(path: Path) -> Path | None:
-    """Return the folder of adapters: the path itself, or that of a run without checkpoints; else None."""
+    """Return the folder of adapters: the path itself, or the folder of a run without checkpoints; else None."""
     saved = path / "model"
     if is_adapters(path):
         return path

@@ -48,7 +48,7 @@ class ExportResult:
 
     out: Path
     files: list[str]
-    parameters: int  # elements; tied ones count once
+    parameters: int  # elements; tied parameters count once
     dtype: str  # of the parameters: "fp32", "bf16" or "fp16"
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def export(
 ) -> ExportResult:
     """Write the model of a checkpoint or of a folder of adapters into `out`, which must not exist or be empty.
 
-    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer; any other model one
+    A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer; any other model becomes one
     `model.safetensors` for `load_state_dict`. Adapters become a folder for peft, or with `merge` the full model.
     `dtype` is that of the parameters (default: the run's precision); buffers keep theirs. A model of the form
     package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does not fit the

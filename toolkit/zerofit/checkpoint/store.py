@@ -264,7 +264,7 @@ class Store:
         return self.folder / f"{STAGING}{folder_name(step)}"
 
     def make_visible(self, step: int) -> Path:
-        """Rename the staging folder to the checkpoint of its step; archive an existing one of that name."""
+        """Rename the staging folder to the checkpoint of its step; archive an existing checkpoint of that name."""
         target, staging = self.folder / folder_name(step), self.staging_path(step)
         # A run that resumed from an earlier step reaches this step again: the older checkpoint is kept under another
         # name, and folders are synced before the rename, since a crash could otherwise show the name without its
@@ -296,7 +296,7 @@ class Store:
     def prune(self, keep_last: int, keep_every: int) -> list[Path]:
         """Delete checkpoints except the newest `keep_last` and multiples of `keep_every` (0: none).
 
-        Damaged ones are kept, for inspection. Returns the deleted paths.
+        Damaged checkpoints are kept, for inspection. Returns the deleted paths.
         """
         complete = [entry for entry in self.entries() if not entry.damage]
         steps = {entry.step for entry in complete[-keep_last:]}

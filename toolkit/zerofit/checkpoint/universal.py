@@ -109,7 +109,7 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
 
 
 def _save(value: Any, path: Path) -> None:
-    with path.open("wb") as file:  # so that errors are OSErrors, unlike those of torch.save
+    with path.open("wb") as file:  # so that errors are OSErrors, unlike errors of torch.save
         torch.save(value, file)
 
 

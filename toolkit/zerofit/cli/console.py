@@ -69,9 +69,9 @@ def fitting_table(
 ) -> Table:
     """Return a table as wide as the console at most: columns are left out, and no cell is cut.
 
-    Columns are left out in this order: those that are "-" in all rows, those that `keep` does not name, then those of
-    `keep` from its end. The first four of `keep` stay, except a column of long words. The text of the column `wraps`
-    may take several lines. `styles`: one per row.
+    Columns are left out in this order: columns that are "-" in all rows, columns that `keep` does not name, then
+    columns of `keep` from its end. The first four of `keep` stay, except a column of long words. The text of the column
+    `wraps` may take several lines. `styles`: one per row.
     """
     # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
     # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
@@ -98,7 +98,7 @@ def fitting_table(
 def print_facts(
     console: Console, facts: Iterable[tuple[str, str]], indent: int = 14, hang: int = 0, style: str | None = None
 ) -> None:
-    """Print a line a fact, the label first; longer ones wrap between words, `hang` columns further in.
+    """Print a line a fact, the label first; longer lines wrap between words, `hang` columns further in.
 
     Words that are wider than the console are not cut, and a figure keeps its unit.
     """

@@ -76,7 +76,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
 
 
 def show_end(plan: Plan, details: bool) -> None:
-    """Print what simulations of layouts found, which files were written, and how to see more."""
+    """Print the results of simulated layouts, the files that were written, and how to see more."""
     console = out()
     print_facts(console, (("simulated", str(outcome)) for outcome in plan.confirmed))
     print_facts(console, _files(plan))

@@ -133,7 +133,7 @@ def _follow() -> NoReturn:
 
 
 def show(result: TrainingResult) -> None:
-    """Print the result of a training."""
+    """Print the result of a run."""
     layout = ", ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 and k != "zero_stage")
     ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
     zero = f"ZeRO-{result.layout['zero_stage']}"

@@ -1,4 +1,4 @@
-"""Train for full epochs: accuracy and time after each, and the noise of the gradient."""
+"""Train for full epochs: accuracy and time after each epoch, and the noise of the gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
 class Epochs:
-    """The epochs of one process; the first rank evaluates after each, which is not timed.
+    """The epochs of one process; the first rank evaluates after each epoch; evaluations are not timed.
 
     An epoch ends with the step that completes it, so all batch sizes see the same number of samples, up to one batch.
     Every other validation sample is reserved for a test score, which must not influence the choice of an epoch or a

@@ -137,7 +137,7 @@ def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:
     """Make each rank compute the loss from all logits.
 
     By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss to be used
-    (runtime/engine.py:1125); another loss of one rank's part would be silently wrong.
+    (runtime/engine.py:1125); another loss, computed from one rank's part, would be wrong without an error.
     """
     path = "tensor_parallel.vocab_parallel_lm_head"
     if get(config, path) is True:

@@ -201,7 +201,7 @@ def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
 
 
 def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check that every layer knows where packed documents begin."""
+    """Check that every layer can detect where packed documents begin."""
     name, why = "", ""
     if layout.sp > 1:
         name, why = f"--sequence-parallel {layout.sp}", "Ulysses attention uses one causal mask for the full sample"

@@ -46,7 +46,7 @@ class Dataset(ABC):
         """Count these samples' labels that count in the loss, without reading or decoding them."""
 
     def trimmed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a batch without columns that are padding in all of its samples."""
+        """Return the batch without the columns that are padding in every sample."""
         return batch
 
 

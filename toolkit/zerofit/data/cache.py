@@ -55,7 +55,8 @@ def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
 #     tokens/KEY.build/          their staging folder, renamed when it is complete
 #     tokens/KEY.lock            locked by the process that makes them
 #
-# A copied or touched source gets a new fingerprint, but the same key: it is hashed once more and not tokenized again.
+# A copied or touched source gets a new fingerprint, but the same key: the source is hashed once more, but not tokenized
+# again.
 @dataclass(frozen=True, kw_only=True)
 class Preparation(Generic[T]):
     """How to make files from a source, and how to read them."""

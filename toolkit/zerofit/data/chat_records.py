@@ -74,7 +74,7 @@ def form_of(row: Record, text_field: str) -> ChatForm | None:
 def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
     """Return why zerofit does not train on a record of good and bad answers; None for other records.
 
-    Its full text would teach the bad answers too, and its prompt alone would teach none.
+    The full text would teach the bad answers too. The prompt alone would teach no answers.
     """
     has = {name for name, value in row.items() if value is not None}
     if text_field in has:
@@ -132,7 +132,7 @@ _JUDGED = (
 
 
 def field_hint(row: Record, field: str) -> str:
-    """Return a hint for records without `field`; training on one of several texts alone is seldom intended."""
+    """Return a hint for records without `field`; training on only one of several texts is seldom intended."""
     close = nearest(field, map(str, row))
     texts = [name for name, value in row.items() if isinstance(value, str)]
     lists = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]

@@ -22,7 +22,8 @@ from zerofit.spec.foreign import read_json
 
 _FOLDER = Path(__file__).with_name("templates")
 _PLAIN = _FOLDER / "bytes.jinja"  # for bytes, which have no template of their own
-# The tokens by which each format marks turns. A format without any writes plain text and ends a turn with eos_token.
+# The tokens by which each format marks turns. A format without such tokens writes plain text and ends a turn with
+# eos_token.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "qwen": ("<|im_start|>", "<|im_end|>"),
@@ -188,8 +189,8 @@ def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTempl
     return ChatTemplate(text=text, origin=f"chat template of {tokenizer.name}", tokenizer=tokenizer)
 
 
-# A user's own template is only checked for its syntax. A shipped one may not suit the tokenizer. Without the template's
-# tokens, the model would learn to spell them. Without an eos_token, an answer would never end.
+# Only the syntax of a user's own template is checked. A shipped template may not suit the tokenizer. Without the
+# template's tokens, the model would learn to spell them. Without an eos_token, an answer would never end.
 def _open_named(name: Path, tokenizer: Tokenizer) -> ChatTemplate:
     file = template_file(name)
     text = _read(file)
@@ -254,8 +255,8 @@ def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Pat
 def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
     """Set the ids of special tokens in a model's config.json and generation_config.json, as transformers' Trainer does.
 
-    A base model's config has the base model's end token. If the tokenizer of the training has another, other programs
-    would generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
+    A base model's config has the base model's end token. If the tokenizer used for training has another end token,
+    other programs would generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
     """
     for name in ("config.json", "generation_config.json"):
         if not (folder / name).is_file():
@@ -267,7 +268,7 @@ def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
             ends = known if isinstance(known, list) else [] if known is None else [known]
             if token in ends:
                 continue
-            # each of several end tokens ends a text, so those of the base model stay
+            # each of several end tokens ends a text, so the base model's end tokens stay
             several = key == "eos_token_id" and ends and (name != "config.json" or isinstance(known, list))
             config[key] = [token, *ends] if several else token
         if config != before:

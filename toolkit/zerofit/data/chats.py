@@ -35,7 +35,7 @@ class ChatTokens:
 
     ids: TokenFile  # uint16 or uint32 (tokens,)
     targets: TokenFile  # bool (tokens,): written by the assistant
-    starts: TokenFile  # int64 (conversations + 1,): where each begins, and where the last one ends
+    starts: TokenFile  # int64 (conversations + 1,): where each conversation begins, and where the last one ends
     unused: dict[str, int]  # fields of records without effect, and in how many conversations
 
 
@@ -147,8 +147,8 @@ def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tu
 def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
     """Return rows of conversations (by number) that have at most `size` tokens together.
 
-    Best-fit decreasing: the longest first, each into the fullest row with enough space. It needs at most 11/9 of the
-    smallest possible number of rows.
+    Best-fit decreasing: the longest conversation comes first, and each goes into the fullest row with enough space. It
+    needs at most 11/9 of the smallest possible number of rows.
     """
     rows: list[list[int]] = []
     rows_by_space: dict[int, list[int]] = {}  # remaining space -> rows

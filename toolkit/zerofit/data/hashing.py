@@ -15,7 +15,8 @@ def mix64(values: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-# Random numbers from keys instead of generators: sample i gets the same ones in every process, batch and resumed run.
+# Random numbers from keys instead of generators: sample i gets the same numbers in every process, batch and resumed
+# run.
 def sample_hashes(keys: object, stream: int) -> np.ndarray:
     """Return one uint64 per key. Different `stream` numbers give independent values from the same keys."""
     key = np.asarray(keys).astype(np.uint64)

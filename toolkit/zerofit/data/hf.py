@@ -71,8 +71,8 @@ def open_hf(run: Run, argument: str) -> Source:
     """Open NAME or NAME:CONFIG with one document per row: the column `run.text_field`, or a conversation.
 
     NAME may be a local folder or file. The split `train` is for training. The split `validation` (or test) is held out.
-    If there is none, 5 % of the rows are, by the hash of their numbers; with fewer than 20 rows, the last 5 % of each
-    text. Raises UserError "hf" or "text-field".
+    Without such a split, 5 % of the rows are held out, by the hash of their numbers. With fewer than 20 rows, the last
+    5 % of each text is held out. Raises UserError "hf" or "text-field".
     """
     fields = named_splits(argument)
     train = fields["train"]

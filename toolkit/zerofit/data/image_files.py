@@ -27,7 +27,7 @@ VALID_SHARE = 0.10
 FORMAT = "images-2"  # raise it when the set of readable files changes
 NAMED = 20  # limit of files in an error
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
-# folders created by systems and programs, skipped like those that start with a dot
+# folders created by systems and programs, skipped like folders that start with a dot
 _SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
 _LARGEST = 65535  # of 16-bit values
 

@@ -207,7 +207,7 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
 # Decoding all images takes as long as an epoch, so the result is cached by name, size and time of each file. Without
 # the check, a broken image would end a run hours later.
 def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
-    """Return files that cannot be decoded, with reasons. Decodes only files not checked before."""
+    """Return files that cannot be decoded, with reasons. Decodes only files that were not checked before."""
     store = cache_root() / "images" / f"{text_digest(str(root), FORMAT)}.json"
     text = f"another process checks the images in {root}"
     with cache_errors(str(root)):

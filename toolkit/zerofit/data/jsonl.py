@@ -175,8 +175,8 @@ def open_jsonl(run: Run, argument: str) -> Source:
 
     A record is a line that is not blank, or an element of an array. The first record decides whether there are
     conversations, unless it has the field. From 20 documents on, 5 % of them are held out, by the hash of file and
-    number. With fewer, the last 5 % of each text is held out, or one conversation. Raises UserError "empty-data" if
-    nothing matches.
+    number. With fewer documents, the last 5 % of each text is held out, or one conversation. Raises UserError
+    "empty-data" if nothing matches.
     """
     named = {"name": f"jsonl:{argument}", "files": matching_files("jsonl", argument)}
     source = JsonlSource(**named, what=run.text_field)
@@ -239,8 +239,8 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
 
 
 # An array may be larger than memory, and a parser needs all of an element. The window holds the text from the current
-# element on. If the parser fails there, more is read until it succeeds or the file ends. Each time at least as much is
-# read as is unparsed, so an element of n bytes is parsed log n times.
+# element on. If the parser fails there, more is read until it succeeds or the file ends. Each read is at least as long
+# as the unparsed text, so an element of n bytes is parsed log n times.
 class _Window:
     """The part of a file that is in memory."""
 

@@ -93,7 +93,7 @@ class LabelledText(Dataset):
         return numbers if self.order is None else np.where(numbers < 0, numbers, self.order[np.maximum(numbers, 0)])
 
 
-# Texts of a batch are padded to the longest of them, not to seq_len: attention over padding costs time.
+# Texts of a batch are padded to the longest text, not to seq_len: attention over padding costs time.
 def _width(real: torch.Tensor) -> int:
     """Return the number of columns up to the last one used by any row."""
     columns = real.any(dim=0).nonzero()

@@ -21,9 +21,9 @@ class Exceeded(Exception):
     """Raised with a text about the exceeded limit."""
 
 
-# Why a process: a template can loop for ever or build huge texts within one call of Python or C. Only the system can
-# stop that. A fork takes milliseconds and inherits what is imported. A limit of address space ends a single allocation,
-# and ITIMER_PROF counts processor time, so a busy machine does not end the work.
+# Why a process: a template can loop for ever or build huge texts within one call of Python or C. Only the operating
+# system can stop such a template. A fork takes milliseconds and inherits what is imported. A limit of address space
+# ends a single allocation, and ITIMER_PROF counts processor time, so a busy machine does not end the work.
 def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
     """Yield the result of `work` for each item, passed as JSON. Raises Exceeded.
 

@@ -18,7 +18,7 @@ from zerofit.data.mixing import MicroSlice, Mixing
 from zerofit.spec.model_facts import IGNORE_INDEX
 
 # Loader processes pass tensors in shared memory. Containers often have 64 MiB of it, and a process dies of SIGBUS
-# when it is full. With less than this much free, batches go through a pipe instead.
+# when it is full. If less than this is free, batches go through a pipe instead.
 ROOMY_BYTES = 1 << 30
 # Small micro batches are made several at a time, of about this many bytes together, at the cost of one.
 _BLOCK_BYTES = 1 << 16
@@ -167,7 +167,7 @@ class _MicroBatches:
 
 
 def eval_indices(n: int, limit: int | None) -> np.ndarray:
-    """Choose the samples of `n` for an evaluation: all, or `limit` of them evenly spaced.
+    """Choose the samples of `n` for an evaluation: all samples, or `limit` samples evenly spaced.
 
     Evenly spaced, because image folders are sorted by class, so the first thousand would be one class.
     """

@@ -16,7 +16,7 @@ from zerofit.spec.errors import Problem, UserError
 SKIPPED_BYTES = 1 << 20  # bytes skipped at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-# People name files .txt or .jsonl whatever they are, so the content decides.
+# People name files .txt or .jsonl whatever their format is, so the content decides.
 # first bytes of a file, its type, and how to read or convert it
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a Parquet file", "--data hf:{path} reads it"),

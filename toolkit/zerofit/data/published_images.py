@@ -23,7 +23,7 @@ CLOSE = 1e-6  # tolerance for rounding
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedImages:
-    """Images in the training of the weights; None for values that their folder lacks."""
+    """The images that the weights were trained on; None for values that the weights' folder lacks."""
 
     size: int | None = None
     mean: tuple[float, ...] | None = None  # for pixels between 0 and 1
@@ -55,7 +55,7 @@ def published_images(run: Run) -> PublishedImages:
 
 
 def as_published(data: Data, published: PublishedImages) -> Data:
-    """Return the data with its images scaled as in the training of the weights."""
+    """Return the data with its images scaled as the weights were trained."""
     mean, std, inputs = published.mean, published.std, data.inputs
     if not isinstance(inputs, ImageInputs) or mean is None or std is None or len(mean) != inputs.channels:
         return data

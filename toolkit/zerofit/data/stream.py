@@ -1,6 +1,6 @@
 """Streamed text from a set larger than the disk, a block of tokens at a time.
 
-Block after block of windows is tokenized into the cache, by the first process that needs it, and the oldest are
+Block after block of windows is tokenized into the cache by the first process that needs it, and the oldest blocks are
 deleted. The position of the stream before each block is stored with it, so a resumed run continues there.
 """
 

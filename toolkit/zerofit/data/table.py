@@ -128,7 +128,7 @@ def _read_csv(path: Path, column: str) -> _Table:
 def _read_npy(path: Path, column: str) -> _Table:
     """Read an array of numbers (rows, columns); lines and columns are counted from 1."""
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # fails if the header promises more than the file has
+        array = np.lib.format.open_memmap(path, mode="r")  # fails if the header announces more data than the file has
     except Exception as error:  # the header is a Python literal, so numpy raises many types
         raise ValueError(f"{type(error).__name__}: {error}"[:200]) from None
     if array.ndim != 2 or array.dtype.kind not in "fiub" or not array.size:

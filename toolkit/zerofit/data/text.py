@@ -101,8 +101,8 @@ def masked_count(real: np.ndarray) -> np.ndarray:
     return np.rint(MASKED_SHARE * np.asarray(real)).astype(np.int64)
 
 
-# BERT draws 15 % of tokens independently, so their number varies. Here each sample has exactly 15 %, those with the
-# smallest hashes. So the number by which a global batch's loss is divided is known before its samples are made.
+# BERT draws 15 % of tokens independently, so their number varies. Here each sample has exactly 15 %: the tokens with
+# the smallest hashes. So the number by which a global batch's loss is divided is known before its samples are made.
 def mask_tokens(
     tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -104,8 +104,8 @@ def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = 
     return held_out_limit(hashes, HELD_OUT) if len(hashes) else -1
 
 
-# With few documents, whole ones would be too large a part to hold out. Then the end of each is, since neighbouring
-# sentences at random places would leak the training text into the validation.
+# With few documents, a full document would be too large a part to hold out. Then the end of each document is held out,
+# since sentences from random places would leak training text into the validation part.
 def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
     """Yield a document in one piece or, if documents are few, in two: its first 95 % and the rest."""
     if limit >= 0:
@@ -243,9 +243,9 @@ def _library_files(root: Path) -> Iterator[str]:
 def open_text(run: Run, argument: str) -> Source:
     """Open files as documents, UTF-8, ordered by path.
 
-    From 20 files on, 5 % of them are held out, by the hash of the path below the glob's fixed folder. With fewer, the
-    last 5 % of the bytes of each are held out, cut at the end of a line. Raises UserError "empty-data" if nothing
-    matches.
+    From 20 files on, 5 % of them are held out, by the hash of the path below the glob's fixed folder. With fewer files,
+    the last 5 % of the bytes of each file are held out, cut at the end of a line. Raises UserError "empty-data" if
+    nothing matches.
     """
     return FileSource(name=f"text:{argument}", files=matching_files("text", argument))
 

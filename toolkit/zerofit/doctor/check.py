@@ -10,7 +10,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check of one host: what was found, what was expected, and how to fix it."""
+    """A check of one host: what was found, what was expected, and how to fix a problem."""
 
     name: str  # stable slug: "ssh", "versions", "run-folder", ...
     host: str

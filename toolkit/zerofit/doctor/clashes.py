@@ -46,7 +46,8 @@ def _named(facts: Facts, *words: str) -> bool:
 def _torchvision(facts: Facts) -> bool:
     """Return whether torchvision 0.N does not fit this torch: it is built for torch 2.(N-15).
 
-    From 0.29 on it also works with newer ones: 0.29.1 and 0.29.2 require torch 2.14 or newer (their METADATA).
+    From 0.29 on it also works with newer releases of torch: 0.29.1 and 0.29.2 require torch 2.14 or newer (their
+    METADATA).
     """
     torch, vision = version(facts["versions"]["torch"]), version(facts["versions"]["torchvision"])
     if not vision or torch[:1] != (2,):

@@ -69,7 +69,7 @@ def _code(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Check:
 
 
 def _run_file(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
-    """Check the run file. A host without one is fine, since ranks read the run folder; a different one is not."""
+    """Check the run file. It may be missing on a host, since ranks read the run folder, but it must not differ."""
     if own["run_file"] is None:
         return
     other = host_facts["run_file"] not in (None, own["run_file"])

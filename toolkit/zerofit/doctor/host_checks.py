@@ -1,7 +1,7 @@
 """Checks of a host's devices, tools and limits, and of its measured speeds.
 
-A measured speed is compared with a share of the GPU's data sheet (`spec.devices`, with sources), or of what
-`zerofit plan` assumes of a core (`spec.hardware`). A sound machine easily reaches these shares; below them, something
+A measured speed is compared with a share of the GPU's data sheet (`spec.devices`, with sources), or of the speed that
+`zerofit plan` assumes for a core (`spec.hardware`). A sound machine easily reaches these shares; below them, something
 is wrong.
 """
 
@@ -159,7 +159,7 @@ class LowestSpeed:
 
 
 def _rate(name: str, host: str, figure: float, lowest: LowestSpeed, hint: str, unit: str = "B") -> Check:
-    """Compare a rate in FLOP or bytes ("B") a second with the lowest that is expected."""
+    """Compare a rate in FLOP or bytes ("B") a second with the lowest expected rate."""
     scale, word = (1e12, "TFLOP/s") if unit == "FLOP" else (1e9, "GB/s")
     low = lowest.value is not None and figure < lowest.value
     expected = "" if lowest.value is None else f"{lowest.value / scale:.3g} {word} or more{lowest.why}"

@@ -40,7 +40,7 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
 
     `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and one
     without an engine. Every parameter stays gathered, so no collective is measured: on a CPU the host itself sends
-    them, and on a GPU it would wait for one this small, while a model gathers during its kernels
+    them, and on a GPU it would wait for such a small collective, while a model gathers during its kernels
     (benchmarks/gpu/README.md). `gradient_s` is the difference of a full step under stage 1: a hook, the bucket, the
     norm and the gathering of the new parameter. On a GPU this consists of launches, which are measured elsewhere.
     """
@@ -74,7 +74,7 @@ def _model(device: torch.device) -> nn.Module:
 
 
 def _engine(device: torch.device, stage: int) -> Any:
-    import deepspeed  # it needs seconds, and other measurements do without it
+    import deepspeed  # the import needs seconds, and other measurements do not need it
 
     model = _model(device)
     config = {

@@ -85,7 +85,7 @@ class Stopwatch:
             self.call_s = self.seconds(lambda: x.add_(1.0))
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one call: the median; the least with several CPU threads, which other load slows."""
+        """Return the median seconds of a call. With several CPU threads, which other load slows, return the least."""
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
         taken: list[float] = []
@@ -143,7 +143,7 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
-    """Return operands for one call after another, each at another address, so caches do not have them."""
+    """Return operands for one call after another, each at another address, so that caches do not contain them."""
     size = dtype.itemsize * sum(map(math.prod, shapes))
     count = max(1, min(MOST_OPERANDS, POOL // size))
     first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]
@@ -254,7 +254,7 @@ def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) 
 
 
 def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield kernels that move bytes more than they compute: for each kind, the mean of some that models use."""
+    """Yield kernels that move bytes more than they compute: for each kind, the mean of some kernels that models use."""
     for size in sizes.bytes:
         shape = (size // dtype.itemsize // 256, 256)
         operands = _operands(watch, dtype, shape, shape)

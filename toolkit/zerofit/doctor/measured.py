@@ -93,7 +93,7 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """Join the ranks' figures: the slowest rank's, as others wait for it; for host memory, shared by all, the sum."""
+    """Join the ranks' figures: the slowest rank's figure, since others wait; for shared host memory, the sum."""
     names = ("memory_bandwidth", "host_copy", "link")
     found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}
     found["matmul_flops"] = {

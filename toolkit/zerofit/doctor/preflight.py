@@ -43,7 +43,7 @@ class PreflightRequest:
 class Preflight:
     """The result of a preflight on all hosts."""
 
-    checks: tuple[Check, ...] = ()  # in the order of the hosts, including those that are OK
+    checks: tuple[Check, ...] = ()  # in the order of the hosts, including checks that are OK
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by host, of the hosts that were reached
     master_address: str | None = None  # the first host's address that most hosts have reached
     master_port: int | None = None  # the requested one, else a free one

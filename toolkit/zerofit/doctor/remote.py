@@ -164,7 +164,7 @@ def command(host: str, module: str, ssh_port: int | None) -> list[str]:
 async def conversations(
     hosts: Sequence[str], ssh_port: int | None = None, module: str = FACTS
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
-    """Start a conversation with each host and yield them by host, or why one failed. They end with the block.
+    """Start a conversation with each host; yield them by host, or the reason of a failure. They end with the block.
 
     If the only host is this machine, ssh is not used, since a run does not use it either.
     """

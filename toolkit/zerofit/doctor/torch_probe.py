@@ -53,7 +53,7 @@ def _op(name: str, builder: Any) -> dict[str, Any]:
     builder.warning = reasons.append  # it prints otherwise
     try:
         compatible = bool(builder.is_compatible(verbose=True))
-    except Exception as error:  # some builders raise instead of saying no
+    except Exception as error:  # some builders raise an error instead of returning False
         compatible = False
         reasons.append(str(error))
     built = (Path(_environment()["TORCH_EXTENSIONS_DIR"]) / name / f"{name}.so").exists()

@@ -77,7 +77,7 @@ def scratch_folder(parent: Path | None) -> Iterator[Path]:
 
 
 def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporter) -> Data:
-    """Open the evaluation data: that named in `fields` (of Run), or by default that of the training.
+    """Open the evaluation data: the data named in `fields` (of Run), or by default the training data.
 
     Raises UserError with everything that does not match the model.
     """

@@ -268,7 +268,7 @@ class Chat:
     def request(self, messages: list[Message]) -> GenerationRequest:
         """Return the request for the next answer, limited to the tokens that the model still has room for.
 
-        Raises UserError if it has room for none.
+        Raises UserError if the model has no room for further tokens.
         """
         ids = self.template.tokenizer.encode(self.template.prompt(messages))
         if self.longest is not None and len(ids) >= self.longest:
@@ -291,7 +291,7 @@ class Chat:
 def open_chat(
     saved: SavedModel, tokenizer_name: str | None, given: Path | None, **drawing: Unpack[DrawingOptions]
 ) -> Chat:
-    """Open the chat template of a model, or the `given` one. Raises UserError if there is none."""
+    """Open the chat template of a model, or the `given` template. Raises UserError if there is no template."""
     tokenizer = writers_tokenizer(saved, tokenizer_name)
     if saved.task != "causal-lm":
         message = f"a model for the task {saved.task} cannot chat"

@@ -242,7 +242,7 @@ def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device
 
 
 def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
-    """Return the device of a parameter or buffer: that of the longest matching entry of the map."""
+    """Return the device of a parameter or buffer: the device of the longest matching entry of the map."""
     while name not in device_map:
         if not name:
             return None

@@ -31,10 +31,11 @@ QUIET_S = 600.0  # time without changes after which a build on another host coun
 POLL_S = 0.5
 
 
-# DeepSpeed compiles its C++ ops when an engine first needs them: minutes, in each rank, without a word. So:
+# DeepSpeed compiles its C++ ops when an engine first needs them: that takes minutes in each rank, without any output.
+# So:
 #
 #   1. `needed_ops` reads from the JSON which ops the engine will load. Nothing else is compiled.
-#   2. A marker file says that an op was compiled here after torch and DeepSpeed were installed (`_is_built`).
+#   2. A marker file shows that an op was compiled here after torch and DeepSpeed were installed (`_is_built`).
 #   3. One process at a time compiles what is missing, each op in a session of its own, which can be killed as a whole.
 #   4. Locks that killed builds have left are removed first, or all later builds would wait for them forever.
 
@@ -82,7 +83,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
     """Compile each missing op and report the elapsed time every half second. Raises RunFailed.
 
     One process builds at a time, and a build ends with the process that requested it. Lock files of torch left by
-    killed builds are removed; those of running builds are waited for.
+    killed builds are removed; zerofit waits for the locks of running builds.
     """
     missing = [op for op in ops if not _is_built(env, op)]
     if not missing:
@@ -184,10 +185,10 @@ def locks_by_existence() -> bool:
 def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
     """Remove lock files of op builds whose owner was killed, and wait for those whose owner is alive.
 
-    torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases it when the holder dies, so nothing is to do. Older
-    versions create the file for a build, keep it open, and remove it at the end (torch.utils.file_baton). Others wait
-    for it silently, forever if its owner was killed. The file does not name its owner, but the kernel knows which
-    process has it open.
+    torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases the lock when its holder dies, so nothing needs to
+    be done. Older versions create the file for a build, keep it open, and remove it at the end
+    (torch.utils.file_baton). Others wait for it silently, forever if its owner was killed. The file does not name its
+    owner, but the kernel knows which process has it open.
     """
     if not locks_by_existence():
         return

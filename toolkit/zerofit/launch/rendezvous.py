@@ -67,7 +67,7 @@ class Rendezvous:
         self._kept = PrefixStore(f"zerofit/{world.job}", store) if world.agent_store else None
 
     def report(self, facts: Any) -> None:
-        """Send facts about this process to the first one."""
+        """Send facts about this process to the first process."""
         self._store.set(f"rank-{self._world.rank}", json.dumps(facts))
 
     def reports(self, show: Callable[[str], None]) -> list[Any]:
@@ -118,7 +118,7 @@ class Rendezvous:
             self._kept.set(name, text)
 
     def kept(self, name: str) -> str | None:
-        """Return a text stored by an earlier start; None if there is none."""
+        """Return a text stored by an earlier start; None if there is no such text."""
         return self._kept.get(name).decode() if self._kept and self._kept.check([name]) else None
 
     def _all(self, keys: Sequence[str], patience_s: float, show: Callable[[str], None]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Locks of a run folder: one command at a time, and no ranks left from an earlier one."""
+"""Locks of a run folder: one command at a time, and no ranks left from an earlier command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
 
 
 def wait_for_ranks(folder: RunFolder, progress: Callable[[str], None]) -> None:
-    """Wait until no rank of an earlier start is left. Raises UserError if one stays."""
+    """Wait until no rank of an earlier start is left. Raises UserError if a rank stays."""
     with _locked(folder.ranks_lock, fcntl.LOCK_EX, PATIENCE_S, folder, progress):
         pass
 

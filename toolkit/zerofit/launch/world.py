@@ -25,14 +25,14 @@ NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range 
 
 
 # Which variables count. A process may have those of several launchers, if one starts another: torchrun within srun, or
-# mpirun within a Slurm job. The innermost has started this process, so NAMES lists the inner ones first. Exceptions:
-# - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher;
-# - Slurm's PMI sets PMI_RANK too, but no local rank;
-# - a Slurm step of a single task is a shell (`srun --pty`), where `zerofit train` uses all devices of the node.
+# mpirun within a Slurm job. The innermost launcher has started this process, so NAMES lists inner launchers first.
+# Exceptions: - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher; - Slurm's PMI
+# sets PMI_RANK too, but no local rank; - a Slurm step of a single task is a shell (`srun --pty`), where `zerofit train`
+# uses all devices of the node.
 
 
 class Names(NamedTuple):
-    """The variables by which a kind of launcher tells a process its rank."""
+    """The variables in which a kind of launcher passes a process its rank."""
 
     launcher: str
     rank: str
@@ -141,7 +141,7 @@ def leave_world(env: MutableMapping[str, str]) -> None:
 
 
 def drop_settings(env: MutableMapping[str, str]) -> None:
-    """Remove settings that launchers make for other trainings: accelerate's variables, and threads per process.
+    """Remove settings that launchers make for other programs: accelerate's variables, and threads per process.
 
     torchrun sets one thread per process unless OMP_NUM_THREADS is set, and accelerate sets a number too. zerofit
     divides the cores of a host among its ranks.

@@ -57,7 +57,7 @@ def _highest(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> Iterator[LiveMemory]:
-    """Yield the moments of such a backward in their order."""
+    """Yield the moments of a backward in order; `graded` as for `backward_moments`."""
     if device == "cpu":  # host and device memory are the same
         layout = replace(layout, offload_param="none")
     if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
@@ -68,7 +68,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: in
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Return the moments that can be the peak at some micro batch; of equal moments, the first.
+    """Return the moments that can be the peak at some micro batch, and only the first of equal moments.
 
     `line` returns a moment's bytes per sample and its fixed bytes.
     """
@@ -131,7 +131,7 @@ def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int
 
 
 class _Bucketed:
-    """Stages 1 and 2: gradients are copied into a bucket; when it is full, it is reduced and this rank's are kept."""
+    """Stages 1 and 2: gradients are copied into a bucket. A full bucket is reduced, and this rank keeps its part."""
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout):
         self.line, self.element, self.limit = line, layout.element_bytes, layout.bucket
@@ -143,14 +143,14 @@ class _Bucketed:
         self.passing = 8 if offloaded else 0
         accumulates = layout.accumulation > 1 and layout.zero_stage == 2
         self.before = self.element * max(self.kept_of.values(), default=0) if accumulates else 0
-        # a copy if ranks reduce in another dtype (:2375)
+        # ranks that reduce in another dtype make a copy (:2375)
         self.lifted = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
         groups = [group[0].group for group in line.members if group]
         self.sizes = dict(zip(groups, partitions(line, layout.zero_ranks), strict=True))
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
         self.passed: list[Parameter] = []  # in a bucket, of layers that are skipped
-        # full gradients outside of the bucket; at stage 1 those of earlier micro batches
+        # full gradients outside of the bucket: at stage 1 the gradients of earlier micro batches
         accumulated = layout.zero_stage == 1 and layout.accumulation > 1
         self.waiting_bytes, self.after = self.element * line.parameters if accumulated else 0, False
         self.layer = -1

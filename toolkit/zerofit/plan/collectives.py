@@ -17,7 +17,7 @@ _SENT = {
 
 
 # NCCL's rings: for n ranks and S bytes, each rank sends (n - 1)/n S in an all-gather or reduce-scatter,
-# and twice that in an all-reduce. The time is bytes / bandwidth + calls x latency, where small all-
+# and twice as many in an all-reduce. The time is bytes / bandwidth + calls x latency, where small all-
 # reduces run as trees. A group that spans nodes has rings inside each node and rings across nodes. Chunks
 # move through both at once, so the slower one counts.
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def collective_s(
 ) -> float:
     """Return the seconds for `size_bytes` in `calls` calls, as rings inside each node and rings across nodes.
 
-    `at_once`: calls are issued together, and ranks wait for each other once; measured lines are for calls among
-    kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each rank
-    has its own share of the network: a node's ranks send different parts of what leaves the node.
+    `at_once`: calls are issued together, and ranks wait for each other once. Measured lines were fitted to calls
+    between kernels. Chunks move through node and network at the same time, so the slower one counts. Between nodes each
+    rank has its own share of the network: a node's ranks send different parts of what leaves the node.
     """
     if group.size == 1:
         return 0.0

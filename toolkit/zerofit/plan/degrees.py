@@ -168,7 +168,7 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
 
 
 def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Check one of the degrees `whole`; sequence ranks divide the heads of each tensor rank."""
+    """Check one degree of the layout's degrees `whole`; sequence ranks divide the heads of each tensor rank."""
     name, degree = _named(degrees)
     types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"

@@ -1,4 +1,4 @@
-"""Forecast what failures cost a long training: the best interval between checkpoints, and the remaining loss.
+"""Forecast what failures cost a long run: the best interval between checkpoints, and the time that is lost.
 
 Closed forms for failures that are equally likely at any time: Young (1974), Daly (2006). The spread between months is
 from a simulation with random failures (Monte Carlo).
@@ -28,11 +28,11 @@ GPU_MTBF_H = SourcedRate(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (ar
 WRITTEN = SourcedRate(
     0.568 * 2**30 / 2, "measured: benchmarks/results/checkpoint-bandwidth.json, two ranks on one disk"
 )
-# from a dead launcher until all ranks train again
+# from the end of a dead launcher until all ranks train again
 RESTART_S = SourcedRate(63.3, "measured: benchmarks/results/faults.json, three hosts")
 MONTH_S = 30 * 24 * 3600.0
 MONTHS = 1000
-MOST_FAILURES = 2_000  # simulated per month; more do not change the result
+MOST_FAILURES = 2_000  # simulated per month; more failures do not change the result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class Failures:
     """How often a cluster fails, and how long a save and a restart last."""
 
     mtbf_s: float  # of the whole cluster
-    save_s: float  # training stops for a checkpoint this long
+    save_s: float  # seconds that training stops for a checkpoint
     restart_s: float  # from a failure until training continues at its checkpoint
     repair_s: float = 3600 * REPAIR_H  # until a failed node can be used again
 
     @property
     def interval_s(self) -> float:
-        """Seconds of training between checkpoints that lose least."""
+        """Seconds of training between checkpoints with which the least time is lost."""
         return daly_interval(self.save_s, self.mtbf_s)
 
     @property
@@ -98,8 +98,9 @@ def spare_nodes(expected: float, certainty: float) -> int:
 def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
     """Return the bytes of a checkpoint, and those of the rank that writes most of it.
 
-    These are weights as trained, and 12 bytes per element for master weights and moments. Below stage 3 the first rank
-    of each tensor or pipeline part writes its weights, at stage 0 its states, too.
+    A checkpoint has the weights in the run's precision, and 12 bytes per element for master weights and moments. Below
+    stage 3 the first rank of each tensor or pipeline part writes the part's weights. At stage 0 it also writes the
+    part's states.
     """
     weights, states = parameters * layout.element_bytes, parameters * 12
     parts = layout.tp * layout.pp
@@ -113,13 +114,13 @@ class Reliability:
     """The user's figures on failures; None: the default, with its source."""
 
     mtbf_h: float | None = None
-    of_node: bool = False  # whether `mtbf_h` is of a node instead of a GPU
+    of_node: bool = False  # whether `mtbf_h` is a node's time between failures instead of a GPU's
     storage: float | None = None  # bytes per second that all ranks together write to the checkpoint storage
     save_s: float | None = None
     restart_s: float | None = None
 
     def failures(self, parameters: int, layout: PlannedLayout, cluster: Cluster) -> Failures:
-        """Return the failures to expect in a training with this layout."""
+        """Return the failures to expect in a run with this layout."""
         units = cluster.nodes if self.of_node else cluster.ranks
         whole, most = checkpoint_bytes(parameters, layout)
         moved_s = max(most / WRITTEN.value, whole / self.storage if self.storage else 0.0)
@@ -143,7 +144,7 @@ class Reliability:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The useful share of a training's time, and when to save."""
+    """The useful share of a run's time, and when to save."""
 
     mtbf_s: float
     save_s: float
@@ -197,7 +198,7 @@ def draw_months(
 
 @lru_cache(maxsize=1024)  # most layouts of a plan save equally much
 def goodput_of(failures: Failures) -> Goodput:
-    """Return the goodput of a training that is saved at the best interval."""
+    """Return the goodput of a run that saves at the best interval."""
     import numpy as np
 
     interval_s, share = failures.interval_s, failures.goodput

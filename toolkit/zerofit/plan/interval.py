@@ -16,8 +16,8 @@ class PublishedErrors(NamedTuple):
     high: float
 
 
-# benchmarks/results/time-accuracy.json, "classes". Each forecast is fitted without the figure's own source. An
-# interval contains 80 % of the figures of a source that it was made without
+# benchmarks/results/time-accuracy.json, "classes". Each forecast is fitted without the figure's own source. Each
+# interval contains 80 % of the figures of a source that was left out when the interval was made
 CLASSES = {
     "image": PublishedErrors("image models", 29, 0.84, 1.31),
     "text": PublishedErrors("DeepSpeed without offloading", 54, 0.9, 1.38),
@@ -29,7 +29,7 @@ AS_MEASURED = PublishedErrors("measured", 1, 1.0, 1.0)
 
 
 def class_of(task: str, offload: str) -> str:
-    """Return the class of a training on GPUs, a key of CLASSES."""
+    """Return the class of a run on GPUs, a key of CLASSES."""
     if not is_text(task):
         return "image"
     return "offload" if offload != "none" else "text"

@@ -12,17 +12,17 @@ MOST_GPUS = 65536
 
 
 # Memory grows with the length of a sequence, the micro batch and the number of layers. So the largest
-# value that fits is bracketed by doubling, and the bracket is narrowed by lines and halves. `pressure`
-# returns the share of the scarcest memory that a value needs. Above 1 the value does not fit.
+# value that fits is bracketed by doubling, and the bracket is narrowed by lines and halves. `pressure` is a function
+# that returns the share of the scarcest memory that a value needs. A value with a share above 1 does not fit.
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:
     """Return the largest of smallest, smallest + step, ... whose `pressure` is at most 1.
 
     Also returns the number of evaluations. `pressure` must grow. None if the smallest does not fit. The value after the
-    answer has been tried, unless it is the last. Pressures are nearly linear, so the next guess is where the line
-    through the bracket's ends reaches 1. If that does not halve the bracket, the middle is next. With `end_first` the
-    last value, up to `most`, is tried early.
+    answer has been tried, unless it is the last. The share grows nearly linearly, so the next guess is where the line
+    through the bracket's ends reaches 1. If this guess does not halve the bracket, the next guess is its middle. With
+    `end_first` the last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -49,7 +49,7 @@ def largest(
 
 
 def _crossing(seen: dict[int, float], low: int, high: int) -> int:
-    """Return where the line through two pressures reaches 1, limited to 64 times the largest value tried."""
+    """Return where the line through the shares of two values reaches 1, limited to 64 times the largest value tried."""
     slope = (seen[high] - seen[low]) / (high - low)
     if not 0 < slope < math.inf:
         return (low + high) // 2 if slope > 0 else 2 * high

@@ -29,7 +29,7 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 # Rates of products fall with small or unaligned dimensions (`rates.ProductRate`, `rates.UnalignedShare`).
 # A kernel whose shape was measured on the device takes the measured time.
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels: as measured, otherwise by the device's rates."""
+    """Return the seconds of equal kernels: measured ones if there are any, otherwise those at the device's rates."""
     measured_s = rates.kernels.seconds(kernel, micro_batch, _aligned_share(kernel, rates)) if rates.kernels else None
     if measured_s is None:
         measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))

@@ -111,7 +111,7 @@ class PlannedLayout:
 
     @property
     def optimizer_setting(self) -> TrainingSetting:
-        """What decides whether an optimizer trains as on one device."""
+        """The properties that decide whether an optimizer trains as on one device."""
         return TrainingSetting(
             precision=self.precision,
             offload=self.offload_optimizer,
@@ -181,7 +181,7 @@ def steps_early(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutMemory:
-    """Bytes on the rank that needs most."""
+    """Bytes on the rank that needs the most memory."""
 
     peak_bytes: int  # device, allocated
     peak_phase: str  # "init", "forward", "backward" or "step"

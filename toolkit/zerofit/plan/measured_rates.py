@@ -11,7 +11,7 @@ from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel
 
 WITH_PRODUCTS = ("product", "convolution", "attention")
-NEARNESS = 4  # exponent of a point's nearness in its weight, so the nearest dominate
+NEARNESS = 4  # exponent of a point's nearness in its weight: the nearest points count most
 ALIGNED = 8  # 16-bit elements in 16 bytes: tensor cores run at full speed if rows are multiples of this
 HALF = ("float16", "bfloat16")
 SAME = 1e-3  # difference of logarithms below which sizes are equal
@@ -47,7 +47,8 @@ class KernelTable:
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
         """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
 
-        Products with unaligned rows get the share `unaligned` of the others' rate, unless such products were measured.
+        Products with unaligned rows get the share `unaligned` of the rate of aligned products, unless unaligned
+        products were measured.
         """
         key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
         points = self._points.get((*key, odd))
@@ -88,7 +89,7 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
     """Return the rate at these sizes: a measured one, or the mean of all points weighted by nearness.
 
-    Without a shape on one of both sides, only the amounts of work are compared.
+    If the kernel or a point has no shape, only the amounts of work are compared.
     """
     total = weights = 0.0
     for point in points:

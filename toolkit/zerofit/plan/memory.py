@@ -1,4 +1,4 @@
-"""Forecast the memory of a layout: the peak of start-up and of a training step, from a stored profile.
+"""Forecast a layout's memory from a stored profile: the peak of start-up and of a training step.
 
 The terms follow the source of DeepSpeed 0.19.8 and torch's optimizers; nothing is fitted. Kernels' scratch
 memory, the communication library, the device's context and the allocator's rounding are not included.
@@ -32,7 +32,7 @@ class _Moment(NamedTuple):
     """The bytes on the device (on "cpu", of the host) at one moment."""
 
     phase: str
-    fixed: float  # all bytes at micro batch 0
+    fixed: float  # all bytes without any samples
     slope: float  # per sample
     activations: Point
     kinds: dict[str, int]  # the rest
@@ -76,7 +76,7 @@ class _StageMoments(NamedTuple):
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
-    """Return the memory of the rank that needs most. Raises KeyError if the profile lacks the setting."""
+    """Return the memory of the rank that needs most. Raises KeyError if the profile does not contain the setting."""
     return Forecaster(profile, device).memory(layout)
 
 
@@ -97,8 +97,8 @@ class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
     On "cpu" host and device are one, and the optimizer is torch's. On "cuda" it is DeepSpeed's FusedAdam, or its
-    CPUAdam if the states are on the host. `workspace_bytes`: of a thread's matrix products; forward's thread and
-    backward's have one each (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    CPUAdam if the states are on the host. `workspace_bytes`: workspace of a thread's matrix products; the threads of
+    forward and backward have a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
     def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0):
@@ -111,7 +111,7 @@ class Forecaster:
         self._cpu_process_bytes = _cpu_process_bytes(profile)
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
-        """Return the memory of the pipeline stage that needs most."""
+        """Return the memory of the pipeline stage that needs the most memory."""
         key = _key_of(layout)
         stages = self._stages.get(key)
         if stages is None:
@@ -142,14 +142,14 @@ class Forecaster:
         """Return the number of extra communicators: for a matrix tied between stages, and for full weights at stage 3.
 
         Before ZeRO divides full weights, the first rank sends them to all others in a group of its own (engine.py,
-        _broadcast_model). transformers' models are divided by then.
+        _broadcast_model). Models of transformers are divided before that.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
         whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
         return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
-        """Return the peak of each layer of a pipeline stage and of its step; of equal layers only a few.
+        """Return the peak of each layer of a pipeline stage and of its step; only a few of equal layers are included.
 
         The micro batch is the one with the most live bytes. Raises KeyError as `memory` does.
         """
@@ -275,7 +275,7 @@ def _cpu_process_bytes(profile: Profile) -> int:
 
 
 def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward with most live bytes: a later micro batch's, if gradients accumulate."""
+    """Yield the moments of the forward with most live bytes: that of a later micro batch, if gradients accumulate."""
     line, gradients, buckets = kind.line, 0, 0
     if layout.zero_stage < 2:
         gradients = layout.element_bytes * kind.graded
@@ -294,9 +294,9 @@ def _forward_moments(kind: Pass, layout: PlannedLayout, device: str) -> Iterator
 
 
 def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
-    """Choose the stages to forecast: the first, the last, and of the others the first with each number of layers.
+    """Choose the stages to forecast: the first, the last, and the first other stage with each number of layers.
 
-    With two parts per stage also the last one with each number, whose second part has most in flight.
+    With two parts per stage, the last stage with each number of layers is added: its second part has most in flight.
     """
     kinds: dict[tuple, list[int]] = {}
     for stage, parts in enumerate(stages):

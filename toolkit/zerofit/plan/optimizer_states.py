@@ -1,7 +1,7 @@
 """Compute an optimizer's states for each tensor, and what its step allocates, from its entry in `features.optimizers`.
 
-Adam is torch's on a CPU and DeepSpeed's FusedAdam on a GPU. The others are those of torch 2.14 and bitsandbytes 0.50.2.
-SGD has momentum and weight decay, as in `train`.
+Adam is torch's on a CPU and DeepSpeed's FusedAdam on a GPU. Other optimizers are those of torch 2.14 and bitsandbytes
+0.50.2. SGD has momentum and weight decay, as in `train`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimate how long a training runs with a layout, how many GPU hours that is, and what it costs."""
+"""Estimate how long a full run takes with a layout, how many GPU hours it needs, and what it costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """A full training with one layout: its time, with saves and failures, and its cost."""
+    """A full run with one layout: its time, with saves and failures, and its cost."""
 
     steps: int | None  # None: the length is unknown
     train_h: float | None  # of steps alone

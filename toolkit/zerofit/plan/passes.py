@@ -1,4 +1,4 @@
-"""Compute the seconds of layers in one micro batch: kernels, launches and hooks, and collectives they wait for."""
+"""Compute the seconds of layers in one micro batch: kernels, launches, hooks, and collectives that layers wait for."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RankPass:
 
     @cached_property
     def trained_parameters(self) -> int:
-        """Trained elements of the stage with most, on one rank."""
+        """Trained elements on one rank of the stage that has most."""
         return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property
@@ -83,7 +83,7 @@ class RankPass:
 
     @cached_property
     def expert_share(self) -> float:
-        """Experts' share of the parameters in the stage with most."""
+        """Share of experts in the parameters of the stage that has most."""
         stage = max(self.stages, key=self.elements_of)
         return sum(n * self.experts[i] for i, n in stage) / max(1, self.elements_of(stage))
 

@@ -71,8 +71,8 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
 def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
     """Add float32 averages of what a rank steps on, where the optimizer's states are (train/averaging.py).
 
-    `plain`: the memory with Adam, whose states are two moments each. Averaged copies of buffers, a few numbers per
-    channel, are not counted.
+    `plain`: the memory with Adam, whose states are two moments each. Averaged copies of buffers are not counted: they
+    are a few numbers per channel.
     """
     place = "device" if layout.offload_optimizer == "none" else "host"
     elements = getattr(plain, place).get("optimizer state", 0) // ADAMW.states.element_bytes(on_host=True)
@@ -130,7 +130,7 @@ def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Return the elements of all parameters that overlap a rank's partitions: the largest number of any rank.
+    """Return the largest number, over all ranks, of elements in parameters that overlap the rank's partitions.
 
     Stages 1 and 2 keep full gradients of parameters that are only partly in the partition (stage_1_and_2.py:2187).
     """
@@ -148,7 +148,7 @@ def heaviest_reached(line: StageTimeline, ranks: int) -> dict[Parameter, int]:
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
-    """Return the bytes of page-locked copies of those gradients, each allocated by itself."""
+    """Return the bytes of page-locked copies of full gradients that overlap a partition, each allocated by itself."""
     locked = _locking(device)
     return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
@@ -233,7 +233,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
         return PersistentMemory(parameters | kept, _paged(states.host))
     locked = _locking(device)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
-    host = {  # here "nvme" is treated as "cpu" (:220)
+    host = {  # stages 1 and 2 treat "nvme" as "cpu" (:220)
         "master weights": masters,
         "optimizer state": host_state_bytes(layout) * part,
         "gradients": masters,  # of equal size (:941)
@@ -250,8 +250,8 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
-    # never released once gathered (partitioned_param_coordinator.py:644);
-    # with a single rank its part is the parameter itself (partition_parameters.py, NoGatherHandle)
+    # never released once gathered (partitioned_param_coordinator.py:644); a single rank's part is the parameter itself
+    # (partition_parameters.py, NoGatherHandle)
     gathered = kept_gathered(line, layout).bytes
     here = {
         "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, permanent
@@ -380,7 +380,7 @@ def parameters_offloaded(
         room -= size
     largest = max((p.numel * (layout.tp if p.split else 1) for layer in line.layers for p in layer), default=0)
     buffers = locked(element * PARAMETER_BUFFERS * _aligned(largest, element))
-    if sum(flat) < sum(totals):  # for all parameters of the largest sub-group, in full (:1015)
+    if sum(flat) < sum(totals):  # a buffer for all full parameters of the largest sub-group (:1015)
         most = max(sub_groups(line, shard), key=lambda g: g.part)
         buffers += locked(element * sum(_aligned(numel, element) for numel in most.numels))
     every = [p for group in (*line.members, line.frozen) for p in group]

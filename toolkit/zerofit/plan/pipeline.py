@@ -1,4 +1,4 @@
-"""Divide layers into pipeline stages, and compute what the engine holds (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
+"""Divide layers into pipeline stages, and compute the engine's buffers (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 @lru_cache(maxsize=64)
 def layer_stack(profile: Profile) -> tuple[LayerFacts, ...]:
-    """Return the layers that a pipeline divides, each one named: `block 0`, `block 1`, and so on."""
+    """Return the layers that a pipeline divides, with a name for each layer: `block 0`, `block 1`, and so on."""
     first, counts, found = profile.layers[0], Counter[str](), []
     shared = {layer.tied_to for layer in profile.layers}
     for layer in profile.layers:
@@ -79,7 +79,7 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
     """Return a stage's kinds of passes, and the bytes kept between steps; `lines`: of each part.
 
     With 1F1B, stage s of p has at most p - s micro batches in flight. The step's first micro batches have no gradients
-    yet; when there are gradients, one micro batch less is in flight.
+    yet. Once there are gradients, one micro batch less is in flight.
     """
     if layout.schedule == "dualpipev":
         return _followed(lines, layout, stage)
@@ -141,7 +141,7 @@ def _followed(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 
 
 class _Walk:
-    """What a stage holds while it runs through DualPipeV's order."""
+    """The tensors that a stage keeps while it runs through DualPipeV's order."""
 
     def __init__(self, lines: Sequence[StageTimeline]):
         self.passes: list[Pass] = []

@@ -23,7 +23,7 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The coefficients for GPUs that were fitted to published throughput; no others were fitted."""
+    """The coefficients for GPUs that were fitted to published throughput; no other coefficient was fitted."""
 
     memory: float = 0.66  # share of the data sheet's bandwidth reached by kernels without products
     network: float = 0.62  # share of the wire speed between nodes reached by collectives
@@ -232,9 +232,9 @@ class Rates:
         return self.pcie if pinned else min(self.pcie, self.pageable)
 
 
-# For each rate the first of these that exists counts: a measurement of `zerofit calibrate` on this kind of device, a
-# rate that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` says
-# which, and `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
+# Each rate comes from the first source that exists: a measurement of `zerofit calibrate` on this kind of device, a rate
+# that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` names the source, and
+# `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
 def rates_of(
     cluster: Cluster, precision: str, calibration: Calibration | None = None, fitted: Coefficients = FITTED
 ) -> Rates:
@@ -264,7 +264,7 @@ def rates_of(
         slower = measured.launch_s / LAUNCH_S.value
         found |= {name: slower * assumed[name].value for name in ("engine_launch_s", "gradient_s")}
     reached = measured.matmul_flops.get(precision)
-    if reached:  # only products were measured: the other kernels with FLOPs are scaled likewise
+    if reached:  # only products were measured: rates of the other kernels with FLOPs are scaled by the same factor
         faster = reached * MODEL_SHAPES / assumed["flops"].value
         found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general", "depthwise")}
     date = f"measured here on {measured.date[:10]}"
@@ -299,7 +299,7 @@ def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRat
 
 
 def _passes(cluster: Cluster, measured: Calibration) -> float | None:
-    """Return bytes per second of long passes; on a CPU most of them fill memory that the system has just allocated."""
+    """Return bytes per second of long passes; on a CPU most passes fill memory that the system has just allocated."""
     copies = [kernel for kernel in measured.kernels if kernel.kind == "copy" and kernel.dtype == "float32"]
     if not cluster.on_cpu or not copies:
         return measured.memory_bandwidth

@@ -100,7 +100,7 @@ class PlanResult:
     fitting: int
     seconds: float
     padding: str = ""  # what the first layout loses to sizes of the model that are not multiples of 8
-    misfits: tuple[RankedLayout, ...] = ()  # those that need least, if fewer fit than were requested
+    misfits: tuple[RankedLayout, ...] = ()  # layouts that need the least memory, if fewer fit than were requested
 
     @property
     def nearest(self) -> Rejected | None:
@@ -111,7 +111,7 @@ class PlanResult:
 
     @property
     def plainest(self) -> int | None:
-        """The index of the simplest layout whose speed cannot be told from the first one's; None if none fits.
+        """The index of the simplest layout whose speed cannot be told from the first layout's; None if no layout fits.
 
         Of equally simple layouts it is the fastest. The uncertainty of the order is the error between two published
         layouts of one model and machine.
@@ -172,7 +172,7 @@ class PlanResult:
 
 
 def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResult:
-    """Return the result with an outlook on a full training for each layout."""
+    """Return the result with an outlook on a full run for each layout."""
 
     def seen(ranked: RankedLayout) -> RankedLayout:
         of_model = (profile.parameters, profile.seq_len)

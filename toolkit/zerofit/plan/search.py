@@ -41,7 +41,7 @@ class TimedLayout(NamedTuple):
 
 
 class Misfits(NamedTuple):
-    """Layouts that do not fit for one reason, and the one of them that needs least."""
+    """Layouts that do not fit for one reason, and the layout among them that needs the least memory."""
 
     count: int
     layout: PlannedLayout
@@ -64,10 +64,12 @@ def _without_collector() -> Iterator[None]:
 # The search forecasts every layout of the space; nothing is sampled.
 #
 #     1. The space comes in families: layouts that differ in bucket, overlap and stage-3 sizes only. The first
-#        needs the least memory. If it does not fit, none of its family does.
-#     2. Of a family that fits, other members are forecast only if larger buckets could exceed what is left.
-#     3. All that fit are timed and sorted by samples per second in three digits, equal ones by simplicity.
-#     4. Those that do not fit are counted by reason. The nearest of each reason is explained, with a remedy.
+#        needs the least memory. If it does not fit, no layout of its family fits.
+#     2. Other members of a family that fits are forecast only if larger buckets could exceed the memory that is left.
+# 3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
+# simplicity.
+# 4. Layouts that do not fit are counted by reason. For each reason the layout nearest to fitting is explained, with a
+# remedy.
 @_without_collector()
 def search(
     profile: Profile,
@@ -91,7 +93,7 @@ def search(
     fitting, misfits, too_large = _divide(space.families, cluster, forecast)
     timer = Timer(profile, cluster, rates)
     timed = [_timed(layout, timer, correct) for layout in fitting]
-    # fastest first; of equally fast ones the simplest
+    # fastest first; the simplest of equally fast layouts comes first
     timed.sort(key=lambda timed_layout: (-timed_layout.samples_per_s, *plain(timed_layout.layout)))
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
@@ -149,7 +151,7 @@ def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast:
 
 
 def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
-    """Return a layout's utilization of the scarcest memory; for far too large pipelines a lower bound.
+    """Return a layout's utilization of the scarcest memory; a pipeline that is far too large gets a lower bound.
 
     Dividing hundreds of layers into stages takes seconds. It is skipped if a stage's average share of parameters and
     moments is too large already: at stages 0 and 1 these stay on the device.
@@ -186,7 +188,7 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout. More micro batches than are in flight, and one with gradients from before, change nothing."""
+    """Forecast a layout. More micro batches than those in flight plus one with earlier gradients change nothing."""
     most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
@@ -195,7 +197,7 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
 ) -> tuple[list[PlannedLayout], dict[str, Misfits], list[list[PlannedLayout]]]:
-    """Return the layouts that fit, the others by reason, and the others' families, smallest need first.
+    """Return the layouts that fit, the misfits by reason, and the misfits' families, smallest need first.
 
     The first layout of a family needs the least memory. If it does not fit, no other layout of the family does. If it
     leaves enough memory for larger buckets, all of the family fit.

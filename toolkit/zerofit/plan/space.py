@@ -86,8 +86,8 @@ class SearchSpace:
 #     batch          divisors of the global batch, or powers of two
 #     variants       bucket size, overlap, prefetch and persistence sizes: they make a family
 #
-# less what DeepSpeed or zerofit refuses, and less what contradicts a fixed value. What is impossible for
-# every layout of a degree is counted with its reason, so that the plan can name it.
+# without the combinations that DeepSpeed or zerofit refuses or that contradict a fixed value. Degrees and batch sizes
+# that are impossible for every layout are counted by reason, so that the plan can name them.
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
@@ -144,7 +144,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
-    """Yield all degrees that may be possible, or the requested ones."""
+    """Yield all degrees that may be possible, or the requested degrees."""
     if request.tp or request.pp or request.sp or request.ep:
         yield request.degrees
         return
@@ -238,7 +238,7 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """Return variants with larger buckets, with gradients reduced during backward, and with more kept gathered."""
+    """Return variants with larger buckets, with gradients reduced during backward, and with more parameters kept."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]

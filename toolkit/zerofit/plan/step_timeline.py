@@ -1,4 +1,4 @@
-"""Lay out a step on a timeline: what each stream of a rank does when, from the parts of the step's time."""
+"""Lay out a step on a timeline from the parts of its time: what each stream of a rank does, and when."""
 
 from __future__ import annotations
 

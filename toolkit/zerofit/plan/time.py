@@ -22,7 +22,7 @@ from zerofit.plan.zero3_gather import LayerFetches, fetches
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import Profile, setting
 
-# elements that SuperOffload sends to its process at a time: sub_group_size of the bundled JSON
+# elements that SuperOffload sends to its process at a time (sub_group_size of the bundled JSON)
 EARLY_GROUP = 100_000_000
 # bytes of host memory per element besides the optimizer's: clipping reads and writes the gradient (8, stage3.py:2988),
 # the stepped parameter is converted (6, stage3.py:2858)
@@ -202,7 +202,7 @@ class Timer:
         if layout.schedule == "dualpipev":
             passes_s = parts.dualpipev_s()
             bubble_s = passes_s - micro_batches * sums.layer_s
-        else:  # stages run in lockstep; each waits while the pipeline fills and drains, and for slower stages
+        else:  # stages run in lockstep: each stage waits for slower stages, and while the pipeline fills and drains
             passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
             bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
         tasks = [(1, task) for task in (*parts.first, *parts.step)] + [(micro_batches - 1, t) for t in parts.later]
@@ -322,7 +322,8 @@ class Timer:
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
         """Return the engine's work on gradients after the first micro batch, and after each later one.
 
-        Stages 2 and 3 reduce them each time; below, autograd adds them to those of earlier micro batches. Offloaded
+        Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
+        micro batches. Offloaded
         gradients are accumulated on the host. At stage 3 each rank has its share there (stage3.py:2015), at stage 2 the
         gradients of all parameters (stage_1_and_2.py:1809).
         """
@@ -387,7 +388,7 @@ class Timer:
             every = element * rank_pass.trained_parameters
             seconds = self._spread_s("all_gather", every, _calls(layout, rank_pass), layout, rank_pass)
             yield StepTask("data parallel", GATHERED, every, seconds)
-        if layout.zero_stage == 3:  # parameters that are kept gathered, one by one (stage3.py:2841)
+        if layout.zero_stage == 3:  # parameters that are kept gathered are gathered one by one (stage3.py:2841)
             kept = kept_gathered(self._line(layout), layout)
             seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, rank_pass, at_once=True)
             yield StepTask("data parallel", GATHERED, kept.bytes, seconds)
@@ -396,8 +397,10 @@ class Timer:
 def _left_of_step(task: StepTask, layout: PlannedLayout, rank_pass: RankPass, elements: float) -> StepTask:
     """Return the host's step after backward; SuperOffload without clipping runs the rest during backward.
 
-    Groups are queued at even intervals, each when backward has its gradients (superoffload_stage3.py, partition_grads).
-    The last group is stepped after backward. If the host is slower than backward, all but the first wait for it.
+    Groups are queued at even intervals, each group when backward has made its gradients (superoffload_stage3.py,
+    partition_grads).
+    The last group is stepped after backward. If the host is slower than backward, all groups but the first wait for the
+    host.
     """
     if not layout.steps_early:
         return task

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile
 
-# of many equal layers these many last and first ones are kept (see `_representatives`)
+# number of last and of first layers that are kept of many equal layers (see `_representatives`)
 _LAST, _FIRST = 3, 1
 
 Point = tuple[float, float]  # bytes: fixed, per sample
@@ -70,7 +70,7 @@ class TimelineEvent(NamedTuple):
 class StageTimeline:
     """One pipeline stage's layers on one rank, and the passes of a micro batch through one of its parts.
 
-    Compared by identity, so results derived from it can be cached. A stage has one part, with DualPipeV two.
+    Compared by identity, so results derived from it can be cached. A stage has one part, or two parts with DualPipeV.
     """
 
     layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of forward
@@ -275,7 +275,7 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
 def _representatives(mine: Sequence[_Placed]) -> list[int]:
     """Choose the layers to evaluate; among consecutive equal layers, live bytes change linearly.
 
-    The peak is in the first or the last of them; a few of the last show how buckets fill.
+    The peak is in the first or the last of these layers. A few of the last layers show how buckets fill.
     """
     chosen = []
     for n, placed in enumerate(mine):
@@ -301,7 +301,7 @@ def _backward(
 
 
 def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
-    """Yield the traced moments; without a trace, the peak, then complete gradients one by one."""
+    """Yield the traced moments. Without a trace, yield the peak, then complete gradients one by one."""
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}

@@ -36,9 +36,9 @@ def init_moments(
     `built_in_parts`: transformers enters zero.Init at stage 3; slices of tensor parallelism are full until then.
     """
     if not built_in_parts or layout.zero_stage < 3 or layout.combined:
-        # "cuda" gets the model after it is cast (engine.py:2094)
+        # the model is cast before it is copied to "cuda" (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.elements}
-    elif line.quantized_bytes:  # the other weights are full until the engine divides them, one after the other
+    elif line.quantized_bytes:  # the other weights are full until the engine divides them one by one
         yield {"parameters": layout.element_bytes * line.elements, "temporaries": _largest_shard(line, layout)}
     if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):
         yield from _init_flat_partitions(line, layout, device)

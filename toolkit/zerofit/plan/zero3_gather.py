@@ -55,7 +55,7 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
     """Return the bytes of the largest all-gather's second copy, for each of line.forward's layers.
 
     Several parameters arrive in one buffer, from which each is copied (partition_parameters.py:1343). gloo also gathers
-    a single one into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    a single parameter into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     found = []
     for passed in _passed(line, layout):
@@ -122,7 +122,7 @@ def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCal
 
 
 class _Fetch(NamedTuple):
-    """The moment after a module has fetched its parameters and those ahead; the first of a layer fetches nothing."""
+    """The moment after a module has fetched its parameters and those ahead; a layer's first moment has no fetch."""
 
     bytes: int  # gathered
     members: tuple[int, ...] = ()
@@ -192,7 +192,7 @@ class _Gathering:
 
 
 # Stage 3 keeps 1/n of each parameter on a rank. Before a module runs, DeepSpeed gathers its parameters
-# and prefetches those of the next modules. After a module, it releases what is not needed soon. Which
+# and prefetches those of the next modules. After a module, it releases the parameters that are not needed soon. Which
 # parameters are full at a moment depends on four sizes of the JSON, so the coordinator's own rules are
 # replayed on the module calls of the profile:
 #
@@ -205,7 +205,8 @@ class _Coordinator:
 
     A module fetches its own parameters, then the step's next ones up to the prefetch size (:447), within the limit of
     live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A module's
-    parameters stay if they are used again within the reuse distance, or if fetching has passed their next use (:649).
+    parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their next use
+    (:649).
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes):

@@ -18,7 +18,7 @@ from zerofit.spec.units import shown_bytes
 T = TypeVar("T")
 
 OUT_OF_MEMORY, EXITED, KILLED, CRASHED = "out-of-memory", "exit", "killed", "crashed"  # kinds of problems
-_FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of what was simulated
+_FAILED = (OUT_OF_MEMORY, KILLED, CRASHED)  # not the fault of the simulated model or script
 LINES = 6  # of output that are shown
 ERROR_LINES = 3  # of an exception's message
 HINT = "free memory here, simulate fewer layers or one rank (--rank), or use a larger machine"
@@ -63,7 +63,7 @@ def out_of_memory(peak_bytes: int = 0) -> Problem:
 def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> T:
     """Run an optional search; if it fails, return `instead` and report a note.
 
-    So a failure does not lose the answer that is known already.
+    So a failure does not lose an answer that was found before.
     """
     try:
         return work()
@@ -73,7 +73,7 @@ def optional(work: Callable[[], T], instead: T, what: str, report: Reporter) -> 
 
 
 def why_it_failed(error: Exception) -> str:
-    """Return a line that says why something could not be computed."""
+    """Return a line with the reason why something could not be computed."""
     if lacks_memory(error):
         return out_of_memory().message
     if isinstance(error, UserError):
@@ -138,6 +138,6 @@ def first_lines(error: BaseException) -> str:
 
 
 def last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines of output; of a line that a progress bar has overwritten, the final text."""
+    """Return the last lines of output; a line that a progress bar has overwritten is returned with its final text."""
     lines = [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in lines if line][-count:]

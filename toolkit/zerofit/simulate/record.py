@@ -41,7 +41,7 @@ class SimulationTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPhase:
-    """A phase of a rank's run. Each begins where the previous one ends."""
+    """A phase of a rank's run. Each phase begins where the previous phase ends."""
 
     name: str  # "build", "init", "forward", "backward" or "step"
     step: int  # optimizer step from 0; -1 before the first
@@ -55,7 +55,7 @@ class KindPeak:
     """The peak among allocations by one line of code in one phase, in any layer."""
 
     key: str
-    which: str = ""  # "" for the highest; "first" or "last" for those, whatever their height
+    which: str = ""  # "" for the highest peak; "first" or "last" for the first or last peak, whatever its height
     phase: str
     step: int
     module: str
@@ -145,7 +145,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFacts:
-    """What a simulation found in a user's script."""
+    """Facts that a simulation found in a user's script."""
 
     name: str
     model: str  # its class

@@ -68,7 +68,7 @@ class Cluster:
             device = problems.attempt(lambda: find_device(name))
         problems.raise_if_any()
         if device and device.kind not in DEVICES:
-            kind = device  # so that a file is read only once
+            kind = device  # so that the file of a device is read only once
         usual = device.node.gpus if device else cpu_ranks(usable_cores())
         if (gpus or usual) * (nodes or 1) > MOST_RANKS:
             message = f"{nodes or 1} nodes x {gpus or usual} devices; allowed: at most {MOST_RANKS:,} devices"

@@ -95,7 +95,7 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
 def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
     """Return the device that torch reports under this name.
 
-    If there are several sizes, return the largest within `total_bytes` (the driver's figure), else the smallest.
+    If a name has several sizes, return the largest within `total_bytes` (the driver's figure), else the smallest.
     """
     # "H100" is also in "H100 PCIe": try longer names first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):

@@ -128,12 +128,12 @@ class Reporter:
         self.on_event(Event(kind="note", text=text))
 
     def table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Tell a note of several rows, by the names of their columns; the text has a line for each."""
+        """Report a note of several rows, by the names of their columns; the text has a line for each row."""
         lines = [", ".join(f"{name} {cell}" for name, cell in row.items()) for row in rows]
         self.on_event(Event(kind="note", text="\n".join([title, *lines]), data={"rows": rows}))
 
     def warning(self, text: str, where: str = "") -> None:
-        """Report something that a user should look at, and its place."""
+        """Report a warning for the user, and its place."""
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
 
     def stages(self, stages: Sequence[Any]) -> None:

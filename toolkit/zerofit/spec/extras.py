@@ -1,4 +1,4 @@
-"""Packages that only an extra installs: what is missing, and the `pip install` that brings it."""
+"""Packages that only an extra installs: which are missing, and the `pip install` command that installs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def missing_extra(error: BaseException) -> Problem | None:
-    """Return the problem of an error that a missing package of an extra has caused; None for any other error.
+    """Return the problem if a missing package of an extra has caused an error; None for any other error.
 
     The extras are those of zerofit's own metadata (pyproject.toml).
     """
@@ -28,14 +28,14 @@ def missing_extra(error: BaseException) -> Problem | None:
     module = error.name.partition(".")[0]
     distribution = _DISTRIBUTIONS.get(module, module).replace("_", "-")
     extra = extras().get(distribution)
-    if extra is None or installed_version(distribution) is not None:  # then it is the installation that is damaged
+    if extra is None or installed_version(distribution) is not None:  # in this case the installation is damaged
         return None
     message = f"this needs {module}, which is not installed"
     return Problem(kind="not-installed", message=message, hint=f"pip install 'zerofit[{extra}]'")
 
 
 def extras() -> dict[str, str]:
-    """Return the extra that installs each distribution; none of those that zerofit itself needs."""
+    """Return the extra that installs each distribution, without the distributions that zerofit itself needs."""
     from packaging.requirements import Requirement
 
     found = dict[str, str]()

@@ -22,8 +22,8 @@ def stays_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
-# A reader sees the old file or the new one, never a part, and a power failure leaves one of both:
-#   write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the folder.
+# A reader sees either the old file or the new file, never a part. A power failure leaves one of these two. To ensure
+# this, write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the folder.
 
 
 @contextmanager

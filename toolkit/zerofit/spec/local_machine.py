@@ -33,9 +33,9 @@ def cpu_ranks(cores: int) -> int:
     return max(1, min(cores, max(2, nodes)))
 
 
-# In a container the kernel shows the host's memory, but kills at the limit of the control group, or of one of its
-# parents. So all of them count. Pages of the file cache count as used in a group and are free all the same: the kernel
-# drops inactive ones before it kills.
+# In a container the kernel shows the host's memory, but it kills processes at the limit of the control group or of a
+# parent group. So all limits count. A group counts pages of the file cache as used, but they are free: the kernel drops
+# inactive pages before it kills.
 
 
 def host_memory() -> tuple[int, int]:

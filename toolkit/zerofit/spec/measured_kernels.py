@@ -21,7 +21,7 @@ class MeasuredKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:
-    """The measured time of one collective between ranks of a node; `size_bytes` is that of the full tensor."""
+    """The measured time of one collective between ranks of a node; `size_bytes` is the size of the full tensor."""
 
     op: str  # "all_reduce", "all_gather", "reduce_scatter"
     ranks: int

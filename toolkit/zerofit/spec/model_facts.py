@@ -51,7 +51,7 @@ ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # model types that train with AutoTP as on one device (tested); AutoTP refuses GPT-2, and ViT fails in forward
 TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
-# of these, those with a plan in transformers, which zerofit uses together with other kinds of parallelism
+# the model types among these with a plan in transformers, which zerofit uses together with other kinds of parallelism
 TENSOR_PLAN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # model types that train with AutoEP as in one process (tested)
 EXPERT_TYPES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -128,7 +128,7 @@ BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 M
 
 
 def bucket_elements(parameters: int) -> int:
-    """Return the elements of a bucket: those of the model, at most BUCKET_LIMIT, rounded up to an even number.
+    """Return the elements of a bucket: as many as the model has, at most BUCKET_LIMIT, rounded up to an even number.
 
     DeepSpeed allocates the bucket in full, reduces larger parameters separately, and needs an even size
     (runtime/zero/stage_1_and_2.py:3266, :1409, :390).
@@ -148,7 +148,7 @@ def persistence_elements(hidden_size: int) -> int:
 
 
 def width(hidden_size: object, largest_parameter: int) -> int:
-    """Return the residual stream's width, or without one the square root of the largest parameter.
+    """Return the residual stream's width; for a model without one, the square root of the largest parameter.
 
     `hidden_size` comes from a config, where it may be anything if the model's class does not use it.
     """

@@ -48,7 +48,7 @@ def refuse_foreign_code(
 ) -> None:
     """Raise UserError "untrusted-model" or "untrusted-callback" if `file` names Python code, unless it is `trusted`.
 
-    A callback is always the name of code; a model may also be a preset, a file or a folder.
+    A callback always names code. A model may also be a preset, a file or a folder.
     """
     if trusted:
         return

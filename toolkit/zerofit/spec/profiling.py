@@ -1,4 +1,4 @@
-"""Profiling of a training: numbers of steps and ranks, and marks in torch.profiler's traces."""
+"""Profiling of a run: numbers of steps and ranks, and marks in torch.profiler's traces."""
 
 from __future__ import annotations
 

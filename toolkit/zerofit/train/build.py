@@ -30,7 +30,8 @@ from zerofit.train.process_group import rank_device
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     """Build the full model as the engine stores it; at ZeRO stage 3 a transformers model is partitioned instead.
 
-    Both happen while the model is built. The weights depend on the seed alone, not on the layout.
+    Parameters are stored and partitioned while the model is built. The weights depend on the seed alone, not on the
+    layout.
     """
     run, source = job.run, source_of(job.run)
     torch.manual_seed(run.seed)

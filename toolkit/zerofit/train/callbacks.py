@@ -89,7 +89,7 @@ class Callback:
 
 
 def overridden(callbacks: Sequence[Callback], method: str) -> list[Callable[..., None]]:
-    """Return the callbacks' methods of this name that are overridden, so others cost nothing."""
+    """Return the overridden methods of this name, so that callbacks without the method cost nothing."""
     inherited = getattr(Callback, method)
     return [getattr(callback, method) for callback in callbacks if getattr(type(callback), method) is not inherited]
 
@@ -165,7 +165,7 @@ class EventLog(Callback):
         self._write("stages", stages=[asdict(stage) for stage in stages])
 
     def warning(self, text: str) -> None:
-        """Record something that a user should look at."""
+        """Record a warning for the user."""
         self._write("warning", text=text)
 
     def save_failed(self, step: int, text: str) -> None:

@@ -51,7 +51,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return True unless saves are copied: DeepSpeed then clones views before it writes them."""
+        """Return True unless saves are copied. If True, DeepSpeed clones views before it writes them."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
@@ -62,7 +62,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
             self._write(state_dict, Path(path))
 
     def load(self, path: str | Path, map_location: Any = None) -> Any:
-        """Read a file without executing code in it. Raises UserError for a file that needs to.
+        """Read a file without executing code in it. Raises UserError for a file that needs code.
 
         Tensors that DeepSpeed copies into its parameters stay on disk until then. Others are read fully: optimizers on
         a CPU would keep training in the mapped file itself.
@@ -134,7 +134,7 @@ class HostCopies:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def of(self, value: Any, file: str) -> Any:
-        """Return the structure with its tensors copied; shared ones stay shared. `file` identifies the structure."""
+        """Return the structure with its tensors copied; shared tensors stay shared. `file` identifies the structure."""
         copies: dict[tuple[object, ...], Tensor] = {}  # by address, offset, shape and strides
 
         def copy(item: Any) -> Any:

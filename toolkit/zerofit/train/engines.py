@@ -364,8 +364,8 @@ class ZeroTrainer(EngineTrainer):
         """Return the prompt and the token ids that follow it, drawn one at a time at temperature 0.7.
 
         It draws SAMPLE_TOKENS tokens, or as many as it can in SAMPLE_S seconds. Every rank runs the same forward, since
-        under ZeRO-3 and tensor parallelism each holds only a part of the weights. Rank 0 draws and watches the time, so
-        that ranks stay in step.
+        under ZeRO-3 and tensor parallelism each rank has only a part of the weights. Rank 0 draws and watches the time,
+        so that ranks stay in step.
         """
         self.engine.eval()
         deadline = time.monotonic() + SAMPLE_S

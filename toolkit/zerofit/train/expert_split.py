@@ -181,7 +181,7 @@ def _mend_registry() -> None:
 
 
 class RouterBalance:
-    """Counts tokens per expert in the forwards of a step; only the routers' loss if experts are not spread."""
+    """Counts tokens per expert in the forwards of a step; without spread experts, only the routers' loss."""
 
     def __init__(self, module: nn.Module, group: Any, shared: bool = False):
         """`group`: the ranks that hold the same layers; `shared`: whether only some ranks record losses."""
@@ -205,7 +205,7 @@ class RouterBalance:
         self._losses.append(router_loss.detach().float())
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the step's figures over all ranks and reset; all ranks call this.
+        """Return the step's figures over all ranks, and reset the counts; all ranks call this.
 
         `router_loss` as added to the loss; `expert_load_most` and `_least`: tokens of the experts with the most and the
         fewest in any layer, over an even share.

@@ -51,7 +51,7 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
 
 
 def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> None:
-    """Raise UserError if the frozen weights differ from those of the checkpoint's training.
+    """Raise UserError if the frozen weights differ from the weights of the run that wrote the checkpoint.
 
     Weights in another precision are not compared, since their bits differ.
     """

@@ -59,7 +59,7 @@ class Heartbeat:
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
         self._resent = 0.0  # when a connection was last seen retransmitting
-        self._longest = 0.0  # longest pause in training after which the rank went on
+        self._longest = 0.0  # longest pause in training after which the rank continued
         self._cpu_s, self._io, self._flows = time.process_time(), _io_bytes(), {}
 
     def start(self) -> None:

@@ -194,7 +194,7 @@ class HeadLoss:
 def head_loss(model: Any, chunk: int | None, *, inside: bool) -> HeadLoss | None:
     """Replace the head of a transformers model and return the object that computes the loss.
 
-    `inside`: the head's own forward computes it, for which ZeRO-3 gathers the head; else the head returns hidden
+    `inside`: the head's own forward computes it, for which ZeRO-3 gathers the head. Otherwise the head returns hidden
     states. Returns None without a chunk, or if the logits are not one product with a matrix that is complete on this
     rank.
     """

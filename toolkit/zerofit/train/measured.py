@@ -17,7 +17,7 @@ OWN, SHARED = "memory of the process (tensors, Python, libraries)", "shared or p
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory:
-    """Peak bytes so far: on the device and on the host, each of the rank that uses most."""
+    """Peak bytes so far on the device and on the host, each from the rank that uses most."""
 
     memory_bytes: int  # tensors on the device; on CPUs `host_bytes`
     reserved_bytes: int | None  # reserved on the device by torch's allocator; None on CPUs

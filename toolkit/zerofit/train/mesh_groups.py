@@ -34,7 +34,7 @@ class MeshGroups:
 
     @cached_property
     def tensor(self) -> Any:
-        """Ranks that each hold a slice of this rank's layers."""
+        """Ranks that each have a slice of this rank's layers."""
         return self._group("tp")
 
     @cached_property
@@ -83,8 +83,8 @@ class MeshGroups:
 def exchange_heads(config: Any, job: Job, group: Any) -> None:
     """Make transformers' attention exchange sequences for heads over the group.
 
-    `UlyssesSPAttentionHF.register_with_transformers` does so over groups of neighbouring ranks that it creates itself,
-    and for all heads of the config. Tensor ranks have only a part of the heads (ulysses_sp.py:401).
+    `UlyssesSPAttentionHF.register_with_transformers` does this over groups of neighbouring ranks that it creates
+    itself, and for all heads of the config. Tensor ranks have only a part of the heads (ulysses_sp.py:401).
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

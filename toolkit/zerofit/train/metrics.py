@@ -1,7 +1,7 @@
 """One record per step: losses are averaged over ranks in blocks, so metrics cost almost nothing.
 
-A block is about half a second of steps. One all-reduce exchanges its losses. It also tells every rank whether a loss
-was not finite and whether a rank was asked to save or stop.
+A block is about half a second of steps. One all-reduce exchanges its losses. The same all-reduce shows every rank
+whether a loss was not finite and whether a rank was asked to save or stop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerofit.train.stop_signals import StopRequests
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
 TIMED_STEPS = 1000  # the run's step time is the median of the last 1000
-# keys of a StepRecord, if `extra_metrics` returns them
+# keys of a StepRecord that `extra_metrics` may return
 EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps", "router_loss", "expert_load_most", "expert_load_least")
 OF_DATA = ("truncated", "dropped")  # keys of a StepRecord, if the data has conversations
 
@@ -189,7 +189,7 @@ class MetricsRecorder:
 
     def _stop(self, step: _Step, loss: float) -> None:
         """Raise RunFailed with the samples whose own loss was not finite; all ranks call this together."""
-        finite = torch.isfinite(step.losses).tolist()  # for each micro batch, or one for all of them
+        finite = torch.isfinite(step.losses).tolist()  # one loss for each micro batch, or one for all micro batches
         bad = [part for i, part in enumerate(step.indices) if not finite[i if len(finite) > 1 else 0]]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [int(n) for part in bad for n in part])

@@ -204,7 +204,7 @@ def _even_norms(engine: Any) -> None:
     """Make stages with different numbers of parameter groups agree on the gradient norm.
 
     ZeRO 1 sums one norm per group over the stages (stage_1_and_2.py, `scaled_global_norm`). A stage with only an
-    embedding has no group of vectors, so the others would wait for it forever.
+    embedding has no group of vectors, so the other stages would wait for it forever.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
@@ -233,7 +233,8 @@ def _even_norms(engine: Any) -> None:
 def _count_once(module: PipelineModule, coords: RankCoords) -> None:
     """Mark the parameters that this rank adds to the gradient norm, for DeepSpeed's clipping in fp32 without ZeRO.
 
-    DeepSpeed would count only split parameters, and all others on the first stage (runtime/utils.py:394).
+    DeepSpeed would count split parameters on every stage, and all others only on the first stage
+    (runtime/utils.py:394).
     """
     parameters: Iterator[Any] = module.parameters()  # with DeepSpeed's marks on them
     for p in parameters:
@@ -338,7 +339,7 @@ def _build_stage(
 
 
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
-    """Raise RunFailed if a stage holds no spread experts: it would average and save its weights differently."""
+    """Raise RunFailed if a stage has no spread experts: such a stage would average and save its weights differently."""
     for stage in range(job.layout.pp):
         held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
         if not any(".experts." in name for name in chain(*held)):

@@ -39,8 +39,8 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     """Load a checkpoint into freshly built engines; return the checkpoint's manifest.
 
     In the same layout random states are restored too, so training continues bit for bit. DeepSpeed cannot read the
-    files in another layout, and with some settings not even in the same one. The parameters' shards are then read one
-    by one.
+    files in another layout, and with some settings not even in the same layout. The parameters' shards are then read
+    one by one.
     """
     checkpoint = Path(start.checkpoint)
     manifest = read_manifest(checkpoint)
@@ -151,7 +151,7 @@ def _zeros(inner: Any, indexed: IndexedShard, kind: str) -> Tensor:
 
 def _step(inner: Any, step: int, master: Tensor) -> Any:
     """Return the step count in the type that this optimizer uses."""
-    counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam has the rest
+    counting = getattr(inner, "aux_optimizer", None) or inner  # Muon updates only matrices; an Adam updates the rest
     if not type(counting).__module__.startswith("torch.optim"):
         return step
     on_device = any(group.get("fused") or group.get("capturable") for group in counting.param_groups)

@@ -142,8 +142,8 @@ class RankRun:
 
     def finish(self, ended: LoopResult) -> dict[str, Any]:
         """Save the model and write the result of a finished loop; return {} if the run was stopped on request."""
-        # The result is written before samples and drawings are made: if those fail, the trained model is already
-        # complete.
+        # The result is written before samples and drawings are made: if samples or drawings fail, the trained model is
+        # already complete.
         job, folder, events = self.job, self.folder, self._events
         self._saver.wait()
         if ended.stopped:
@@ -205,7 +205,7 @@ def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | N
 def _seed_rank(job: Job, coords: RankCoords) -> None:
     """Seed dropout differently on data parallel ranks and stages, and the same on tensor parallel ranks.
 
-    After a resume in another layout random states are seeded again: those in the checkpoint belong to other ranks.
+    After a resume in another layout random states are seeded again: the states in the checkpoint belong to other ranks.
     """
     # Primes keep the seeds of different ranks and starts apart. Tensor parallel ranks share a seed on purpose: they
     # compute slices of the same activations and must drop the same elements.
@@ -238,8 +238,9 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
     """Write the trained model into a folder: in transformers' format, or one safetensors file for other models.
 
-    For a model with adapters only these are written, in peft's format. All ranks call this and rank 0 writes. Rank 0's
-    host memory holds one module of a transformers model at a time, but all of any other model. `scratch`: see
+    For a model with adapters only the adapters are written, in peft's format. All ranks call this and rank 0 writes.
+    Rank 0 needs host memory for one module of a transformers model at a time, but for all of any other model.
+    `scratch`: see
     `EngineTrainer.weights`.
     """
     source, weights = source_of(job.run), trainer.weights(scratch)

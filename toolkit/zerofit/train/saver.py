@@ -38,7 +38,7 @@ from zerofit.train.trainer import EngineTrainer
 #     rank 0     waits for all acknowledgements, writes manifest.json with all hashes, renames the folder to step-N/
 #
 # A kill at any moment leaves the staging folder, which the next start removes. Collectives cannot be used for the
-# acknowledgements: in the background they would mix with those of the training that continues.
+# acknowledgements: in the background they would mix with the collectives of the training steps that continue.
 ACKS = "acks"
 POLL_S = 0.02
 SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest

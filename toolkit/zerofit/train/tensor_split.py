@@ -22,7 +22,7 @@ from zerofit.checkpoint.full_state import TensorSlice
 from zerofit.models.deferred import Stored
 
 
-# Splitting on the meta device costs no memory and tells which slice of which weight each rank needs. The model is then
+# Splitting on the meta device costs no memory and shows which slice of which weight each rank needs. The model is then
 # built a second time with weights, and every weight is cut to that slice as soon as it exists.
 def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
     """Split `shape`, a model on the meta device, over the group, fill in weights, and return it.

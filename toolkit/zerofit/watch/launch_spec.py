@@ -1,4 +1,4 @@
-"""The launch spec: a file in the run folder that tells each rank's guard what to start and where to report.
+"""The launch spec: a file in the run folder from which each rank's guard reads what to start and where to report.
 
 So no user text goes through a shell.
 """

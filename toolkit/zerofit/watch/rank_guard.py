@@ -51,7 +51,7 @@ LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # h
 #
 # The rank's own thread cannot report while C++ code holds the interpreter lock, and a killed rank reports nothing, so
 # another process has to. The guard kills the rank if its connection to the command breaks: no rank outlives its
-# command. It starts fast (no torch) and needs little memory, since there is one for each rank.
+# command. It starts fast (no torch) and needs little memory, since each rank has a guard.
 
 
 class RankGuard:

@@ -81,7 +81,7 @@ class Watch:
         self._listener.close()
 
     def poll(self, seconds: float) -> None:
-        """Process what has arrived; wait at most `seconds` for it."""
+        """Process the messages that have arrived; wait at most `seconds` for the first."""
         gap = time.monotonic() - self._polled
         if gap > FROZEN_S:  # this command was stopped (Ctrl-Z) and could receive nothing
             for state in self.states:
@@ -288,7 +288,7 @@ def _end_ranks(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fail
 
 
 def _move_stacks(folder: RunFolder) -> Path | None:
-    """Move the stack traces to a folder that later starts keep; return it, or None if there are none."""
+    """Move the stack traces to a folder that later starts keep; return the folder, or None without traces."""
     files = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
     if not files:
         return None

@@ -17,7 +17,8 @@ STOPPED_STATES = ("stopped", "tracing-stop")
 BUSY_CPU = 0.05  # cores
 
 
-# What is wrong, from what the guards reported. The checks go from certain to likely, and the first hit is the verdict:
+# The cause of a failure, from the guards' reports. The checks go from certain to likely, and the first hit is the
+# verdict:
 #
 #   ended by a signal        the kernel or a user killed the rank
 #   guard's connection lost  the guard and the rank are gone; all ranks of a host: the host or its launcher
@@ -31,7 +32,7 @@ BUSY_CPU = 0.05  # cores
 
 @dataclass
 class RankState:
-    """What the command knows about one rank. Times are of `time.monotonic`."""
+    """The state of one rank as reported to the command. Times are of `time.monotonic`."""
 
     rank: int
     host: str
@@ -164,7 +165,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
 
 
 def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Find a hang: all ranks are alive and none makes progress; those outside the others' collective cause it."""
+    """Find a hang: all ranks are alive and none makes progress; ranks outside the others' collective cause it."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
@@ -204,7 +205,7 @@ def _lossy(
 
 
 def _behind(alive: Sequence[RankState]) -> list[RankState]:
-    """Find ranks that block others: those outside a collective, else in the earliest step, else in the rarest call."""
+    """Find ranks that block others: ranks outside a collective, else in the earliest step, else in the rarest call."""
     outside = [s for s in alive if not s.beat.get("collective")]
     if outside and len(outside) < len(alive):
         return outside

@@ -31,15 +31,15 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import as_argument
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # first CUDA compute capabilities with native arithmetic
-COMING_S, ALONE_S = 180.0, 1800.0  # limits for a guard to report; the second if nodes start by themselves
+COMING_S, ALONE_S = 180.0, 1800.0  # limits for a guard to report; the second applies if nodes start by themselves
 LOOPBACK = "127."
 
 
-# Addresses. Ranks meet at rank 0's host (`master`), and each guard connects to this command (`addresses`). Both have to
-# be addresses that other hosts can reach, which a machine cannot always tell about itself:
-# - this machine's address is that of its route to the last host; a route to itself would be loopback;
-# - /etc/hosts often maps a host's own name to loopback (Debian: 127.0.1.1), which is useless to others;
-# - with `--no-ssh`, --master-addr may be a name or a router's address, which nobody can listen on.
+# Addresses. Ranks meet at rank 0's host (`master`), and each guard connects to the process that runs this command
+# (`addresses`). Both have to be addresses that other hosts can reach, which a machine cannot always tell about itself:
+# - this machine's address is that of its route to the last host; a route to itself would be loopback; - /etc/hosts
+# often maps a host's own name to loopback (Debian: 127.0.1.1), which is useless to others; - with `--no-ssh`,
+# --master-addr may be a name or a router's address, which nobody can listen on.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts for the facts that a start needs; `port`: where this command already listens, or None."""
+    """Ask all hosts for the facts that a start needs; `port`: the port on which it already listens."""
     return preflight(
         hosts,
         PreflightRequest(
@@ -189,7 +189,7 @@ def cluster_site(
     found: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
-    """Return the launch site of the job's ranks: hosts in order, each filled before the next."""
+    """Return the launch site of the job's ranks: hosts in order, each host is filled before the next."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
     options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()
@@ -247,7 +247,8 @@ def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
 def build_ops_on(hosts: Sequence[str], ops: list[str], ssh_port: int | None, show: Callable[[str], None]) -> None:
     """Compile DeepSpeed's C++ ops on all hosts in parallel, unless they are compiled already.
 
-    Hosts that share a home folder take turns; later ones find the ops compiled. Raises RunFailed for the first failure.
+    Hosts that share a home folder take turns; later hosts find the ops compiled. Raises RunFailed for the first
+    failure.
     """
     question = {"ask": "build", "ops": ops}
     answers = ask_hosts(hosts, question, ssh_port, module=INSIDE, patience_s=BUILD_S, say=show) if ops else {}

@@ -29,7 +29,7 @@ class JobFileRequest:
     """A scheduler job: the run, where it runs, and the file to write; one field per flag of `zerofit launch`."""
 
     target: str | None  # model, run file or run folder
-    flags: Mapping[str, Any]  # fields of the run that were given
+    flags: Mapping[str, Any]  # fields of the run that the user gave
     slurm: Path | None = None  # file to write
     kubernetes: Path | None = None  # file to write
     nodes: int | None = None
@@ -65,8 +65,8 @@ class JobFile:
 def write_job_file(options: JobFileRequest) -> JobFile:
     """Write the requested file and return how to submit it.
 
-    Checks the run like `zerofit launch`, except for what only the cluster can show. Raises UserError with all problems;
-    nothing is written then.
+    Checks the run like `zerofit launch`, except for facts that only the cluster can show. Raises UserError with all
+    problems; nothing is written then.
     """
     kind = "slurm" if options.slurm else "kubernetes"
     problems = Problems()
@@ -150,7 +150,7 @@ def _kubernetes(options: JobFileRequest, common: Mapping[str, Any], secret: Mapp
 
 def _check_run(options: JobFileRequest, problems: Problems) -> None:
     """Check the run for the job's ranks without its data; add all problems, or raise them as UserError."""
-    from zerofit.app.fitting.options import CHOSEN  # these bring torch, which `launch --help` has no use for
+    from zerofit.app.fitting.options import CHOSEN  # these modules import torch, which `launch --help` does not need
     from zerofit.app.job.hub_models import PREFIX
     from zerofit.app.job.resolve import UNOPENED, resolve_job
 

@@ -42,7 +42,7 @@ from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.supervise import Watch
 
-# kinds of failures that would only recur
+# kinds of failures that a restart would only repeat
 RECURRING = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
 RETRY_S = 5.0  # time between attempts to reach a host
 
@@ -69,7 +69,7 @@ class RestartingRun:
     run_file: Path | None
     max_restarts: int
     handle_signals: bool = False
-    anyway: bool = False  # start even what does not fit
+    anyway: bool = False  # start even a run that does not fit
     job: Job | None = None  # job of the last start
     folder: RunFolder | None = None
     _new_folders: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
@@ -103,7 +103,7 @@ class RestartingRun:
             except UserError as error:
                 if attempt == 1:
                     raise
-                raise RunFailed(error.problems[0]) from None  # a host has failed since it last answered
+                raise RunFailed(error.problems[0]) from None  # a host failed after its last answer
             machine = machine_of(self.hosts, found)
             # a run that fitted once restarts even if memory has been taken since
             anyway, facts = self.anyway or attempt > 1, found.facts if found else None if self.options.no_ssh else {}
@@ -169,7 +169,7 @@ class RestartingRun:
                 path.rmdir()
 
     def _refuse(self, findings: Sequence[Check]) -> None:
-        """Report findings as one table. Raises UserError for those that would make the run fail."""
+        """Report findings as one table. Raises UserError for findings that would make the run fail."""
         if findings:
             data = {"checks": findings, "hosts": len(self.hosts)}
             self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))

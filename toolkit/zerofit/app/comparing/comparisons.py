@@ -201,7 +201,7 @@ def compare_scaling(
 
 
 class _RowRunner:
-    """Measures the rows of one comparison; those in its folder are not measured again."""
+    """Measures the rows of one comparison; rows that are in its folder already are not measured again."""
 
     def __init__(self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, Any], anyway: bool):
         """`question`: what determines the rows besides the job. Raises UserError for a folder with other content."""
@@ -238,7 +238,7 @@ class _RowRunner:
         return row
 
     def _refused(self, job: CompareJob) -> list[RankReport]:
-        """Return a report of why the processes are not started; [] if they are."""
+        """Return a report of why the processes are not started; [] if they may start."""
         strategy = STRATEGIES[job.strategy]
         if job.ranks < strategy.least_ranks:
             reason = f"needs {strategy.least_ranks} ranks, got {job.ranks}: use --ranks {strategy.least_ranks}"

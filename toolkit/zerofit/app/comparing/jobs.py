@@ -1,4 +1,4 @@
-"""From a run to the job of a comparison: checks, opened data, and whether a strategy's states fit into memory."""
+"""Turn a run into the job of a comparison: checks, opened data, and whether a strategy's states fit into memory."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
 # The learning rates of all batch-size rules are equal at the job's own batch, so that the rules differ only elsewhere.
 UNEQUAL = ["ddp", "parameter-server", "parameter-server-async", "parameter-server-ssp", "backup-workers"]
 SLOW = 4.0  # factor by which the last rank's steps are slower
-LAST_SIZE, LAST_SHARE = 16, 5  # small batches at the end of a run, for a fifth of its epochs
+LAST_SIZE, LAST_SHARE = 16, 5  # small batches for the last fifth of a run's epochs
 LABORATORY_EPOCHS = 10
 
 
@@ -75,7 +75,8 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     question = "How far does data parallelism scale, with a growing batch and with a fixed one?"
     yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
     study = {"target": target, "seeds": seeds, "epochs": epochs}
-    # powers of four up to all samples, to show both ends: where the number of steps and where that of epochs dominates
+    # powers of four up to all samples, to show both ends: where the number of steps dominates, and where the number of
+    # epochs does
     sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
     rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
     rules["sqrt"] = ("a square-root", job.global_batch**-0.5)
@@ -182,7 +183,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the values of an option; several if it is repeated."""
+    """Return the values of an option; several values if the option is repeated."""
     match value:
         case dict() if all(isinstance(key, int) for key in value):
             return [f"{key}={part:g}" for key, part in value.items()]

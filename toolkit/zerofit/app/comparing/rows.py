@@ -94,7 +94,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed; figures are None if it did not run, times to the target if it missed it."""
+    """One batch size with one seed; figures are None if it did not run, times to the target if not reached."""
 
     batch_size: int
     seed: int
@@ -173,7 +173,7 @@ class RowStore:
         return self.folder / "rows" / name
 
     def load(self, name: str, kind: type[AnyRow]) -> AnyRow | None:
-        """Return a row measured before; None if there is none or it should be tried again."""
+        """Return a row measured before; None if there is no such row or it should be measured again."""
         file = self.folder / "rows" / f"{name}.json"
         if not file.exists():
             return None
@@ -210,7 +210,7 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankRepo
     tokens = timed[0]["tokens_a_sample"]
     sent = None
     if all(report["sent_bytes"] is not None for report in timed):
-        # a server counts no steps; its workers receive what it sends
+        # a server counts no steps; its workers count the bytes that it sends
         sent = sum(report["sent_bytes"] + bool(strategy.servers) * report["received_bytes"] for report in timed)
     judged = next(report for report in reports if "loss" in report)
     difference = judged.get("max_weight_difference")
@@ -269,7 +269,7 @@ def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, A
 
 
 def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
-    """Return the batch size, in samples, that needs twice the samples of the smallest; None if data are too few.
+    """Return the batch size that needs twice the samples of the smallest size; None if data are too few.
 
     Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
     others 2018, equation 2.7 with S = E / B. Errors are relative, so all sizes have equal weight.
@@ -316,7 +316,7 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 
 
 def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
-    """Return status and reason; a process that reports a cause comes before those that failed because of it."""
+    """Return status and reason; a process that reports a cause comes before processes that failed because of it."""
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.
     order: tuple[tuple[str, Status], ...] = (

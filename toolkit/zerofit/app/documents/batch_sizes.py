@@ -9,14 +9,14 @@ from zerofit.app.comparing.rows import SizeRow
 from zerofit.app.documents.document import DocumentRun
 from zerofit.report.experiment_pages import Evidence, TeachingDocument
 
-TARGETS = ("0.99", "0.97")  # the document's target; one that most sizes reach here
+TARGETS = ("0.99", "0.97")  # the document's target, and a target that most sizes reach here
 EPOCHS = 200
 VALID = 180  # validation digits
 IMAGE_SETS = {"COCO": (115_000, 40.0), "Open Images": (1_740_000, 40.0 * 24)}  # images; the document's hours
 
 
 def repeat(document: DocumentRun) -> TeachingDocument:
-    """Train with each size at one learning rate and at tuned ones, and forecast the large sets."""
+    """Train with each size at one learning rate and at tuned learning rates, and forecast the large sets."""
     rows = {name: document.compare(name).compared.rows for name in document.entry["experiments"]}
     fixed = [row for name in rows if name.startswith("fixed") for row in rows[name]]
     tried = [row for some in rows.values() for row in some]
@@ -53,7 +53,7 @@ def reached(row: SizeRow, target: float) -> tuple[int, float] | None:
 
 
 def soonest(rows: Sequence[SizeRow]) -> SizeRow:
-    """Return the row that reached 0.97 in the fewest seconds, or else has the best score."""
+    """Return the row that reached 0.97 in the fewest seconds; if no row reached it, the row with the best score."""
 
     def rank(row: SizeRow) -> tuple[float, float]:
         moment = reached(row, 0.97)

@@ -42,7 +42,7 @@ def compare_documents(
 ) -> DocumentComparison:
     """Repeat the experiments of all documents, or of those in `numbers`; write a page that compares their figures.
 
-    The same call continues after a kill, and keeps what was measured.
+    After a kill, the same call continues and keeps earlier measurements.
 
     Args:
         numbers: of the documents; all if empty.

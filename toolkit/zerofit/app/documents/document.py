@@ -34,7 +34,7 @@ def entries() -> dict[str, dict[str, Any]]:
 
 
 def result_store(folder: Path) -> RowStore:
-    """Use a new folder for the documents' results, or one of the same command. Raises UserError for any other."""
+    """Use a new folder for the documents' results, or a folder of the same command. Raises UserError for others."""
     return RowStore(folder, "documents", {"job": {"model": "documents"}})
 
 

@@ -1,4 +1,4 @@
-"""Document 000: ways to train in parallel, DataParallel to DeepSpeed, and how long large trainings take."""
+"""Document 000: ways to train in parallel, DataParallel to DeepSpeed, and how long large runs take."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _data_parallel_table(document: DocumentRun, costs: dict[str, Any]) -> Eviden
 
 
 def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
-    """Return the memory of a GPU, the step time and the time of the training."""
+    """Return the memory of a GPU, the step time and the time of the full run."""
     step = f"{plan['step_s']:.3g} s" if plan["step_s"] < 100 else f"{plan['step_s']:,.0f} s"
     return [shown_bytes(plan["peak_bytes"]), step, _hours(plan)]
 

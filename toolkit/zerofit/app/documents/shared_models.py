@@ -41,7 +41,7 @@ def _of(done: Done, strategy: str, show: Callable[[StrategyRow], str]) -> str:
 
 
 def train_all(document: DocumentRun) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return a row for each kind of network, and why others have none."""
+    """Return a row for each kind of network, and the reason for each missing row."""
     rows, missing = {}, []
     for name in document.entry["trainings"]:
         try:
@@ -78,7 +78,7 @@ def drawing(document: DocumentRun) -> Path:
 
 
 def _training_table(document: DocumentRun, rows: Mapping[str, Mapping[str, Any]], missing: Sequence[str]) -> Evidence:
-    """Return a row for each kind of network, why others have none, and the drawing."""
+    """Return a row for each kind of network, the reasons for missing rows, and the drawing."""
     trainings = document.entry["trainings"]
     cells = []
     for name, row in rows.items():

@@ -35,12 +35,12 @@ def _kept_bytes(simulation: Simulation) -> float:
     return (1 + REPLAYED) * simulation.reserved_ahead_bytes
 
 
-# Plan's forecasts are fast and close; a simulation of the engine is exact and takes seconds. So plan
-# orders and the engine decides:
+# Plan's forecasts are fast and close; a simulation of the engine is exact and takes seconds. So plan orders the options
+# and the engine decides:
 #
 #     1. Take the simplest option within 10 % of the fastest that should fit, and simulate it.
 #     2. The ratio of simulated to forecast memory corrects the forecasts of the other options.
-#     3. If another option is better now, simulate that. Stop after six simulations, or if the best one is simulated.
+#     3. If another option is better now, simulate it. Stop after six simulations, or when the best option is simulated.
 @dataclass
 class FitSearch:
     """A search among options, fastest first, for those that fit the free memory of each node."""
@@ -48,13 +48,13 @@ class FitSearch:
     options: Sequence[LayoutOption]
     free: Cluster
     simulate: Simulate
-    most_bytes: float = math.inf  # limit of reserved bytes per rank; a layout with more ran out of memory
+    most_bytes: float = math.inf  # limit of reserved bytes per rank; a layout that reserved more ran out of memory
     seen: dict[LayoutOption, Simulation | None] = field(default_factory=dict)  # None: cannot be simulated
     _refused: set[tuple] = field(default_factory=set)
     _last: tuple[LayoutOption, Simulation] | None = None  # the last simulated option, which corrects plan's forecasts
 
     def run(self) -> LayoutOption | None:
-        """Return the chosen option; one close to the limit if none is sure to fit; None if none fits."""
+        """Return the chosen option. If no option is sure to fit, it is close to the limit. None: no option fits."""
         while (option := self._preferred(self.options)) not in self.seen:
             if option is None or len(self.seen) == MOST:
                 break
@@ -66,7 +66,7 @@ class FitSearch:
 
     @property
     def leanest(self) -> LayoutOption | None:
-        """The option that needs the least of the scarcest memory, by plan's forecast."""
+        """The option that needs the least of the scarcest memory according to plan's forecast."""
         remaining = [option for option in self.options if _kind(option) not in self._refused]
         return min(
             remaining, key=lambda option: check_fit(option.memory, option.layout, self.free).utilization, default=None
@@ -80,7 +80,7 @@ class FitSearch:
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
-        """Return the simplest of the options nearly as fast as the fastest that fits, by current knowledge."""
+        """Return the simplest of the options that are nearly as fast as the fastest fitting option known so far."""
         fitting = [option for option in options if self._fits(option, verdicts)]
         least = (1 - ALIKE) * max((option.samples_per_s for option in fitting), default=0.0)
         near = [option for option in fitting if option.samples_per_s >= least]

@@ -36,7 +36,7 @@ from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
 KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that can be chosen
-LEANER = 0.9  # share of the forecast of a rank that ran out of memory; more would run out again
+LEANER = 0.9  # share of the forecast of a rank that ran out of memory; a larger share would run out again
 HINT = "fix fewer layout options, use shorter sequences or fewer --ranks; `zerofit plan` lists devices that fit; "
 HINT += "--anyway starts the smallest layout anyway"
 OUT_OF_MEMORY = "out-of-memory"
@@ -52,11 +52,10 @@ def fitted(
     hosts: Sequence[Host] = (),
     anyway: bool = False,
 ) -> tuple[RunRequest, FittedLayout | None]:
-    """Return the request with everything chosen that was not given, and the choice; without `--fit`, unchanged.
+    """Return the request with every open value chosen, and the choice; without `--fit` the request is unchanged.
 
-    An earlier choice for this run folder is reused, unless a rank ran out of memory with it. Then the fastest smaller
-    layout is chosen. `machine`, `hosts`: None and empty for this machine. `anyway`: if no layout fits, use the
-    smallest.
+    An earlier choice for this run folder is reused. If a rank ran out of memory with it, the fastest smaller layout is
+    chosen. `machine`, `hosts`: None and empty for this machine. `anyway`: if no layout fits, use the smallest.
 
     Raises UserError and ModelError, and DoesNotFit if no layout fits.
     """
@@ -82,7 +81,7 @@ def fitted(
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
-    """Return the choice recorded in this run folder; None without one, or if it has fields that `--fit` never sets."""
+    """Return the choice recorded in this run folder; None if there is none or it has fields that `--fit` never sets."""
     try:
         kept = read_json(folder.plan).get("fit")
         choice = shaped(kept, TypeAdapter(FittedLayout)) if kept else None
@@ -139,7 +138,7 @@ def _settled(request: RunRequest, chosen: Mapping[str, Any]) -> RunRequest:
 
 @dataclass
 class _Fit:
-    """One choice for a run that asks for it."""
+    """The choice of a layout for a run with `--fit`."""
 
     request: RunRequest
     folder: RunFolder
@@ -184,7 +183,7 @@ class _Fit:
         return _settled(self.request, fields), fit
 
     def _with_kept_batch(self) -> RunRequest:
-        """Return the request with the global batch of this run folder, unless another was given."""
+        """Return the request with the global batch of this run folder, unless the user gave another batch."""
         run = self.request.run
         sizes = ("micro_batch", "gradient_accumulation_steps")
         if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
@@ -219,7 +218,7 @@ class _Fit:
 
 
 def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
-    """Return the choice and its reasons: layout, time, memory, and what would be faster."""
+    """Return the choice and its reasons: layout, time, memory, and faster layouts that do not fit."""
     layout, worst = option.layout, search.seen.get(option)
     batch = shown(Batch(micro=layout.micro_batch, accumulation=layout.accumulation, dp=layout.dp))
     speed = f"{option.step_s:.3g} s per step, {option.samples_per_s:,.3g} samples/s"
@@ -250,7 +249,7 @@ def _faster(option: LayoutOption, search: FitSearch) -> str:
 
 
 def _nothing_fits(model: str, search: FitSearch) -> Problem:
-    """Return why no layout fits: the smallest one and what it lacks."""
+    """Return why no layout fits: the smallest layout and the memory that it lacks."""
     leanest, count = search.leanest, f"{len(search.options):,} layouts"
     if leanest is None:
         return Problem(kind=DOES_NOT_FIT, message=f"none of {count} of {model} supports the given options", hint=HINT)

@@ -59,7 +59,7 @@ def options_of(
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
     """Return the model's profile and all layouts with the run's global batch, by plan's time, fastest first.
 
-    Of equally fast ones the simplest comes first. `lean`: with every option that makes longer sequences fit. Raises
+    The simplest of equally fast layouts comes first. `lean`: with every option that makes longer sequences fit. Raises
     UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
@@ -90,7 +90,7 @@ def options_of(
 
 
 def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
-    """Return the options for layouts that fit: those given, without and with a loss in chunks."""
+    """Return the options for the given layouts, each without and with a loss in chunks."""
     given_savings, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
     return (
         [given_savings]
@@ -124,7 +124,7 @@ def _within(savings: Savings, run: Run) -> Savings:
 
 
 def _disk_bytes(given: Mapping[str, Any]) -> int | None:
-    """Return the free bytes of the disk that the DeepSpeed JSON offloads to; None without one."""
+    """Return the free bytes of the disk that the DeepSpeed JSON offloads to; None if it names no disk."""
     path = _nvme_path(given)
     folder = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
     return shutil.disk_usage(folder).free if folder else None
@@ -141,7 +141,7 @@ def chosen_fields(
 ) -> dict[str, Any]:
     """Return the fields of the run for an option, including the full DeepSpeed JSON.
 
-    `optimizer`: the run's; with offloading the default could be another one.
+    `optimizer`: the run's optimizer; with offloading the default could differ.
     """
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
     degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}

@@ -1,1 +1,1 @@
-"""From what a user names (a run, a file, a model) to a job with everything decided; no process is started."""
+"""Turn a run, file or model that a user names into a job with everything decided. Starts no process."""

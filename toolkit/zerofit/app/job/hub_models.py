@@ -80,7 +80,7 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return what a snapshot lacks to be a pretrained model: config, weights, or some of their shards."""
+    """Return the parts of a pretrained model that a snapshot lacks: config, weights, or some shards of weights."""
     lacks = [] if (folder / "config.json").is_file() else ["config.json"]
     try:
         names = weight_names(folder) or [NAMES[0]]

@@ -30,7 +30,7 @@ def facts_of(
 ) -> ModelFacts:
     """Return the facts of a model for these inputs; without inputs FLOPs are not counted.
 
-    `model`: an existing model to use instead of the source's. Raises UserError if model and data do not match.
+    `model`: an existing model to use instead of the model of `source`. Raises UserError if model and data do not match.
     """
     args, pipelined = dict(run.model_args), run.pipeline != 1
 
@@ -60,7 +60,7 @@ def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:
 
 
 def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Callable[[], T]) -> T:
-    """Return the stored result of `read` for a model, or read it now; always read a user's own code."""
+    """Return the stored result of `read` for a model, or read it now; a user's own code is always read."""
     if source.family == "custom":
         return read()
     path = Path(source.path) if source.path else None

@@ -118,7 +118,7 @@ def assumed_inputs(
 
 
 def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
-    """Return the inputs for labelled texts, with the classes of the config (transformers' default: 2)."""
+    """Return the inputs for labelled texts, with the classes of the config; transformers' default is 2 classes."""
     names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
     text = config.get_text_config()
     how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}

@@ -51,8 +51,8 @@ ASSUMED_STEPS = 1000  # for a run without data or steps; only schedulers use it
 #           ─► data, inputs, facts of the model on the meta device             `open_model`
 #           ─► steps, learning rate, schedule, filled-in DeepSpeed JSON        `config.resolve`
 #
-# Problems are collected in one list. It is raised where the next step could not run without what is wrong, so a user
-# sees as many problems as possible at once.
+# Problems are collected in one list. It is raised where the next step could not run with these problems, so a user sees
+# as many problems as possible at once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class InputSource:
 
     Kinds: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run names
     some, else uses the model's published inputs or `image`. "published" opens nothing and returns the facts of the
-    published model, without FLOPs. "unopened" is the same, with tokens for a text model.
+    published model, without FLOPs. "unopened" is the same as "published", but with tokens for a text model.
     """
 
     kind: Literal["data", "assumed", "unopened", "published"] = "data"
@@ -299,14 +299,14 @@ def ds_name(run: Run) -> str | None:
     if run.ds_config is not None:
         return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
-    # each degree has its own JSON; the last of those that are used counts, since it allows the fewest ZeRO stages
+    # each degree has its own JSON; the last JSON that is used counts, since it allows the fewest ZeRO stages
     for name in ("tensor_parallel", "sequence_parallel", "pipeline"):
         default = name if getattr(run, name) != 1 else default
     return default
 
 
 def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
-    """Return the tokens per sample: as requested, else the default or the model's limit; None for images."""
+    """Return the tokens per sample: the requested number, else the default or the model's limit; None for images."""
     if not is_text(task):
         return None
     if run.seq_len:
@@ -331,7 +331,7 @@ def cluster_machine(cluster: Cluster) -> Machine:
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
-    """Return the optimizer steps: as requested, or the epochs rounded up to a full step."""
+    """Return the optimizer steps: the requested number, or the epochs rounded up to a full step."""
     run, samples = decision.run, len(data.train)
     if decision.layout.dp > samples:
         message = f"{decision.layout.dp} data parallel ranks, but {data.name} has {samples} training samples"

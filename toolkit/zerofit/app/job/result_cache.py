@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]  # the package
 
 
 def result_file(folder: str, key: Any, stem: str = "") -> Path:
-    """Return the file for the result of `key` (plain data); other code or versions have other files."""
+    """Return the file for the result of `key` (plain data); other code or versions get other files."""
     text = json.dumps([key, versions(), code_digest()], sort_keys=True, default=str)
     return cache_root() / folder / f"{stem}{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 

@@ -26,7 +26,7 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with layouts simulated until one fits: first the one that `Plan.write` writes, then others."""
+    """Return the plan with layouts simulated until one fits; the layout that `Plan.write` writes is simulated first."""
     known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
@@ -37,8 +37,7 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
     return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda confirmation: confirmation.layout)))
 
 
-# Plan forecasts fragmentation with a margin, a simulation replays each allocation. They may disagree near
-# the limit:
+# A plan forecasts fragmentation with a margin; a simulation replays each allocation. Both may disagree near the limit:
 #
 #     value      0 ...... fitting ...... guess ...... refused
 #                         simulated: fits             simulated or forecast: does not fit
@@ -48,7 +47,8 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value at which the smallest layout also fits in simulation.
 
-    Starts at the forecast's value, scales down by what the simulation lacks, then bisects between the last two values.
+    Starts at the forecast's value, scales down by the memory that the simulation lacks, then bisects between the last
+    two values.
     """
     value, step, looked, best = answer.value or 0, answer.step, answer.looked, None
     fitting, refused = 0, value + step
@@ -90,6 +90,6 @@ def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
 
 
 def _simulate(planned: PlannedRun, plan: Plan) -> Simulation:
-    from zerofit.app.simulation.runs import simulate  # torch, which a stored profile needs not
+    from zerofit.app.simulation.runs import simulate  # imports torch, which a stored profile does not need
 
     return simulate(planned.to_run(), plan.cluster, image=plan.request.image)

@@ -190,7 +190,7 @@ class MeasuredScaling:
 
 
 def measured_layout(wanted: PlanRequest) -> PlanRequest:
-    """Return the measured layout, with DeepSpeed's defaults for what is not given. Raises UserError."""
+    """Return the measured layout, with DeepSpeed's defaults for values that are not given. Raises UserError."""
     problems = Problems()
     for name, known in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
         if known is None:
@@ -218,7 +218,7 @@ def scaling_of(
     forecast: Forecast,
     calibration: Calibration | None,
 ) -> MeasuredScaling:
-    """Return the ratio of the measured layout to its forecast. Raises UserError if it is no valid layout."""
+    """Return the measured step time over its forecast. Raises UserError if the layout is not valid."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
     best = search(profile, ample, measured_layout(wanted), forecast, calibration, top=1).layouts[0]
     measured_s = speed.step_s(best.layout, profile.seq_len)

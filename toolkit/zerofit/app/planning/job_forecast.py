@@ -1,4 +1,4 @@
-"""What plan forecasts for a resolved job: its cluster, the profile of its model, and its step time."""
+"""The plan's forecasts for a resolved job: its cluster, the profile of its model, and its step time."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def profile_of(
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
     """Return the forecast seconds per step on this machine; None if they are not known at once.
 
-    Nothing is traced or measured here: it needs a profile stored by `zerofit plan`, `tune` or `--fit`, and on CPUs
-    `zerofit calibrate`.
+    Nothing is traced or measured here. The function needs a profile stored by `zerofit plan`, `tune` or `--fit`, and on
+    CPUs the rates of `zerofit calibrate`.
     """
     job = resolved.job
     try:

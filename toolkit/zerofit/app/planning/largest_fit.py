@@ -1,4 +1,4 @@
-"""The largest value that fits, the fewest devices that suffice, and what would make a model fit."""
+"""The largest value that fits, the fewest devices that suffice, and changes that would make a model fit."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _longer(
     traced, known = setup.traced, setup.profile
     assert traced
     choices = offered(known.task, known.model_type).fields
-    if cluster.on_cpu or not all(traced.checkpointings):  # the host is the device, or nothing to offload
+    if cluster.on_cpu or not all(traced.checkpointings):  # the host is the device, or there is nothing to offload
         choices.pop("activation_offload")
     length = found or 0
     while length + TOKENS <= most and (choices := _others(choices, traced.savings)):
@@ -244,7 +244,7 @@ def _deepest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[Se
         profile, request = with_layers(setup.profile, count), replace(setup.request, pipelines=pipelines)
         return pressure(profile, cluster, request, forecast_of(profile, cluster))
 
-    # cutting many layers into stages is slow and pipelines seldom fit most, so they are tried last
+    # cutting many layers into stages is slow, and pipelines seldom allow the largest value, so they are tried last
     found, looked = largest(wants, 1, 1, MOST_LAYERS)
     border = (found or 0) + 1
     if border <= MOST_LAYERS and wants(border, pipelines=True) <= 1:

@@ -57,7 +57,7 @@ DEGREES = ("tp", "pp", "sp", "ep")
 
 
 class LayoutPins(TypedDict, total=False):
-    """Values that a plan keeps fixed; those left out are searched."""
+    """Values that a plan keeps fixed; values left out are searched."""
 
     model_args: dict[str, Any]
     task: Literal["classify", "tag", "seq2seq"] | None
@@ -97,7 +97,7 @@ class LayoutPins(TypedDict, total=False):
 
 
 # A value of a layout can be fixed in three places. An option of `plan` wins over a field of the run, and
-# that wins over the DeepSpeed JSON. "auto" fixes nothing. What no place fixes is searched.
+# that wins over the DeepSpeed JSON. "auto" fixes nothing. A value that no place fixes is searched.
 def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a layout that these fields set, including the keys of the DeepSpeed JSON."""
     config = given.get("ds_config", {})

@@ -1,4 +1,4 @@
-"""Work, prices and failures of a full training, read from options and checked."""
+"""Work, prices and failures of a full run, read from options and checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_PHASE = "reading the data"  # first phase of each start in events.jsonl
 
 
 class WorkOptions(TypedDict, total=False):
-    """Length of a training, its price and how often machines fail; numbers, or words like "15T"."""
+    """Length of a run, its price and how often machines fail; numbers, or words like "15T"."""
 
     epochs: float | None  # passes over `samples` or `tokens`
     tokens: float | str | None

@@ -1,4 +1,4 @@
-"""What a plan writes: a layout's ds_config.json and run.yaml for `zerofit train`, and the trace of a step."""
+"""The files that a plan writes: a layout's ds_config.json and run.yaml for `zerofit train`, and a step's trace."""
 
 from __future__ import annotations
 

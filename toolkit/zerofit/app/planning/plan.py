@@ -76,7 +76,7 @@ class PlannedRun:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory of the rank that needs most."""
+        """Device memory of the rank that needs the most memory."""
         return self.ranked.memory.peak_bytes
 
     @property
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The planned cluster, or the smallest one if the plan searched for it."""
+        """The planned cluster, or the smallest cluster if the plan searched for one."""
         return self.result.cluster
 
     @property
@@ -176,11 +176,11 @@ class Plan:
 
     @property
     def shown(self) -> int:
-        """Index of the layout to trace: the one to write, else the first."""
+        """Index of the layout to trace: the layout to write, else the first."""
         return self.chosen or 0
 
     def write(self, folder: Path | str) -> tuple[Path, Path]:
-        """Write ds_config.json and run.yaml of the best layout, or of a simpler one that is nearly as fast.
+        """Write ds_config.json and run.yaml of the best layout, or of a simpler layout that is nearly as fast.
 
         Layouts that a simulation refused (`confirmed`) are not written. Raises UserError if nothing fits, a file
         exists, or the folder is not writable.

@@ -93,7 +93,7 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
 
 def _shipped(wanted: ProfileRequest) -> Profile | None:
-    """Return the shipped profile for a request; None if another version than the installed one made it."""
+    """Return the shipped profile for a request; None if it was made by another version than the installed version."""
     own = (wanted.image, wanted.model_args, wanted.partial, wanted.task, wanted.savings != NOTHING_SAVED)
     if any(own):
         return None
@@ -124,7 +124,7 @@ def _traced(wanted: ProfileRequest, report: Reporter) -> Profile:
 
 
 def kept_profile(wanted: ProfileRequest) -> Profile | None:
-    """Return the stored profile; None if there is none, or one made by other code."""
+    """Return the stored profile; None if there is no profile, or if other code made it."""
     path = _place(wanted)
     if path is None or not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a training, without data."""
+"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a run, without data."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from zerofit.spec.stages import stages_of
 
 # How a run is simulated. The ranks of a pipeline stage differ only in their partitions, so few of them are enough:
 #
-#   1. `prepare_simulation` turns the request into a job, as before a training, for the described cluster.
-#   2. A rank of each stage runs the engine on fake tensors. Of a large model it runs few layers and extrapolates.
+#   1. `prepare_simulation` turns the request into a job, as before a run starts, for the described cluster.
+#   2. A rank of each stage runs the engine on fake tensors. For a large model it runs few layers and extrapolates.
 #   3. `decided` runs a rank again with all layers if the extrapolation leaves its verdict open.
 #   4. `heaviest_of` runs, in each stage, the rank whose partition needs most memory.
 #   5. The stage with the worst verdict is the result. Changes that would need less memory are simulated on demand.

@@ -26,7 +26,7 @@ _OPS = {  # part of c10d's name -> collective; the first match counts
     "allgather": "all_gather",
     "alltoall": "all_to_all",
 }
-_SENT = "send"  # all others: a tensor from one rank to others
+_SENT = "send"  # all other collectives send a tensor from one rank to others
 
 
 def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:

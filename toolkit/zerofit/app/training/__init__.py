@@ -1,1 +1,1 @@
-"""`zerofit train`: the memory gate, the run folder, and the ranks of a training until they end."""
+"""`zerofit train`: the memory gate, the run folder, and the ranks of a run until they end."""

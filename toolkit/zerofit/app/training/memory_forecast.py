@@ -44,8 +44,8 @@ _INDIFFERENT |= {"ds_config"}  # the job's filled-in JSON counts instead
 #   rank 0           build, init, steps of the engine  + the copy for --save-async + saving the model
 #   one per stage    the same, with the part of the model that it saves
 #
-# What the engine does is simulated. What zerofit adds around it (copies while saving) is added by formulas, since a
-# simulation writes no checkpoint. Records are cached by all that decides them: job, device, code and versions.
+# The engine is simulated. Copies that zerofit makes while it saves are added by formulas, since a simulation writes no
+# checkpoint. Records are cached by everything that decides them: job, device, code and versions.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,14 +49,14 @@ class HostVerdict:
     rank: int  # the rank that needs most
 
 
-# Before a training starts, its ranks' forecast is compared with the free memory of every host:
+# Before a run starts, its ranks' forecast is compared with the free memory of every host:
 #
 #   1. Parameters and optimizer state alone need more than all hosts have     refused in milliseconds (`least_bytes`)
 #   2. The engine is simulated for each rank that differs (`memory_forecast`) seconds, or a cached record
 #   3. For each host: needs of its ranks <= free memory - reservations of other runs
 #          GPU:  what torch reserves + context, for each device; tensors + pinned memory + processes, for the host
 #          CPU:  the host's memory is divided among its ranks in proportion to their needs
-#   4. The memory is reserved, under a lock, so a run that starts meanwhile does not count on it (`reservations`)
+#   4. The memory is reserved, under a lock, so a run that starts at the same time does not count on it (`reservations`)
 #
 # A refusal names the changes that would fit. Each of them is simulated, so a suggestion is never a guess.
 
@@ -311,7 +311,7 @@ def _needs(worst: Simulation) -> str:
 
 
 def _host_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
-    """Return the verdict on the memory of a host with GPUs, in the phase in which its ranks need most."""
+    """Return the verdict on the memory of a host with GPUs, in the phase in which its ranks need the most memory."""
     ranks, phases = [forecasts.of(rank).record for rank in host.ranks], dict[str, int]()
     for record in ranks:
         for name, size in record.host_phases.items():

@@ -1,4 +1,4 @@
-"""The end of a training: its result in the run folder, or the first error of the first failed rank."""
+"""The end of a run: its result in the run folder, or the first error of the first failed rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The result of a training.
+    """The result of a run.
 
     >>> result = TrainingResult.of(RunFolder(Path("runs/lenet")), {"steps": 30, "samples": 480, "tokens": None,
     ...     "train_loss": 0.31, "eval": {"loss": 0.29, "accuracy": 0.98}, "samples_per_s": 2100.0,

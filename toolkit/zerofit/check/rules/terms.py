@@ -1,4 +1,4 @@
-"""Terms of the rules' conditions: what DeepSpeed computes from several keys, and functions of single values.
+"""Terms of the rules' conditions: values that DeepSpeed computes from several keys, and functions of single values.
 
 A rule names a term without parentheses (`uses_bf16_optimizer`) and calls a function (`is_folder(value)`).
 """

@@ -1,1 +1,1 @@
-"""Strategies, one per file, as in a lecture: `train(work)` is all that a user would write."""
+"""Strategies, one per file, as in a lecture: `train(work)` is all the code that a user would write."""

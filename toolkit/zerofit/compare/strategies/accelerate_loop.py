@@ -1,4 +1,4 @@
-"""Train with Accelerate: the loop is that for one device, `prepare` and `backward` do the rest."""
+"""Train with Accelerate: the loop is the same as for one device; `prepare` and `backward` do the rest."""
 
 from typing import cast
 

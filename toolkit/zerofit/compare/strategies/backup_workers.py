@@ -22,7 +22,7 @@ def train(work: BenchmarkTask, spare: int):
 
 
 def serve(work: BenchmarkTask, workers: int, needed: int):
-    """Step on the first gradients of the present weights; a worker with older weights gets new ones at once."""
+    """Step on the first gradients of the present weights; a worker with older weights gets new weights at once."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)

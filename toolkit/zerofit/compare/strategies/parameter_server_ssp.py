@@ -1,4 +1,4 @@
-"""Train with bounded staleness: a parameter server lets no worker get too many steps ahead of the slowest one.
+"""Train with bounded staleness: a parameter server lets no worker get too many steps ahead of the slowest.
 
 Stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all workers make the same number of
 steps; without a bound it is the asynchronous server.

@@ -40,8 +40,8 @@ class DataParallelCosts:
     received: tuple[int, ...]
 
 
-# DataParallel copies the model to each GPU in every step, splits the batch, and adds all gradients up on the
-# first GPU. So the first GPU has the optimizer, all outputs and the highest peak.
+# In every step DataParallel copies the model to each GPU, splits the batch, and adds up all gradients on the first GPU.
+# So the first GPU has the optimizer, all outputs and the highest peak.
 class DeviceMemory(TorchDispatchMode):
     """Track live and peak bytes of each device. An op's outputs are where its inputs are, or on the first device."""
 
@@ -69,7 +69,7 @@ class DeviceMemory(TorchDispatchMode):
         return made
 
     def send(self, tensor: Tensor, device: int) -> None:
-        """Count the bytes of a tensor that is sent to another device."""
+        """Count the bytes of a tensor that goes to another device."""
         size = tensor.numel() * tensor.element_size()
         self.sent[self.device_of(tensor)] += size
         self.received[device] += size

@@ -1,4 +1,4 @@
-"""List the kernels of a traced step: kind, shape, FLOPs and memory traffic; equal ones are merged."""
+"""List the kernels of a traced step: kind, shape, FLOPs and memory traffic; equal kernels are merged."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _written(func: OpOverload, args: OpArguments, out: OpOutput) -> list[Tensor]
 
 
 def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Count each tensor once, expanded ones as stored, except where an op is known to read less or more.
+    """Count each tensor once, and expanded tensors as stored, except where an op is known to read less or more.
 
     An embedding reads only the rows that it writes. Batch norm reads activations twice, for the statistics and to
     normalise them, in forward and backward (ATen/native/cuda/Normalization.cuh).

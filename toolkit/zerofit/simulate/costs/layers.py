@@ -31,7 +31,7 @@ from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, added_to
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
 
-# not 1: with one sample some ops copy less (a transposed batch of 1 is contiguous, gradients need no sum)
+# not 1: with one sample some ops copy less, since a transposed batch of 1 is contiguous and gradients need no sum
 MICRO_BATCHES = (2, 3)
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh")
 Key = tuple[str, int]  # ("forward" or "backward", unit)
@@ -273,7 +273,7 @@ def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[
 #
 #   q(b) = fixed + per_sample * b
 #
-# Memory in forward and backward is the maximum over many moments, each a line of its own. Only lines that are
+# Memory in forward and backward is the maximum over many moments. Each moment has its own line. Only lines that are
 # the maximum at some b are stored (`envelope`), so a profile stays small and the maximum stays exact.
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
     """Return the costs of a unit; each quantity is a line through its values at MICRO_BATCHES."""
@@ -313,8 +313,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
     """Return the lines that are the maximum at some micro batch from 1 on."""
-    # Upper envelope of lines by ascending slope: a new line makes the last one needless if it is higher
-    # already at b = 1, or if it crosses the line before the last one earlier than the last one does.
+    # Upper envelope of lines by ascending slope: a new line makes the last line needless in two cases. It is higher
+    # already at b = 1, or it crosses the line before the last earlier than the last line does.
     best: list[Linear] = []
     for line in sorted(set(lines), key=lambda one: (one.per_sample, one.fixed)):
         while best and (best[-1].at(1) <= line.at(1) or (len(best) > 1 and _hidden(best[-2], best[-1], line))):
@@ -324,7 +324,7 @@ def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _hidden(left: Linear, middle: Linear, right: Linear) -> bool:
-    """Return whether `middle` is nowhere above both other lines; slopes ascend."""
+    """Return whether `middle` is nowhere above both other lines; the three slopes ascend."""
     crossing = (left.fixed - right.fixed) * (middle.per_sample - left.per_sample)
     return crossing <= (left.fixed - middle.fixed) * (right.per_sample - left.per_sample)
 

@@ -54,9 +54,9 @@ def profile_model(
 ) -> Profile:
     """Return the layers of a model and their costs on these inputs; `device` is "cpu" or "cuda".
 
-    Bytes are those of a rank with the full model. Of many equal layers only a few are traced, unless that misses
-    parameters. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta device
-    (the message names the op).
+    Bytes are those of a rank with the full model. Only a few of many equal layers are traced, unless parameters would
+    then be missed. Raises ModelError if a model has no tensor or sequence parallel form, or cannot run on the meta
+    device (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
     if all(one.tp * one.ep > 1 for one in wanted):  # the full layers are needed, too
@@ -121,7 +121,8 @@ def _traced(
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
     """Return whether a step under ZeRO-3 needs other memory than with full parameters.
 
-    DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's does not (runtime/zero/linear.py).
+    DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's layer does not
+    (runtime/zero/linear.py).
     """
     frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
     return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
@@ -234,7 +235,7 @@ def _run(
 
 @contextmanager
 def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
-    """Save activations to the host as for a GPU, and run only two chunks of a chunked loss."""
+    """Save activations to the host as on a GPU, and run only two chunks of a chunked loss."""
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
     alone = without_ranks(device, recorder.exchange)

@@ -21,7 +21,7 @@ from zerofit.models.catalog import ModelError
 from zerofit.simulate.fakes.experts import even_split_plan, gather_rows, grouped_product, unfilled_indices
 from zerofit.train.expert_split import convert, expert_layers
 
-# ops whose meta kernel refuses float32 before torch 2.15, or that have none
+# ops without a meta kernel, or whose meta kernel refuses float32 before torch 2.15
 STAND_INS = {
     torch.ops.aten._grouped_mm.default: partial(grouped_product, None, None),
     torch.ops.aten.bincount.default: partial(bincount, None, torch.ops.aten.bincount.default),

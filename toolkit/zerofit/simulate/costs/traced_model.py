@@ -34,7 +34,7 @@ _ROWS = ("o_proj", "down_proj", "output.dense")
 
 
 class TraceSetting(NamedTuple):
-    """All that a trace depends on besides the model and its inputs."""
+    """The settings on which a trace depends, besides the model and its inputs."""
 
     precision: str
     checkpointing: bool = False

@@ -1,8 +1,8 @@
 """Find the data parallel rank with the highest peak at ZeRO 1 and 2, by replaying one rank's training for all.
 
-Ranks differ only in the gradients they keep. A rank keeps those of parameters that overlap its partition, from the
-moment the first of them is reduced. The last layers come first, while activations are still alive.
-Line numbers refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
+Ranks differ only in the gradients they keep. A rank keeps the gradients of parameters that overlap its partition, from
+the moment the first gradient is reduced. The last layers come first, while activations are still alive. Line numbers
+refer to DeepSpeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GradientLog:
             setattr(DeepSpeedZeroOptimizer, name, self._noting(name, getattr(DeepSpeedZeroOptimizer, name)))
 
     def heavier_rank(self, engines: Sequence[object], among: Sequence[int] = ()) -> int | None:
-        """Return the rank with the highest peak, or None if none exceeds this rank's.
+        """Return the rank with the highest peak, or None if no peak exceeds this rank's.
 
         `among`: candidates, which do the same work as this rank; (): all ranks that share the first engine's
         parameters.
@@ -108,7 +108,7 @@ class _Group:
             self.whole[rank] += members[place].numel()
             inside[rank] += piece
             self.pieces[rank] += 1
-            if not getattr(members[place], "ds_pipe_replicated", False):  # else another stage computes its norm
+            if not getattr(members[place], "ds_pipe_replicated", False):  # if not, another stage computes its norm
                 self.largest[rank] = max(self.largest[rank], piece + self.pieces[rank])  # with the norms so far
         self.pieces += inside < self.size  # padding with zeros at the end
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", None)  # not in DeepSpeed 0.19.5
@@ -123,7 +123,7 @@ class _Group:
 #
 #   bytes of rank r at an event = bytes of the simulated rank at it - own(simulated rank) + own(r)
 #
-# The replay goes through the recorded calls of the optimizer and follows own(r) for all ranks at once, as arrays.
+# The replay follows the recorded calls of the optimizer and follows own(r) for all ranks at once, as arrays.
 # Between two calls it takes the highest moment of the recording (`_pass`). Inside a call ranks allocate different
 # sizes, so its recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:

@@ -75,7 +75,7 @@ def simulate(
             heavier = gradients.heavier_rank([engine], _alike(target))
     except (UserError, ModelError):
         raise
-    except RunFailed as error:  # real ranks would fail in the same way
+    except RunFailed as error:  # real ranks would fail with the same error
         raise UserError(error.problem) from error
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
@@ -84,7 +84,7 @@ def simulate(
 
 
 def _alike(target: SimulationTarget) -> list[int]:
-    """Return the ranks with as many samples as this one; [] if all have as many."""
+    """Return the ranks with as many samples as this rank; [] if all ranks have the same number."""
     samples = target.job.batch.by_rank
     return [rank for rank, size in enumerate(samples) if size == samples[target.rank]]
 
@@ -177,9 +177,9 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
     """Return shape and type of each tensor that enters a layer, by running the layers before it on meta.
 
-    They are built again, since the driver's may share weights with layers of this stage. Decoder blocks are skipped:
-    their attention may exchange heads between ranks by now, and they keep shape and type. From the first block on, the
-    sums of routers are sent, too.
+    These layers are built again, since the driver's layers may share weights with layers of this stage. Decoder blocks
+    are skipped: their attention may exchange heads between ranks by now, and they keep shape and type. From the first
+    block on, the sums of routers are sent, too.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):

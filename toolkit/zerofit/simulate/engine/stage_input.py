@@ -14,8 +14,8 @@ def give_input(engine: Any, sent_by: Callable[[int], tuple[Sizes, bool]]) -> Non
     """Make a pipeline's engine receive tensors of known shapes.
 
     `sent_by` returns the shapes that a stage sends, and whether they are a tuple. DeepSpeed sends them as numbers ahead
-    of the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). In a process group that sends nothing these
-    numbers are zeros.
+    of the first tensors (runtime/pipe/engine.py, `_recv_tensor_meta`). A simulated process group sends nothing, so
+    these numbers would be zeros.
     """
 
     def received(send_stage: int) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
 """Apply CUDA's autocast to a simulated device: its list of ops, types and cache.
 
-torch's own autocast kernels cast only tensors on a CUDA device. These do the same for tensors on the simulated one. The
-list of ops comes from the installed torch (include/ATen/autocast_mode.h). The templates `WrapFunction_` there are
-the policies here; `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`.
+torch's own autocast kernels cast only tensors on a CUDA device. The kernels here do the same for tensors on the
+simulated device. The list of ops comes from the installed torch (include/ATen/autocast_mode.h). The templates
+`WrapFunction_` there are the policies here; `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def policies() -> dict[str, str]:
 # inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends,
 # which is memory that counts.
 class CastCache:
-    """Weights in the lower type, kept until the outermost autocast ends, so each is cast once."""
+    """Weights in the lower type, kept until the outermost autocast ends, so each weight is cast once."""
 
     def __init__(self, device: str):
         self.device = device  # type of device as Python sees it
@@ -65,7 +65,7 @@ class CastCache:
         return is_float and value.device.type == self.device
 
     def cast(self, value: Any, to: torch.dtype) -> object:
-        """Return a tensor, or those of a list, in another type; anything else unchanged."""
+        """Return a tensor or a list's tensors in another type; return other values unchanged."""
         if isinstance(value, (list, tuple)):
             return [self.cast(one, to) for one in value]
         if not self.eligible(value) or value.dtype == to:

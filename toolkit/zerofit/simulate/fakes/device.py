@@ -49,7 +49,7 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
 
 
-# in earlier releases of DeepSpeed each accelerator pins memory itself
+# earlier releases of DeepSpeed pin memory in each accelerator
 _TORCH_PINS = hasattr(DeepSpeedAccelerator, "_torch_pins_host_memory")
 
 

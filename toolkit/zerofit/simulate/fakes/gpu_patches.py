@@ -56,7 +56,7 @@ def list_indices() -> None:
 
 
 def constants() -> None:
-    """Forget the value of a small CPU tensor that is copied to the device, where no kernel could compute with it.
+    """Forget a small CPU tensor's value when it is copied to the device, where no kernel could compute with the value.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -108,7 +108,7 @@ def backend_keys() -> None:
 def attention() -> None:
     """Use CUDA's flash kernel; for an unknown device torch would compute attention by plain matrix products.
 
-    With a mask or in fp32, which flash attention does not support, it is the memory-efficient kernel.
+    With a mask or in fp32, use the memory-efficient kernel, since flash attention does not support these.
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
     """
     original = nn.functional.scaled_dot_product_attention
@@ -129,7 +129,7 @@ def record_stream(meter: AllocationTracker) -> None:
 
 
 def autocast() -> None:
-    """Let the simulated device's autocast cast the same ops as CUDA's: for a custom device torch lists none.
+    """Let the simulated device's autocast cast the same ops as CUDA's: for a custom device torch lists no ops.
 
     (torch.clear_autocast_cache)
     """

@@ -46,7 +46,7 @@ def document_numbers(position_ids: Tensor) -> Tensor:
 
 
 PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
-# padded samples: assume a shorter one in each batch, so there is a mask; full ones need less memory
+# padded samples: assume a shorter sample in each batch, so there is a mask; full samples need less memory
 PADDED_MASKING = {
     **MASKING,
     "fast_all": lambda tensor: False,
@@ -103,8 +103,8 @@ def _fused_attention(
     """Run the kernel that torch chooses on a device (ATen's sdp_utils.cpp).
 
     Fused kernels store nothing of length squared. If none applies, torch computes the full matrix of scores. On "cpu"
-    that happens with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" it happens if
-    query heads share the keys of a single head by broadcasting (Falcon), with older versions of torch on "cpu", too.
+    no fused kernel applies with dropout, a learnt mask (Swin), or values of another width than queries. On "cuda" none
+    applies if query heads share the keys of a single head by broadcasting (Falcon); old torch also on "cpu".
 
     On "cuda" the kernel is flash attention. In float32, with a mask, for values of another width (multi-head latent
     attention) or heads wider than FLASH_WIDTH, it is the memory-efficient kernel. Keys and values are then repeated for

@@ -27,7 +27,7 @@ from zerofit.simulate.ops.shortcuts import sharing_pieces
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.train.process_group import compile_no_collectives
 
-_SMALL = 1024  # elements: as many layers as a model has
+_SMALL = 1024  # elements: more than the number of layers of a model
 
 
 class AskedForValueError(RuntimeError):
@@ -42,7 +42,7 @@ def replace_in(owner: object, name: str, value: object) -> None:
 def module_apply() -> None:
     """Make Module.to() assign `.data`, as it does for real parameters, instead of swapping the tensors' contents.
 
-    Torch refuses to swap fakes that have a weak reference or a graph node. (torch.nn.Module._apply)
+    torch refuses to swap fakes that have a weak reference or a graph node. (torch.nn.Module._apply)
     """
     original = nn.Module._apply
 
@@ -123,7 +123,7 @@ def no_padding(padded: bool = False) -> None:
 def foreach_types() -> None:
     """Let optimizers and gradient clipping use their multi-tensor code on fakes.
 
-    For unknown tensor types they go parameter by parameter, with other memory.
+    For unknown tensor types they step parameter by parameter, which needs other memory.
     (torch.optim.optimizer, torch.utils._foreach_utils)
     """
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
@@ -248,7 +248,7 @@ class WeightSlice:
 
 
 def weight_files() -> None:
-    """Read no weights of a pretrained folder, but let transformers allocate what it would.
+    """Read no weights of a pretrained folder, but let transformers allocate the same memory.
 
     (transformers.modeling_utils.safe_open)
     """
@@ -258,7 +258,7 @@ def weight_files() -> None:
 
 
 def small_values() -> None:
-    """Let fakes on the CPU keep the values of small tensors; torch keeps only those of scalars.
+    """Let fakes on the CPU keep the values of small tensors; torch keeps only the values of scalars.
 
     Hiera sums the depths of its stages, and many models space rates evenly, so other values would give other models.
     (torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT, torch.linspace, torch.distributions)

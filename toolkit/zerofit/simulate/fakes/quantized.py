@@ -53,8 +53,9 @@ def eight_bits() -> None:
 def moments_of_eight_bits(gpu: bool) -> None:
     """Put paged moments on the host, where the driver may move them; on a CPU count the memory of a step.
 
-    The step's shape rule allocates nothing, as CUDA's kernel does; the CPU's unpacks everything (backends/cpu/ops.py).
-    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    The step's shape rule allocates nothing, and neither does CUDA's kernel. The CPU's kernel unpacks everything
+    (backends/cpu/ops.py). (bitsandbytes.functional.get_paged, fill, prefetch_tensor;
+    torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
     """
     functional: Any = importlib.import_module("bitsandbytes.functional")
 

@@ -1,4 +1,4 @@
-"""Turn the record of a simulated rank into a result: what it needs, and whether the cluster has it."""
+"""Turn a simulated rank's record into a result: the memory that it needs, and whether the cluster has it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def decided(
 
 
 def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
-    """Return whether it is undecided that the rank fits: extrapolated reserved bytes are uncertain."""
+    """Return whether the verdict is open, since extrapolated reserved bytes are uncertain."""
     if not simulated.layers or cluster.on_cpu:
         return False
     record, there = simulated.record, cluster.device.memory_bytes

@@ -35,8 +35,8 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     """Return changes worth trying for a job with the JSON `written`, roughly those that cost least speed first.
 
     The training's mathematics stay the same. Changes that DeepSpeed or zerofit refuse for this model are found when
-    they are resolved. `named`: the run's bundled JSON, if it has one; then other bundled ones are tried, since these
-    are flags.
+    they are resolved. `named`: the run's bundled JSON, if it has one. Other bundled JSONs are then tried, since a flag
+    selects them.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = _half_the_micro_batch(job, written)
@@ -57,7 +57,7 @@ def knobs(job: Job, written: dict[str, object], named: str | None = None) -> lis
     if run.activation_checkpointing and not run.activation_offload:
         found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
     changes = less_on_device(zero, layout.zero_stage)
-    if named in PLAIN and layout.pp == 1:  # bundled JSONs are flags, so these stand for the first two changes
+    if named in PLAIN and layout.pp == 1:  # a flag selects a bundled JSON, so these JSONs replace the first two changes
         found += [_bundled(name) for name in OFFLOADED if name >= named]
         changes = {name: values for name, values in changes.items() if name == BUCKETS}
     found += [_edited(written, _SHOWN[name], **values) for name, values in changes.items()]

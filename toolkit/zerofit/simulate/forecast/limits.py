@@ -1,4 +1,4 @@
-"""Find how many layers reach DeepSpeed's limits for large models; beyond them all figures are linear in the layers.
+"""Find how many layers reach DeepSpeed's limits for large models. Beyond these all figures are linear in the layers.
 
 The exceptions are stage 3's sub-groups of parameters, which `sub_groups` computes for any number of layers.
 """
@@ -47,7 +47,7 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     if layout.zero_stage == 0 and layout.dp * layout.sp > 1:
         found = [(_layers_before_the_largest_bucket(_trained(one, False), _trained(two, False), count), 1)]
     if layout.zero_stage in (1, 2):
-        # parameters plus a flat copy: if the device has no room, it is made on the host (stage_1_and_2.py:453)
+        # parameters plus a flat copy: if the device has no room, the copy is made on the host (stage_1_and_2.py:453)
         before = sum(p.numel() for p in one.parameters()) - a_layer + sum(part.before for part in parts)
         room = target.device_bytes / ELEMENT_BYTES[target.job.precision] - before
         found = [(max(0, room), a_layer + reduced[1]), reduced]
@@ -107,7 +107,7 @@ def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int
     """Return the largest number of layers at which the largest gradient bucket differs from the full model's.
 
     `one`, `two`: elements of each gradient in a model with one and with two layers. If both an encoder and a decoder
-    have a second layer, nothing is known: return one less than the full model's `count`.
+    have a second layer, the number is unknown. Then return one less than the full model's `count`.
     """
     if _grown(one, two, count) is None:
         return count - 1
@@ -135,7 +135,7 @@ def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:
-    """Return a target's model on the meta device; with expert parallelism, one rank's."""
+    """Return a target's model on the meta device; with expert parallelism, the part of one rank."""
     run = target.job.run
     with torch.device("meta"):
         model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))

@@ -1,7 +1,7 @@
 """Run simulations in parallel, each in a process of its own, forked from a server that has imported everything.
 
 The server (`spec.server_process`) runs `serve`. A request is a folder and the modules to import for it. When the server
-ends, it kills all that it has started.
+ends, it kills all processes that it has started.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NEW_IN_DEEPSPEED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
 )
-# torchvision may also be built for another torch: models that need it raise its own error
+# torchvision may be built for another torch: models that need it then raise torchvision's own error
 MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED)
 IMPORTED_FOR_SCRIPTS = (
     *(module for modules in IMPORTED_FOR.values() for module in modules),
@@ -75,13 +75,13 @@ Target = SimulationTarget | ScriptTarget
 #
 # Nothing is sent back over a pipe: a process that is killed for lack of memory leaves files that can be read.
 POLL_S = 0.2
-PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most need less
+PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most simulations need less
 
 
 def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return for each target the record of its rank, or the Problem that prevented it.
 
-    As many run at a time as cores and memory allow. `show` gets a line of progress.
+    As many simulations run at a time as cores and memory allow. `show` gets a line of progress.
     """
     if not targets:
         return []
@@ -258,7 +258,7 @@ def _answer(folder: Path) -> NoReturn:
 
 
 def _simulate_side_by_side(waiting: list[tuple[int, Target]], folder: Path) -> None:
-    """Simulate as many at a time as cores and memory allow; if one is killed for memory, retry it alone."""
+    """Simulate several targets at a time, as cores and memory allow; retry one alone if it is killed for memory."""
     most, kills = max(1, min(len(os.sched_getaffinity(0)), host_memory()[1] // PRIVATE_BYTES)), oom_kills()
     running = dict[int, tuple[int, Target]]()
     while waiting or running:

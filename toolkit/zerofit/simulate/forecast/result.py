@@ -50,7 +50,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LongestBatch:
-    """The same script with every batch as long as it allows."""
+    """The same script with every batch at the longest length that the script allows."""
 
     tokens: int
     peak_bytes: int
@@ -136,7 +136,7 @@ class Simulation:
     peak_at: PeakLocation
     breakdown: dict[str, int]  # kind -> bytes; sums to peak_bytes
     reserved_bytes: int  # peak of torch's caching allocator if the device keeps up with the host
-    reserved_ahead_bytes: int  # the same if the host runs ahead: memory used by other streams is freed later
+    reserved_ahead_bytes: int  # the reserved peak if the host runs ahead: memory used by other streams is freed later
     overheads: tuple[Overhead, ...]  # device memory outside of reserved_bytes
     smi_bytes: int  # as nvidia-smi shows it
     device: str  # its name in the catalogue

@@ -1,7 +1,7 @@
 """Simulate jobs: exactly, or extrapolated from a few layers and checked.
 
-In a model with many equal layers, all figures are linear in their number. So are the peaks of each kind
-(`record.KindPeak`) at the first, the last and the highest place where they occur. The highest of all is determined at
+In a model with many equal layers, all figures are linear in their number. The peaks of each kind (`record.KindPeak`)
+are linear, too, at the first, the last and the highest place where they occur. The highest peak of all is determined at
 the full number of layers, since with few layers another moment may be the highest.
 """
 
@@ -41,7 +41,7 @@ Row = TypeVar("Row", CollectiveCalls, PhaseFlops)
 
 FEWEST = 2  # layers, if nothing needs more
 STEP = 2
-WORTH = 0.5  # share of all layers: if the three runs need more than this, the full model is simulated
+WORTH = 0.5  # share of all layers: if the three runs have more layers together, the full model is simulated
 TOLERANCE = 0.005  # relative error of the peak
 
 
@@ -76,7 +76,7 @@ def heaviest_of(
     ranks: Sequence[SimulatedRank | Problem],
     simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
 ) -> list[SimulatedRank | Problem]:
-    """Replace each rank by the one with the highest peak in its data parallel group, if that one can be simulated."""
+    """Replace each rank by the rank with the highest peak in its data parallel group, if that rank can be simulated."""
     found = list(ranks)
     heavier = [
         (n, replace(one.target, rank=one.record.heavier_rank))
@@ -111,7 +111,7 @@ def _simulated(
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Return three numbers of layers: one for the check, two to extrapolate from. None: simulate the full model.
+    """Return three numbers of layers: the first for a check, two to extrapolate from. None: simulate the full model.
 
     Each includes the layers before the equal ones. With the equal layers, DeepSpeed must reach every limit that it
     reaches with the full model (live parameters, buckets, groups of the optimizer). The largest sub-group of stage 3
@@ -190,8 +190,8 @@ def _extrapolated(
 ) -> tuple[RankRecord, float] | None:
     """Return the record of a model with `total` layers, extrapolated from three numbers of layers, and its error.
 
-    The line goes through the last two. The error is the line's relative error at the first number: the largest of those
-    of the highest peak, host memory and bytes on NVMe. It is infinite if there is no such peak. Returns None if host
+    The line goes through the last two. The error is the line's largest relative error at the first number, over the
+    highest peak, host memory and bytes on NVMe. It is infinite if there is no peak to compare. Returns None if host
     memory is not linear.
     """
     first, few, more = records
@@ -284,7 +284,7 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
 
 
 def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
-    """Leave out peaks of the first optimizer step that exceed those of the second, which is impossible.
+    """Leave out peaks of the first optimizer step that exceed the second step's peaks, which is impossible.
 
     Stage 3 allocates the states sub-group by sub-group in the first step. Its highest moment depends on the size of the
     last sub-group, which is not linear in the layers. From the second step on all states exist.

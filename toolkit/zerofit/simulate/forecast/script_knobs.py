@@ -40,7 +40,7 @@ class ScriptKnob:
 
 
 def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder: Path) -> list[ScriptKnob]:
-    """Return the changes that need no edit of the script, roughly those that cost least speed first.
+    """Return the changes that need no edit of the script, roughly in the order of lost speed, least first.
 
     Edited JSONs are written into `folder`.
     """
@@ -95,7 +95,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[
 
 
 def _typed(name: str, value: object) -> str:
-    """Return an argument as HfArgumentParser reads it; FSDP's switch names its sharding there."""
+    """Return an argument as HfArgumentParser reads it; FSDP's switch there is the name of its sharding."""
     if name == "fsdp":
         return "--fsdp full_shard"
     return f"--{name} " + (shlex.quote(json.dumps(value)) if isinstance(value, dict) else str(value))

@@ -111,7 +111,7 @@ def _buffers(device: Device, group: Communicator) -> Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class FitVerdict:
-    """One of FITS, WITHIN and NOT, with the reason."""
+    """A verdict, which is FITS, WITHIN or NOT, with the reason."""
 
     word: str
     margin_bytes: int  # free bytes with every overhead at its upper end; negative: this much is missing
@@ -127,14 +127,14 @@ class FitVerdict:
 #
 #   | reserved peak | overheads: low .. high | kernels and fragmentation that are not simulated (kept free) |
 #
-# "fits" takes the upper end of everything; "does not fit" means not even the lower end fits.
+# "fits" allows for the upper end of everything; "does not fit" means not even the lower end fits.
 def judge(
     peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
 ) -> FitVerdict:
     """Compare the reserved peak and the overheads with the device's memory.
 
-    `kept_free_bytes` (default: REPLAYED of the peak) covers what is not simulated. FITS: even with every overhead at
-    its upper end there is room for it. NOT: it does not fit even with every overhead at its lower end.
+    `kept_free_bytes` (default: REPLAYED of the peak) covers what is not simulated. FITS: the run fits even with every
+    overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
     left = device_bytes - peak_reserved_bytes
@@ -153,7 +153,7 @@ def judge_events(
 ) -> tuple[FitVerdict, Reserved]:
     """Return the verdict on a sequence of allocations, and the replay behind it.
 
-    If the reserved peak is too large, the allocator may still save the run by returning cached segments. So the
+    If the reserved peak is too large, the allocator may still avoid an error by returning cached segments. So the
     sequence is replayed with the memory that the overheads leave.
     """
     found = replay(events, settings=settings)

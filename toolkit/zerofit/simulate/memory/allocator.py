@@ -90,10 +90,10 @@ def replay(
     """Replay a device's allocations and releases in their order.
 
     With `host_ahead`, a block that another stream uses is freed when the host knows that the stream is done. That is
-    the latest moment. Without, it is freed at once, as if the device kept up with the host. A positive change allocates
-    or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block before it frees the old
-    one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the context and other uses
-    outside of the allocator.
+    the latest moment. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A
+    positive change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block
+    before it frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the
+    context and other uses outside of the allocator.
     """
     settings = settings or AllocatorSettings()
     allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(device_bytes, settings)

@@ -117,7 +117,7 @@ class Ledger:
 
 
 # A peak per line of code, not only the highest of all: when a model is extrapolated from a few layers
-# (`forecast.run`), the line with the highest peak may be another one than with all layers. The highest, the
+# (`forecast.run`), the line with the highest peak may differ from the line with all layers. The highest, the
 # first and the last occurrence are kept, since each of these is linear in the number of layers.
 def kind_peaks(ledger: Ledger) -> list[KindPeak]:
     """Return the highest peak of each kind on the device, and its first and last one, highest first.
@@ -199,7 +199,7 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
 
     Events are divided into stretches within a phase; each gives its highest moment.
     """
-    events = list(ledger.events)  # a copy: garbage collection may add releases meanwhile
+    events = list(ledger.events)  # a copy: garbage collection may add releases during the loop
     stretch = max(1, len(events) // points)
     marks = [*ledger.marks, PhaseMark(event=len(events) + 1, name="", step=-1)]
     found: list[MemoryPoint] = []

@@ -41,7 +41,8 @@ def added_to(func: OpOverload, args: OpArguments, caller: FrameType | None) -> T
     """Return the older gradient if this op is autograd's sum of two gradients; `caller`: the op's frame in Python.
 
     Autograd adds in place if there is no other reference to the older one (autograd/input_buffer.cpp, accumulate), but
-    makes a new tensor while a dispatch mode is active. An addition in a node's own formula is mistaken for one.
+    makes a new tensor while a dispatch mode is active. An addition in a node's own formula is mistaken for a sum of
+    gradients.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not torch._C._current_autograd_node():
         return None
@@ -118,7 +119,7 @@ def _flash_backward(args: OpArguments, out: OpOutput) -> int:
 
 
 def _copies(*places: int) -> Callable[[OpArguments, OpOutput], int]:
-    """Return a function that counts the bytes of those of an op's tensors that are not contiguous."""
+    """Return a function that counts the bytes of an op's tensors that are not contiguous."""
     return lambda args, out: bytes_of([args[place] for place in places if not args[place].is_contiguous()])
 
 

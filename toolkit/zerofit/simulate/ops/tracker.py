@@ -128,7 +128,7 @@ class AllocationTracker(TorchDispatchMode):
                 storage.kind = kind
 
     def ran(self, name: str, args: object) -> None:
-        """Handle that one of DeepSpeed's C++ ops ran in place."""
+        """Record the effects of a C++ op of DeepSpeed, which runs in place."""
 
     def in_own_code(self) -> bool:
         """Return whether the user's own code, not a library's or zerofit's, is running inside a module's forward."""

@@ -53,7 +53,7 @@ class ScriptCommand:
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read the words that start a training. Raises UserError if they name no Python script."""
+    """Read the words of a start command. Raises UserError if they name no Python script."""
     if not words:
         raise _refused("no command after --", "add the command you would run, e.g. -- torchrun train.py --epochs 3")
     program, rest = words[0], list(words[1:])

@@ -25,7 +25,7 @@ _NARROW, _WIDE = 32, 64  # and widths of heads to these, up to 128 and above
 def synchronized_norms(meter: ScriptTracker) -> None:
     """Give the CUDA-only kernels of torch.nn.SyncBatchNorm their output shapes.
 
-    SyncBatchNorm masks ranks without samples. There are none, since other ranks are like this one.
+    SyncBatchNorm masks ranks without samples. No rank is without samples, since other ranks are like this one.
     (torch/nn/modules/_functions.py: SyncBatchNorm.forward; aten/src/ATen/native/cuda/Normalization.cu)
     """
     original = SyncBatchNorm.forward

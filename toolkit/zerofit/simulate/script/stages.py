@@ -16,7 +16,7 @@ from zerofit.simulate.script.errors import later_stage, not_simulated
 
 
 class StageJoints:
-    """What the stage of this process's rank receives and sends."""
+    """The tensors that the stage of this process's rank receives and sends."""
 
     def __init__(self, received: SentTensors | None):
         self._received = received
