@@ -114,6 +114,11 @@ def kept(value: Any, measured: bool, key: str = "") -> Any:
     return value
 
 
+def compared(words: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Return what is compared of a command's record."""
+    return record | {"json": kept(record["json"], words.startswith(MEASURED))}
+
+
 def outcome(words: str) -> dict[str, Any]:
     """Run a command line in a forked process: torch and DeepSpeed are imported once for all."""
     words = words.format(json="--json") if "{json}" in words else f"{words} --json"
@@ -138,9 +143,9 @@ def outcome(words: str) -> dict[str, Any]:
         answer.seek(0)
         text = answer.read().replace(os.getcwd(), "FOLDER")
     try:
-        content = kept(json.loads(text), words.startswith(MEASURED))
+        content = json.loads(text)
     except ValueError:
-        content = [kept(json.loads(line), True) if line.startswith("{") else "text" for line in text.splitlines()[:1]]
+        content = [json.loads(line) if line.startswith("{") else "text" for line in text.splitlines()[:1]]
     return {"exit code": code, "json": content}
 
 
@@ -168,8 +173,8 @@ def main(action: str, place: str) -> int:
         Path("script.py").write_text(SCRIPT)
         for words in COMMANDS:
             records[words] = outcome(words)
-            earlier = kept(before.get(words, records[words]), words.startswith(MEASURED))
-            found = differences(earlier, kept(records[words], words.startswith(MEASURED)))
+            pair = (compared(words, run.get(words, records[words])) for run in (before, records))
+            found = differences(*pair)
             wrong += bool(found)
             print(f"{records[words]['exit code']}  {words}", *found[:8], sep="\n     ", flush=True)
         if os.environ.get("KEEP_ERRORS"):
