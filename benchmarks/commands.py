@@ -164,8 +164,9 @@ def differences(before: Any, after: Any, place: str = "") -> list[str]:
 def main(action: str, place: str) -> int:
     """Record all commands into a file, or compare them with that file; return the exit code."""
     file = Path(place).absolute()
-    before = json.loads(lzma.decompress(file.read_bytes())) if action == "compare" else {}
-    records, wrong = {}, 0
+    before: dict[str, Any] = json.loads(lzma.decompress(file.read_bytes())) if action == "compare" else {}
+    records: dict[str, Any] = {}
+    wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         os.environ.update(COLUMNS="80", ZEROFIT_CACHE=f"{folder}/cache")
@@ -173,8 +174,8 @@ def main(action: str, place: str) -> int:
         Path("script.py").write_text(SCRIPT)
         for words in COMMANDS:
             records[words] = outcome(words)
-            pair = (compared(words, run.get(words, records[words])) for run in (before, records))
-            found = differences(*pair)
+            earlier = compared(words, before.get(words, records[words]))
+            found = differences(earlier, compared(words, records[words]))
             wrong += bool(found)
             print(f"{records[words]['exit code']}  {words}", *found[:8], sep="\n     ", flush=True)
         if os.environ.get("KEEP_ERRORS"):
