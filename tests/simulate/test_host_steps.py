@@ -29,7 +29,14 @@ def test_superoffload_takes_the_device_that_offloading_takes_and_a_buffer_more_o
     assert early.host_bytes["pinned"] > offloaded.host_bytes["pinned"]  # of its process, for one group's gradients
 
 
-def test_zenflow_is_refused_with_what_to_take():
-    with pytest.raises(UserError, match="ZenFlow cannot be simulated") as refused:
-        simulated("zenflow", 1.0)
-    assert "zero3_offload" in refused.value.problems[0].hint
+ZEROPP = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message", "instead"),
+    [("zenflow", "ZenFlow cannot be simulated", "zero3_offload"), (ZEROPP, "quantizer runs on a GPU only", "zero3")],
+)
+def test_features_without_a_forecast_are_refused_with_what_to_take(config, message, instead):
+    with pytest.raises(UserError, match=message) as refused:
+        simulated(config, 1.0)
+    assert instead in refused.value.problems[0].hint

@@ -48,6 +48,11 @@ class ZeroFeature:
         return value not in self.off
 
 
+# the quantizer's kernels are CUDA code that fake tensors cannot pass (ops/quantizer)
+_KERNELS_OF_QUANTIZER = Unforecast(
+    message="ZeRO++'s quantized communication cannot be simulated: DeepSpeed's quantizer runs on a GPU only",
+    hint="simulate with --ds-config zero3, whose gathered weights and gradients are larger",
+)
 ZENFLOW = ZeroFeature(
     path=f"{ZERO}.zenflow",
     docs="The device steps the columns with the largest gradients; the host steps the others, late.",
@@ -91,11 +96,13 @@ QUANTIZED_WEIGHTS = ZeroFeature(
     ignored_below_3="weights are gathered unquantized",
     combined=False,
     op="QuantizerBuilder",
+    not_simulated=_KERNELS_OF_QUANTIZER,
 )
 QUANTIZED_FROZEN_WEIGHTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_nontrainable_weights",
     docs="ZeRO++: frozen parameters are kept in 8 bits.",
     ignored_below_3="weights are kept unquantized",
+    not_simulated=_KERNELS_OF_QUANTIZER,
 )
 QUANTIZED_GRADIENTS = ZeroFeature(
     path=f"{ZERO}.zero_quantized_gradients",
@@ -103,6 +110,7 @@ QUANTIZED_GRADIENTS = ZeroFeature(
     ignored_below_3="gradients are reduced unquantized",
     combined=False,
     op="QuantizerBuilder",
+    not_simulated=_KERNELS_OF_QUANTIZER,
 )
 SECONDARY_PARTITION = ZeroFeature(
     path=f"{ZERO}.zero_hpz_partition_size",
