@@ -26,6 +26,7 @@ from zerofit.plan.persistent import overlaps
 from zerofit.plan.space import stage3_sizes
 from zerofit.plan.timeline import timeline
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.devices import find_device
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import bucket_elements
@@ -106,7 +107,7 @@ def compared(name: str, case: Case, stage: int) -> dict[str, Any]:
         prefetch=sizes.prefetch if stage == 3 else 0,
         persistence=sizes.persistence if stage == 3 else 0,
     )
-    planned = Forecaster(profile, "cuda", blas_workspace_bytes(KIND)).memory(layout).peak_bytes
+    planned = Forecaster(profile, "cuda", blas_workspace_bytes(find_device(KIND))).memory(layout).peak_bytes
     rank = 0 if stage == 3 else None  # simulate's own choice
     if stage < 3 and case.pp == 1:
         kept = overlaps(timeline(profile, layout.setting), ranks, int)

@@ -156,7 +156,7 @@ def in_this_process(job: str) -> JobMemory:
             device=device,
             gpus=8,
             nodes=1,
-            workspace_bytes=blas_workspace_bytes(device.kind),
+            workspace_bytes=blas_workspace_bytes(device),
         )
         record = simulate_script(target)
     highest = record.peaks[0]

@@ -24,6 +24,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.simulate.costs.profile import TraceSetting, profile_model
 from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.spec.devices import find_device
 from zerofit.spec.overhead import blas_workspace_bytes
 
 STEPS, SEQ_LEN, LR, DECAY = 10, 32, 1e-3, 0.1
@@ -91,7 +92,7 @@ def test_states_are_counted_by_hand_and_forecast():
         if "offloaded" not in name:
             counted = 4 * numbers * PARAMETERS // share
             assert peak.breakdown["optimizer state"] == pytest.approx(counted, abs=1024), name
-        workspace = 0 if one.accelerator == "cpu" else blas_workspace_bytes("h100-80gb")
+        workspace = 0 if one.accelerator == "cpu" else blas_workspace_bytes(find_device("h100-80gb"))
         setting = [TraceSetting(one.job.precision)]
         inputs = TextInputs(vocab_size=TINY["vocab_size"], seq_len=16)
         profile = profile_model(find("llama-tiny"), "causal-lm", inputs, TINY, setting, one.accelerator)

@@ -15,6 +15,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.simulate.costs.profile import TraceSetting, profile_model
 from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.spec.devices import find_device
 from zerofit.spec.overhead import blas_workspace_bytes
 
 H100, SEQ_LEN = "h100-80gb", 64
@@ -83,7 +84,7 @@ def profile(device: str, precision: str) -> Any:
 def test_plan_forecasts_what_is_simulated(records):
     errors = {}
     for name, (one, record) in records.items():
-        workspace = 0 if one.accelerator == "cpu" else blas_workspace_bytes(H100)
+        workspace = 0 if one.accelerator == "cpu" else blas_workspace_bytes(find_device(H100))
         forecaster = Forecaster(profile(one.accelerator, one.job.precision), one.accelerator, workspace)
         planned = forecaster.memory(PlannedLayout.of(one.job))
         errors[name] = planned.peak_bytes / record.peaks[0].bytes - 1

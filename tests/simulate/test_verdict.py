@@ -26,7 +26,7 @@ from zerofit.simulate.forecast.verdict import (
     overheads,
 )
 from zerofit.simulate.memory.caching import MIB
-from zerofit.spec.devices import DEVICES, cpu_device
+from zerofit.spec.devices import DEVICES, cpu_device, find_device
 from zerofit.spec.overhead import blas_workspace_bytes
 
 GIB = 2**30
@@ -61,7 +61,7 @@ def test_more_communicators_take_more():
 def test_a_cpu_rank_is_a_process():
     device = cpu_device(8, 64 * GIB, 2)
     assert [o.name for o in overheads(device, [Communicator(name="data parallel", ranks=2)])] == ["process"]
-    assert blas_workspace_bytes(device.kind) == 0
+    assert blas_workspace_bytes(device) == 0
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_cpu_rank_is_a_process():
     ],
 )
 def test_blas_workspaces(kind, workspace_bytes):
-    assert blas_workspace_bytes(kind) == workspace_bytes
+    assert blas_workspace_bytes(find_device(kind)) == workspace_bytes
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ def test_every_node_of_the_catalog_is_in_use():
 
 GPU = """
 torch_name: X100
+architecture: blackwell
+capability: [10, 0]
+multiprocessors: 160
 memory: 79.11GiB
 tflops: {bf16: 1000, fp16: 1000, fp32: 70}
 bandwidth: 4TB
@@ -96,12 +99,33 @@ def test_a_gpu_a_node_and_an_instance_are_one_entry_each(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["h100-80gb", "mi300x", "rtx4090"])
 def test_a_file_that_names_a_gpu_has_all_figures_of_that_gpu(tmp_path, kind):
-    """Context, workspaces and compute capability are looked up by name; no file has them."""
+    """Context and workspaces are those of its architecture."""
     (tmp_path / "mine.yaml").write_text(f"gpu: {kind}\nnode: dgx-h100\n")
     mine, known = Cluster(str(tmp_path / "mine.yaml")).device, Cluster(kind).device
-    assert mine.kind == "own:mine" and mine.catalog_kind == known.catalog_kind == kind
-    assert context_figure(mine.catalog_kind) == context_figure(kind)
-    assert blas_workspace_bytes(mine.catalog_kind) == blas_workspace_bytes(kind)
+    assert mine.kind == "own:mine" and context_figure(mine) == context_figure(known)
+    assert blas_workspace_bytes(mine) == blas_workspace_bytes(known)
+    assert (mine.compute_capability, mine.multiprocessors) == (known.compute_capability, known.multiprocessors)
+
+
+def test_figures_beside_a_named_gpu_go_before_those_of_the_catalog(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("gpu: h100-80gb\nnode: dgx-h100\nmemory: 96GiB\nbandwidth: 4TB\n")
+    mine, known = Cluster(str(path)).device, Cluster("h100-80gb").device
+    assert (mine.memory_bytes, mine.bandwidth, mine.memory_source) == (96 * GIB, 4e12, str(path))
+    assert (mine.tflops, mine.link, mine.name) == (known.tflops, known.link, known.name)
+
+
+def test_a_wrong_architecture_capability_or_count_is_an_error_with_what_is_allowed(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("gpu: h100-80gb\nnode: dgx-h100\narchitecture: hoper\ncapability: 9.0\nmultiprocessors: 0\n")
+    with pytest.raises(UserError) as caught:
+        Cluster(str(path))
+    assert [p.message.partition(": ")[2] for p in caught.value.problems] == [
+        "architecture: got 'hoper'",
+        "capability: got 9.0",
+        "multiprocessors: got 0",
+    ]
+    assert "hopper" in caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize("text", ["gpu: h100-8gb\nnode: dgx-h100\n", "gpu: h100-80gb\nnode: dgx-h10\n"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import gpu_memory
-from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.overhead import BLAS_WORKSPACES
 from zerofit.spec.reservations import free_for, reserved_on_gpus, reserved_on_host
 from zerofit.spec.units import parse_bytes
 
@@ -17,7 +17,7 @@ SHARE = 0.95  # of the free memory, by default; the rest is for other processes 
 FLAG = "--max-memory"
 NO_LIMIT = 1 << 62
 SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
-WORKSPACE = max(blas_workspace_bytes(kind) for kind in ("mi300x", "h100-80gb", "t4"))  # of products on GPUs
+WORKSPACE = max(BLAS_WORKSPACES.values())  # of products on GPUs
 
 
 @dataclass(frozen=True, kw_only=True)

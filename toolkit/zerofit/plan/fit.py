@@ -127,7 +127,7 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: 
         nccl = groups * NCCL_PCIE_BYTES + peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
     else:
         nccl = groups * NCCL_NVLINK_BYTES + NCCL_ALL_TO_ALL_BYTES * peers // 7  # measured on 8 GPUs
-    return context_figure(device.kind).high_bytes + nccl
+    return context_figure(device).high_bytes + nccl
 
 
 def explain(memory: LayoutMemory, fit: Fit) -> str:

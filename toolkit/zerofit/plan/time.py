@@ -14,6 +14,7 @@ from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.flow import FlowRun, ReduceGroup, flow_s, reduce_groups
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.optimizer_states import host_state_bytes
 from zerofit.plan.passes import Passes, RankPass
 from zerofit.plan.persistent import MASTER_BYTES, kept_gathered
 from zerofit.plan.rates import Rates
@@ -372,7 +373,7 @@ class Timer:
             yield StepTask("compute", "passes of the step", passed, passed / rates.streaming)
             yield StepTask("compute", "optimizer", moved, moved / getattr(rates, entry.step.like))
         else:
-            states = (MASTER_BYTES + entry.states.element_bytes(on_host=True)) * share
+            states = (MASTER_BYTES + host_state_bytes(layout)) * share
             passed = moved + (HOST_BYTES - UNSTEPPED_BYTES) * share
             copied = rates.host_copy(layout.pin_optimizer)
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / copied)

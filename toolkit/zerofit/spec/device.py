@@ -48,12 +48,9 @@ class Device:
     source: str  # of FLOP/s, bandwidth and link
     memory_source: str
     host_link: str = "PCIe"  # name of the link to host memory
-    gpu: str = ""  # the catalog's GPU that a user's file names; its context, workspaces and capability hold
-
-    @property
-    def catalog_kind(self) -> str:
-        """Return the catalog's name of the GPU, by which figures that no file has are looked up."""
-        return self.gpu or self.kind
+    architecture: str = ""  # hopper, cdna3, ...: decides memory outside of torch's allocator; "" if unknown
+    compute_capability: tuple[int, int] = (8, 0)  # an A100's, as the next figure, if a user's file has none
+    multiprocessors: int = 108
 
     def peak(self, precision: str) -> float | None:
         """Return the peak FLOP/s at "bf16", "fp16" or "fp32", or None if the device does not support it."""

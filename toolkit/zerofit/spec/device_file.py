@@ -32,6 +32,13 @@ GPU_FIGURES = {
     "link": "to the other devices of its node, per second and direction: 450GB",
     "pcie": "to host memory, per second and direction: 63GB; NVLink-C2C 450GB",
 }
+# Sources in the catalog: docs.nvidia.com/cuda (CUDA GPUs), NVIDIA's architecture whitepapers, AMD's data sheets
+# (gfx942, gfx950, gfx90a, compute units of a device)
+GPU_MODEL = {
+    "architecture": "of the GPU: hopper; decides what is needed besides tensors",
+    "capability": "CUDA's compute capability: [9, 0]",
+    "multiprocessors": "of one device: 132",
+}
 NODE_FIGURES = {
     "network": "to other nodes, per second and device: 50GB",
     "gpus": "devices per node [8]",
@@ -58,13 +65,17 @@ ORIGIN = {
     "memory_source": "who reports the memory",
     "date": "of the source, or when it was read: 2024 or 2026-11-23",
 }
-KEYS = {**GPU_FIGURES, **NODE_FIGURES, **PRICE, **NAMES, **ORIGIN}
+KEYS = {**GPU_FIGURES, **GPU_MODEL, **NODE_FIGURES, **PRICE, **NAMES, **ORIGIN}
 # of the files in each folder of the catalog
 REQUIRED = {
-    "gpus": (*GPU_FIGURES, "torch_name", "link_name", "node", *ORIGIN),
+    "gpus": (*GPU_FIGURES, *GPU_MODEL, "torch_name", "link_name", "node", *ORIGIN),
     "nodes": (*NODE_FIGURES, "name", "source", "date"),
     "instances": (*NODE_FIGURES, "name", "source", "date", "gpu"),
 }
+# the field of `Device` that each key of a GPU becomes
+DEVICE_FIELDS = {"torch_name": "name", "memory": "memory_bytes", "capability": "compute_capability"}
+DEVICE_FIELDS |= {key: key for key in ("tflops", "bandwidth", "link", "link_name", "pcie", "host_link")}
+DEVICE_FIELDS |= {key: key for key in ("memory_source", "architecture", "multiprocessors")}
 # the field of `Node` that each figure of a node becomes
 NODE_FIELDS = {key: "host_bytes" if key == "host_memory" else key for key in NODE_FIGURES}
 SIZES = (*(key for key in (*GPU_FIGURES, *NODE_FIGURES) if key not in ("tflops", "gpus")),)
@@ -72,6 +83,7 @@ DEFAULT_NODE = "h100-pcie-server"  # has what a user's file leaves out
 MOST_GPUS = 1024  # per node
 LARGEST = 1e18  # largest figure that a file may have
 PRECISIONS = ("bf16", "fp16", "fp32")
+ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4")
 
 
 def entry_names(folder: str) -> tuple[str, ...]:
@@ -128,6 +140,7 @@ def _read(path: Path, where: str = "", required: tuple[str, ...] = ()) -> dict[s
         problems.add("bad-value", f"{path}: gpus: got {gpus!r}", f"use 1 to {MOST_GPUS}", where)
     if price is not None and not _positive(price):
         problems.add("bad-value", f"{path}: price: got {price!r}", f"price: {KEYS['price']}", where)
+    _check_model(path, entry, problems, where)
     problems.raise_if_any()
     return entry | sizes | {"tflops": tflops}
 
@@ -144,6 +157,19 @@ def _check_keys(path: Path, entry: dict[Any, Any], required: tuple[str, ...], pr
         if key in entry and entry[key] not in known:
             hint = nearest(str(entry[key]), known) or f"{key}: {KEYS[key]}"
             problems.add("bad-value", f"{path}: {key}: no {entry[key]!r} in the catalog", hint, where)
+
+
+def _check_model(path: Path, entry: dict[Any, Any], problems: Problems, where: str) -> None:
+    capability, multiprocessors = entry.get("capability", [8, 0]), entry.get("multiprocessors", 1)
+    right = {
+        "architecture": entry.get("architecture", "") in ("", *ARCHITECTURES),
+        "capability": isinstance(capability, list) and [type(number) for number in capability] == [int, int],
+        "multiprocessors": type(multiprocessors) is int and 0 < multiprocessors < LARGEST,
+    }
+    for key in (key for key, is_right in right.items() if not is_right):
+        hint = f"{key}: {KEYS[key]}"
+        hint += f"; known: {', '.join(ARCHITECTURES)}" if key == "architecture" else ""
+        problems.add("bad-value", f"{path}: {key}: got {entry[key]!r}", hint, where)
 
 
 def _size(path: Path, key: str, value: Any, where: str) -> int:
@@ -168,22 +194,19 @@ def _positive(value: Any) -> bool:
 
 
 def _device(path: Path, entry: dict[str, Any], *, kind: str, node: Node) -> Device:
-    if "gpu" in entry:
-        return replace(read_gpu(entry["gpu"]), kind=kind, node=node, gpu=entry["gpu"])
-    return Device(
-        kind=kind,
-        name=str(entry.get("torch_name", path.stem)),
-        memory_bytes=entry["memory"],
-        tflops=entry["tflops"],
-        bandwidth=entry["bandwidth"],
-        link=entry["link"],
-        link_name=str(entry.get("link_name", "PCIe" if entry["link"] <= entry["pcie"] else "its own links")),
-        pcie=entry["pcie"],
-        node=node,
-        source=_source(path, entry),
-        memory_source=str(entry.get("memory_source", path)),
-        host_link=str(entry.get("host_link", "PCIe")),
-    )
+    figures = {field: entry[key] for key, field in DEVICE_FIELDS.items() if entry.get(key)}
+    figures |= {key: str(figures[key]) for key in ("name", "link_name", "host_link", "memory_source") if key in figures}
+    if "compute_capability" in figures:
+        figures["compute_capability"] = tuple(entry["capability"])
+    if "memory" in entry:
+        figures.setdefault("memory_source", str(path))
+    if "gpu" in entry:  # the file's own figures go before those of the catalog's GPU
+        return replace(read_gpu(entry["gpu"]), kind=kind, node=node, **figures)
+    assumed: dict[str, Any] = {
+        "name": path.stem,
+        "link_name": "PCIe" if entry["link"] <= entry["pcie"] else "its own links",
+    }
+    return Device(kind=kind, node=node, source=_source(path, entry), **assumed | figures)
 
 
 def _node(path: Path, entry: dict[str, Any]) -> Node:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerofit.spec.device import Device
+
 MIB = 2**20
 
 # Channels of one NCCL communicator. NVIDIA/nccl#1685: 1.06 GB on each of 8 H100 before any all-to-all, 4.34 GB after
@@ -94,13 +96,7 @@ _AMD = ByteRange(
     high_bytes=1024 * MIB,
     source="rocBLAS alone about 200 MB; TensorFlow keeps 1 GiB free on MI200 and later (ROCm/tensorflow-upstream#2490)",
 )
-_CONTEXTS = {
-    **dict.fromkeys(("b200", "b300", "gb200", "rtx5090", "rtx-pro-6000"), _BLACKWELL),
-    **dict.fromkeys(("h100", "h200", "h20", "h800", "gh200"), _HOPPER),
-    **dict.fromkeys(("rtx4090", "l4", "l20"), _ADA),
-    "mi": _AMD,
-}
-_FROM_HOPPER_ON = ("h1", "h2", "h8", "gh", "b2", "b3", "gb", "rtx5", "rtx-pro")
+_CONTEXTS = {"blackwell": _BLACKWELL, "hopper": _HOPPER, "ada": _ADA, "cdna2": _AMD, "cdna3": _AMD, "cdna4": _AMD}
 
 # Both directions of a communicator's connection to one peer over one channel: at the receiver 10 MiB for the LL, LL128
 # and SIMPLE buffers (524,288 + 4,915,200 + 4,194,304 bytes), at the sender 2 MiB. NCCL src/init.cc
@@ -120,25 +116,21 @@ CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_HOPPER_BYTES = 32 * MIB
 CUBLASLT_BYTES, CUBLASLT_SHARES_FROM = MIB, (2, 12)
 HIPBLAS_MI300_BYTES, HIPBLAS_BYTES, HIPBLASLT_BYTES = 128 * MIB, 32 * MIB, 76 * MIB
+BLAS_WORKSPACES = {
+    **dict.fromkeys(("hopper", "blackwell"), CUBLAS_HOPPER_BYTES),
+    **dict.fromkeys(("cdna3", "cdna4"), HIPBLAS_MI300_BYTES + HIPBLASLT_BYTES),
+    "cdna2": HIPBLAS_BYTES + HIPBLASLT_BYTES,
+}
 
 
-def context_figure(kind: str) -> ByteRange:
-    """Return the memory of the driver's context and loaded kernels on a kind of device (a value of `--gpu`)."""
-    for beginning, figure in _CONTEXTS.items():
-        if kind.startswith(beginning):
-            return figure
-    return _OLDER
+def context_figure(device: Device) -> ByteRange:
+    """Return the memory of the driver's context and loaded kernels on a GPU."""
+    return _CONTEXTS.get(device.architecture, _OLDER)
 
 
-def blas_workspace_bytes(kind: str) -> int:
-    """Return the bytes of the workspace for each cuBLAS handle and stream on a kind of device."""
-    if kind == "cpu":
-        return 0
-    if kind.startswith("mi3"):
-        return HIPBLAS_MI300_BYTES + HIPBLASLT_BYTES
-    if kind.startswith("mi"):
-        return HIPBLAS_BYTES + HIPBLASLT_BYTES
-    return CUBLAS_HOPPER_BYTES if kind.startswith(_FROM_HOPPER_ON) else CUBLAS_BYTES
+def blas_workspace_bytes(device: Device) -> int:
+    """Return the bytes of the workspace for each cuBLAS handle and stream on a device; 0 on a CPU."""
+    return 0 if device.kind == "cpu" else BLAS_WORKSPACES.get(device.architecture, CUBLAS_BYTES)
 
 
 def pinned_bytes(size_bytes: int) -> int:

@@ -168,7 +168,7 @@ def trace_of_layout(
     timer = Timer(profile, cluster, rates)
     timeline = step_timeline(profile, timer, layout)
     timeline = timeline.scaled(step_s / timeline.step_s)
-    forecaster = Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device.catalog_kind))
+    forecaster = Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device))
     ranks = {stage: stage * (layout.world_size // layout.pp) for stage in range(layout.pp)}
     memory = [sample for stage in ranks for sample in layer_memory(timeline, stage, forecaster.along(layout, stage))]
     return step_trace(timeline, memory, ranks, about(profile, cluster, layout))

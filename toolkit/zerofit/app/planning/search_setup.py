@@ -151,8 +151,7 @@ def _by_rank(
 
 def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
     """Return the memory forecast for this kind of device."""
-    workspace_bytes = blas_workspace_bytes(cluster.device.catalog_kind)
-    return Forecaster(profile, cluster.accelerator, workspace_bytes).memory
+    return Forecaster(profile, cluster.accelerator, blas_workspace_bytes(cluster.device)).memory
 
 
 def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:

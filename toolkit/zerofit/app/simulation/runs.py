@@ -11,7 +11,7 @@ from typing import Any
 
 from zerofit.app.job.hub_models import with_shape
 from zerofit.app.job.requests import as_request
-from zerofit.app.job.resolve import InputSource, cluster_machine, ds_name, resolve_job
+from zerofit.app.job.resolve import InputSource, ResolvedJob, cluster_machine, ds_name, resolve_job
 from zerofit.app.planning.job_forecast import traced_step_s
 from zerofit.app.planning.output_files import refuse_place, write_trace
 from zerofit.app.simulation.run_trace import trace_of_simulation
@@ -55,6 +55,22 @@ class PreparedSimulation:
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its processes
 
+    @classmethod
+    def of(
+        cls, request: RunRequest, resolved: ResolvedJob, cluster: Cluster, *, image: str | None, alloc_conf: str
+    ) -> PreparedSimulation:
+        """Return a resolved run on these devices."""
+        assert resolved.inputs is not None
+        return cls(
+            request=request,
+            cluster=cluster,
+            image=image,
+            job=resolved.job,
+            inputs=resolved.inputs,
+            ds_source=resolved.ds_source,
+            alloc_conf=alloc_conf,
+        )
+
     def target(self, rank: int) -> SimulationTarget:
         """Return the simulation target of a rank."""
         return SimulationTarget(
@@ -63,7 +79,7 @@ class PreparedSimulation:
             rank=rank,
             accelerator=self.cluster.accelerator,
             device_bytes=self.cluster.device.memory_bytes,
-            workspace_bytes=blas_workspace_bytes(self.cluster.device.catalog_kind),
+            workspace_bytes=blas_workspace_bytes(self.cluster.device),
             alloc_conf=self.alloc_conf,
         )
 
@@ -230,16 +246,7 @@ def prepare_simulation(
         problems=problems,
         check_task=partial(_check_task, request),
     )
-    assert resolved.inputs is not None
-    return PreparedSimulation(
-        request=request,
-        cluster=cluster,
-        image=image,
-        job=resolved.job,
-        inputs=resolved.inputs,
-        ds_source=resolved.ds_source,
-        alloc_conf=alloc_conf,
-    )
+    return PreparedSimulation.of(request, resolved, cluster, image=image, alloc_conf=alloc_conf)
 
 
 def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:

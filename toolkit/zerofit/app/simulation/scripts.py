@@ -80,7 +80,7 @@ def simulate_script(
         gpus=cluster.gpus,
         nodes=cluster.nodes,
         rank=rank or 0,
-        workspace_bytes=blas_workspace_bytes(cluster.device.catalog_kind),
+        workspace_bytes=blas_workspace_bytes(cluster.device),
         alloc_conf=alloc_conf,
         steps=steps,
         traced=trace is not None,

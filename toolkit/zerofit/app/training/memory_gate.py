@@ -264,16 +264,8 @@ def prepared_for(request: RunRequest, resolved: ResolvedJob, cluster: Cluster) -
     """Return a resolved run prepared for simulation on these devices."""
     fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
     request = replace(request, run=request.run.model_copy(update=fields))
-    assert resolved.inputs is not None
-    return PreparedSimulation(
-        request=request,
-        cluster=cluster,
-        image=None,
-        job=resolved.job,
-        inputs=resolved.inputs,
-        ds_source=resolved.ds_source,
-        alloc_conf=alloc_conf_of(os.environ),  # the ranks inherit it
-    )
+    alloc_conf = alloc_conf_of(os.environ)  # the ranks inherit it
+    return PreparedSimulation.of(request, resolved, cluster, image=None, alloc_conf=alloc_conf)
 
 
 def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:

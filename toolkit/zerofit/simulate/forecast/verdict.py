@@ -72,7 +72,7 @@ def overheads(
     if device.kind == "cpu":
         low, high = CPU_PROCESS_BYTES.get(libraries, (CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES))
         return [Overhead("process", low, high, _PRIVATE)]
-    figure = context_figure(device.catalog_kind)
+    figure = context_figure(device)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
     workspaces = Overhead(CUDNN_WORKSPACES, 0, CUDNN_COPIES * convolution_bytes, CUDNN_SOURCE)
     buffers = (_buffers(device, group) for group in groups if group.ranks > 1)
@@ -104,7 +104,7 @@ def _buffers(device: Device, group: Communicator) -> Overhead:
         # measured on 8 GPUs, that is 7 peers; nccl#986: linear
         high += peers * most * NCCL_CONNECTION_BYTES if over_pcie else NCCL_ALL_TO_ALL_BYTES * peers // 7
     source = "NCCL init.cc and p2p.cc (12 MiB a connection), NVIDIA/nccl#1685, #986"
-    if device.catalog_kind.startswith("mi"):
+    if device.architecture.startswith("cdna"):
         source += "; RCCL is assumed to be the same"
     return Overhead(f"NCCL buffers of the {group.name} group ({group.ranks} ranks)", low, high, source)
 

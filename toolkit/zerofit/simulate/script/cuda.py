@@ -13,41 +13,7 @@ from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.spec.devices import Device
 
-# device name prefix -> compute capability, multiprocessors. Kernels divide their work and partial sums among these.
-# Sources: docs.nvidia.com/cuda (CUDA GPUs), NVIDIA's architecture whitepapers, AMD's data sheets (gfx942, gfx950,
-# gfx90a, compute units of a device)
-_MADE = {
-    "gb200": ((10, 0), 152),
-    "b200": ((10, 0), 148),
-    "b300": ((10, 3), 148),
-    "rtx5090": ((12, 0), 170),
-    "rtx-pro-6000": ((12, 0), 188),
-    "gh200": ((9, 0), 132),
-    "h100": ((9, 0), 132),
-    "h100-pcie": ((9, 0), 114),
-    "h200": ((9, 0), 132),
-    "h20": ((9, 0), 78),
-    "h800": ((9, 0), 132),
-    "a100": ((8, 0), 108),
-    "a800": ((8, 0), 108),
-    "a6000": ((8, 6), 84),
-    "l20": ((8, 9), 92),
-    "a10": ((8, 6), 72),
-    "a10g": ((8, 6), 80),
-    "l40": ((8, 9), 142),
-    "l4": ((8, 9), 58),
-    "t4": ((7, 5), 40),
-    "v100": ((7, 0), 80),
-    "rtx4090": ((8, 9), 128),
-    "rtx3090": ((8, 6), 82),
-    "mi300": ((9, 4), 304),
-    "mi325": ((9, 4), 304),
-    "mi355": ((9, 5), 256),
-    "mi250": ((9, 0), 110),
-}
-_UNKNOWN = ((8, 0), 108)  # for a device from a file: the A100's
 _STATE_BYTES = 16  # of a CUDA generator
 
 
@@ -105,18 +71,13 @@ def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
     autocast_as_cuda("AutocastCUDA", "cuda")
 
 
-def capability(device: Device) -> tuple[tuple[int, int], int]:
-    """Return a catalogue device's compute capability and its number of multiprocessors."""
-    known = [kind for kind in _MADE if device.catalog_kind.startswith(kind)]
-    return _MADE[max(known, key=len)] if known else _UNKNOWN
-
-
 def _nothing(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
 def _devices(target: ScriptTarget) -> dict[str, object]:
-    name, ((major, minor), multiprocessors) = f"NVIDIA {target.device.name}", capability(target.device)
+    name, (major, minor) = f"NVIDIA {target.device.name}", target.device.compute_capability
+    multiprocessors = target.device.multiprocessors
     properties = _Properties(
         name=name,
         total_memory=target.device.memory_bytes,
