@@ -206,7 +206,7 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     total = total if result.findings else "nothing wrong"
     if result.allowed_ranks:
-        total += f"; train_batch_size allows {result.allowed_ranks} data parallel ranks"
+        total += f"; data parallel ranks that train_batch_size allows: {result.allowed_ranks}"
     judge = "" if several else f"; checked against DeepSpeed {catalog().version}"
     print_facts(err(), [("", f"{result.file}: {total}; {result.reader.sentence()}{judge}")], indent=0, hang=4)
     show_findings(result, show_all, on_stderr=report.resolved is not None)
