@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 from zerofit.explain.from_log import explain_log
+from zerofit.explain.from_snapshot import explain_snapshot
 from zerofit.explain.log import MOST_BYTES, LogLine, decoded_log, lines_of, read_log
 from zerofit.explain.result import UNKNOWN, Explanation
+from zerofit.explain.unpickle import is_pickle
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.foreign import refused
 
@@ -33,6 +35,10 @@ def explain(what: str | Path, *, on_event: OnEvent | None = None) -> Explanation
     >>> explanation.cause, explanation.changes[0].change
     ('fragmentation', 'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command (costs no speed)')
     """
+    if str(what) != STANDARD_INPUT and _is_snapshot(Path(what)):
+        Reporter(on_event).status("reading the snapshot ...")
+        with refused(Path(what), hint=HINT, where="WHAT"):
+            return explain_snapshot(Path(what))
     return explain_log(_lines(what)) or Explanation(
         source="log",
         cause=UNKNOWN,
@@ -40,6 +46,11 @@ def explain(what: str | Path, *, on_event: OnEvent | None = None) -> Explanation
         summary="The log has no message about missing memory.",
         run_next="give the output of every rank, with standard error: COMMAND 2>&1 | tee train.log",
     )
+
+
+def _is_snapshot(path: Path) -> bool:
+    with refused(path, hint=HINT, where="WHAT"):
+        return is_pickle(path)
 
 
 def _lines(what: str | Path) -> list[LogLine]:

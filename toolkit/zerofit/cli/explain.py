@@ -63,6 +63,11 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
         yield "ranks", ", ".join(result.ranks[:8]) + (f" and {len(result.ranks) - 8} more" if result.ranks[8:] else "")
     if memory := list(_memory(result)):
         yield "memory", ", ".join(memory)
+    total = sum(result.alive.values())
+    parts = [f"{shown_bytes(size):<9} {size / total:>4.0%}  {kind}" for kind, size in result.alive.items() if size]
+    yield from _labelled("alive", parts)
+    lines = [f"{shown_bytes(line.bytes):<9} {line.place} ({line.function}), {line.kind}" for line in result.lines]
+    yield from _labelled("lines", lines)
     yield from _labelled("to make room", [_change(change) for change in result.changes])
 
 

@@ -68,6 +68,10 @@ CHANGES: dict[str, tuple[str, ...]] = {
         _SMALLER_BATCH,
         "a shorter maximum length",
     ),
+    "second-copy": (
+        "keep the copy in host memory, or update it every few steps",
+        "with LoRA, the reference is the model with its adapters off",
+    ),
     "activations": (_SMALLER_BATCH, _CHECKPOINTING, _SHARD, _OFFLOAD),
     "gathered-parameters": (
         "a smaller stage3_max_live_parameters and stage3_prefetch_bucket_size",

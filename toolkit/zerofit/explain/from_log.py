@@ -10,7 +10,7 @@ from zerofit.explain.log import LogLine
 from zerofit.explain.messages import Shortage, ranked, shortages
 from zerofit.explain.progress import progress_before
 from zerofit.explain.result import Change, Explanation
-from zerofit.explain.tracebacks import CodeFrame, frames_before, own_frame, phase_of
+from zerofit.explain.tracebacks import caller_of_torch, frames_before, own_frame, phase_of
 
 WORKER = "in DataLoader worker process"
 
@@ -35,7 +35,7 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
             in_worker=any(WORKER in line.text for line in lines if abs(line.number - shortage.line) < 60),
         )
     )
-    own = own_frame(frames)
+    own, asking = own_frame(frames), caller_of_torch(frames)
     return Explanation(
         source=source,
         cause=cause.name,
@@ -46,7 +46,7 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
         at=own.place if own else "",
         function=own.name if own else "",
         code=own.code if own else "",
-        asked_by=_asker(frames, own),
+        asked_by=asking.place if asking and asking is not own else "",
         phase=phase or progress.activity,
         steps=progress.steps,
         ranks=tuple(dict.fromkeys(other.rank for other in same if other.rank)),
@@ -54,12 +54,6 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
         changes=tuple(Change(change=text) for text in CHANGES.get(cause.name, ())),
         run_next=cause.run_next,
     )
-
-
-def _asker(frames: Sequence[CodeFrame], own: CodeFrame | None) -> str:
-    """Return the innermost line outside of torch; "" if that is the user's own."""
-    asking = [frame for frame in frames if "torch/" not in frame.place and "deepspeed/" not in frame.place]
-    return asking[-1].place if asking and asking[-1] is not own else ""
 
 
 def _sharers(found: Sequence[Shortage], shortage: Shortage) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ _RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)"
 _ARROW = re.compile(r"^\s*(?:-+>|[│|]?\s*❱)\s*(?P<line>\d+)?\s*(?P<code>.*)")
 _ENDS = re.compile(r"Traceback \(most recent call last\)")
 _LIBRARY = re.compile(
-    r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython)|torch_extensions/|/tmp/torchinductor"
+    r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython)|torch_extensions/|/tmp/torchinductor|zerofit/"
 )
 
 
@@ -42,7 +42,7 @@ class CodeFrame:
     @property
     def place(self) -> str:
         """`train.py:44`, the path as the log has it but for a library's folder."""
-        path = re.sub(r"^.*(?:site|dist)-packages/", "", self.file.replace("\\", "/"))
+        path = re.sub(r"^.*(?:(?:site|dist)-packages|toolkit)/", "", self.file.replace("\\", "/"))
         return f"{path}:{self.line}" if self.line else path
 
 
@@ -74,9 +74,15 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
 
 
 def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call in the user's code; the innermost of all if there is none."""
+    """Return the innermost call in the user's code; the one that used torch if there is none."""
     own = [frame for frame in frames if frame.is_own]
-    return (own or list(frames) or [None])[-1]
+    return own[-1] if own else caller_of_torch(frames)
+
+
+def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
+    """Return the innermost call outside of torch and DeepSpeed, such as a model's; the innermost of all without one."""
+    outside = [frame for frame in frames if not frame.place.startswith(("torch/", "deepspeed/"))]
+    return (outside or list(frames) or [None])[-1]
 
 
 # phase -> what a call looks like: "file:function:code". Calls are read from the outermost on, and each that matches
