@@ -167,6 +167,32 @@ def test_options_of_distributed_data_parallel(folder):
         assert calls == [("allreduce", "backward", 1 + again, size + again * used)], name
 
 
+HOOK = """
+def halved(group, bucket):
+    sent = bucket.buffer().half()
+    work = torch.distributed.all_reduce(sent, async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+"""
+
+
+@pytest.mark.parametrize(
+    "hook", ["(None, halved)", "(None, fp16_compress_hook)", None], ids=["own", "of torch", "built in"]
+)
+def test_communication_hooks_run(folder, hook):
+    text = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n" + TORCH
+    builtin = "model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)\n"
+    register = f"model.register_comm_hook{hook}\n" if hook else builtin
+    result = simulated(text.replace("optimizer =", HOOK + register + "optimizer ="), TWO)
+    size = 4 * (256 * 256 + 256)
+    assert {row.bytes for row in result.comm if (row.op, row.phase) == ("allreduce", "backward")} == {size // 2}
+    plain, last = simulated(TORCH, TWO), {p.name: p for p in result.phases if p.step == 1}
+    before = {p.name: p for p in plain.phases if p.step == 1}
+    assert last["step"] == before["step"] and not facts(result).facts.notes
+    # at the end of backward the copy in half precision comes on top; at the plain peak, the last gradient's product
+    assert last["backward"].peak_bytes - last["backward"].end_bytes == pytest.approx(size // 2, rel=0.02)
+
+
 def test_an_optimizer_that_holds_another_one_makes_one_step(folder):
     """What ZeroRedundancyOptimizer does after its own optimizer's step is part of the step."""
     zero = "zero(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True)"

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence import layer as ulysses_layer
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -326,7 +326,7 @@ def collective_of(name: str, args: OpArguments) -> tuple[str, dist.ProcessGroup 
     if name.startswith(FUNCTIONAL):
         op = next((_IN_PLACE[base] for base in _IN_PLACE if op.startswith(base)), op)
         if boxed is None:
-            return op, c10d._resolve_process_group(args[-1])
+            return op, _resolve_process_group(args[-1])
     return op, None if boxed is None else dist.ProcessGroup.unbox(boxed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -88,6 +88,7 @@ class ScriptTracker(AllocationTracker):
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
+        self.received: Any = []  # weak references to the tensors of the last collective
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
@@ -137,6 +138,7 @@ class ScriptTracker(AllocationTracker):
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)
+            self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
         if self.streams.issued is not None:
             if is_collective(name):
                 self._note_sent(name, args, out)
@@ -156,7 +158,8 @@ class ScriptTracker(AllocationTracker):
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
-        run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), registered_hop_fake_fns.get(op)
+        rules: Mapping[object, Callable[..., OpOutput]] = registered_hop_fake_fns
+        run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
         if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
             run = shapes
         if run is None:
