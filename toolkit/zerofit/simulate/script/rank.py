@@ -28,6 +28,7 @@ from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
 from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
+from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
@@ -65,6 +66,7 @@ def simulate_script(
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     meter.gpus = target.gpus
+    meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)
     os.environ |= environment(target)
