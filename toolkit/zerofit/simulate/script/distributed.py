@@ -186,8 +186,8 @@ def flat_sharding() -> None:
     replace_in(_init_utils, "_get_compute_device", current)
 
 
-def sharded_shapes(meter: ScriptTracker) -> None:
-    """Do not count the fakes of full tensors that a DTensor's op makes to compute its result's shape.
+def sharded_shapes() -> None:
+    """Compute the shape of a DTensor op's result apart from the script's tensors, which are real on the host.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """
@@ -196,11 +196,8 @@ def sharded_shapes(meter: ScriptTracker) -> None:
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(self: Any, *args: Any) -> Any:
-        meter.unseen = True
-        try:
+        with _disable_current_modes():
             return original(self, *args)
-        finally:
-            meter.unseen = False
 
     replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
