@@ -63,9 +63,12 @@ def _needed(result: Simulation) -> int:
 def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1)
     place = f" ({describe_rank(result.rank, result.layout)})" if result.layout.combined else ""
-    ranks = f"rank {result.rank} of {result.world_size}{place}, ZeRO-{result.layout.zero_stage}"
+    words = [f"rank {result.rank} of {result.world_size}{place}", f"ZeRO-{result.layout.zero_stage}", layout]
+    if isinstance(result.run, SimulatedScript) and not result.run.facts.engines:
+        words[1:] = [result.run.facts.sharding]
+    ranks = ", ".join(filter(None, words))
     seen = _run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run)
-    yield "run", f"{result.run.model}, {ranks}{f', {layout}' if layout else ''}"
+    yield "run", f"{result.run.model}, {ranks}"
     yield "", seen
     step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
     module = f", {result.peak_at.module}" if result.peak_at.module else ""

@@ -159,6 +159,7 @@ class ScriptFacts:
     pipeline_stages: int  # 1: no pipeline
     trainer: bool  # whether transformers' Trainer or a subclass trains
     zero_stage: int
+    sharding: str  # how its ranks divide the work, by the name of what does it; "" if none does
     precision: str
     optimizer: str  # its class
     micro_batch: int

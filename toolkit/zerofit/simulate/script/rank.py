@@ -42,17 +42,22 @@ from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.progress import watch_progress
 from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.spec.errors import UserError
+from zerofit.spec.errors import Problem, UserError
 
 
 def simulate_script(
-    target: ScriptTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+    target: ScriptTarget,
+    scratch: Scratch | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    give_up: Callable[[Problem], object] | None = None,
 ) -> RankRecord:
     """Run the script until it has made its optimizer steps; return the record.
 
+    `give_up` is called from a thread if a phase does not end, and must end the process.
     Patches torch and DeepSpeed for the rest of this process. Raises UserError if the script cannot be simulated, or
     ends without training.
     """
@@ -77,6 +82,8 @@ def simulate_script(
     )
     generation(meter, log)
     joints = StageJoints(target.received)
+    if give_up is not None:
+        watch_progress(meter, log, give_up)
     issued = IssuedLog() if target.traced else None
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
     with fakes, meter:

@@ -85,6 +85,7 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
+        self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
@@ -252,6 +253,7 @@ class ScriptTracker(AllocationTracker):
     def _on_fakes(
         self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor]
     ) -> OpOutput:
+        self.ops_on_fakes += 1
         if func is _VALUE_OF:
             known = known_value(args[0])
             if known is None:
