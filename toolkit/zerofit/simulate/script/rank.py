@@ -38,6 +38,7 @@ from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
+from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
@@ -74,6 +75,7 @@ def simulate_script(
     phases = ScriptPhases(
         log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
     )
+    generation(meter, log)
     joints = StageJoints(target.received)
     issued = IssuedLog() if target.traced else None
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
@@ -150,7 +152,7 @@ def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list
     """Return the function that runs after the steps."""
 
     def follow(engines: list[DeepSpeedEngine]) -> None:
-        for trainer in list(seen.trainers):
+        for trainer in list(seen.trainers.values()):
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
