@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerofit.cli.console import fitting_table, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
-from zerofit.simulate.forecast.result import KnobResult, SimulatedRun, SimulatedScript, Simulation
+from zerofit.simulate.forecast.result import SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.forecast.verdict import FITS, NOT
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
@@ -201,22 +201,24 @@ def show_knobs(result: Simulation, details: bool) -> None:
     for label, rows in lists.items():
         ranked = sorted(rows, key=lambda row: row.cost_rank)
         ranked = ranked if details else ranked[:CHANGES]
-        width = max((len(_cost(row)) + 2 for row in ranked if row.slowdown is not None), default=0)
+        width = max((len(cost(row.slowdown)) + 2 for row in ranked if row.slowdown is not None), default=0)
         sizes = [shown_bytes(row.reserved_bytes + row.outside_bytes) for row in ranked]
-        facts = [f"{size:<8}  {_cost(row):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)]
+        facts = [
+            f"{size:<8}  {cost(row.slowdown):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)
+        ]
         print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
         print_facts(console, [("details", f"--details    {how}as JSON: --json")])
 
 
-def _cost(row: KnobResult) -> str:
-    """Return the forecast of how much slower a change makes a step; "" if unknown."""
-    if row.slowdown is None:
+def cost(slowdown: float | None) -> str:
+    """Return the forecast of how much slower a change makes a step, a share of its time; "" if unknown."""
+    if slowdown is None:
         return ""
-    if row.slowdown >= 1:
-        return f"~{1 + row.slowdown:.2g} x the time"
-    percent = round(100 * abs(row.slowdown))
+    if slowdown >= 1:
+        return f"~{1 + slowdown:.2g} x the time"
+    percent = round(100 * abs(slowdown))
     if percent < ALIKE:
         return "as fast"
-    return f"~{percent}% {'slower' if row.slowdown > 0 else 'faster'}"
+    return f"~{percent}% {'slower' if slowdown > 0 else 'faster'}"
