@@ -133,7 +133,8 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
     yield "", f"step time: {shares}{span}"
     overlap = "with" if layout.overlap else "without"
-    yield "", f"{layout.optimizer}, buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    buckets = f"buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    yield "", f"{layout.optimizer}, {'float32 weights and moments' if layout.by_layer else buckets}"
     yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
@@ -198,7 +199,10 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     for path in plan.written:
         yield "written", str(path)
     if plan.written:
-        yield "", f"layout {(plan.chosen or 0) + 1}; fill in `data` in run.yaml, as its comment explains"
+        own = plan.layouts[plan.chosen or 0].layout.by_layer
+        started = f"accelerate launch --config_file {plan.written[-1]} SCRIPT"
+        words = started if own else "fill in `data` in run.yaml, as its comment explains"
+        yield "", f"layout {(plan.chosen or 0) + 1}; {words}"
     if plan.traced:
         words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
         yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"

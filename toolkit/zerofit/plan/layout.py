@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizer import TrainingSetting
 from zerofit.features.optimizers import PLANNED, Optimizer
 from zerofit.spec.model_facts import ELEMENT_BYTES
@@ -51,12 +52,18 @@ class PlannedLayout:
     ema: float | None = None  # decay of averaged weights, if any
     by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, if they are not all `micro_batch`
     schedule: PipelineSchedule = "1f1b"
+    engine: Engine = "deepspeed"
+    reshard: bool = True  # FSDP2: whether layers are gathered again for backward
+    replicas: int = 1  # FSDP2: groups of ranks that each hold all parameters (HSDP)
 
     def __str__(self) -> str:
         degrees = [
             f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
         ]
-        words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        first = f"ZeRO-{self.zero_stage}" if self.engine == "deepspeed" else ENGINES[self.engine].title
+        words = [first, *degrees, f"micro batch {self.micro_batch}"]
+        words += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        words += [] if self.reshard else ["no reshard"]
         words += [self.schedule] if self.schedule != "1f1b" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
@@ -133,6 +140,26 @@ class PlannedLayout:
         return self.dp * self.sp
 
     @property
+    def by_layer(self) -> bool:
+        """Whether the engine gathers parameters layer by layer: FSDP2."""
+        return self.engine != "deepspeed"
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks among which FSDP2 divides parameters."""
+        return self.zero_ranks // self.replicas
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of the gradients that FSDP2 reduces."""
+        return 4 if ENGINES[self.engine].reduces_in_float32 else self.element_bytes
+
+    @property
+    def keeps_full_gradients(self) -> bool:
+        """Whether FSDP2 reduces gradients once a step, and accumulates full gradients until then."""
+        return self.accumulation > 1 and ENGINES[self.engine].accumulates_full_gradients
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an element in the layout's precision."""
         return ELEMENT_BYTES[self.precision]
@@ -151,7 +178,9 @@ class PlannedLayout:
     def to_dict(self) -> dict[str, Any]:
         """Return the layout's own settings as --json and --space name them."""
         return {
+            "engine": self.engine,
             "zero_stage": self.zero_stage,
+            **({"reshard_after_forward": self.reshard, "replicas": self.replicas} if self.by_layer else {}),
             "offload": self.offload,
             "micro_batch": self.micro_batch,
             **({"micro_batch_by_rank": list(self.by_rank)} if self.by_rank else {}),

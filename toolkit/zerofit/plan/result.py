@@ -190,6 +190,6 @@ MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are s
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
     """Return a sort key: simple layouts come before those with more machinery."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
-    degrees = layout.tp * layout.pp * layout.sp * layout.ep
+    degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)
     return (offloads, degrees, layout.checkpointing, layout.zero_stage, *sizes)

@@ -102,8 +102,11 @@ def search(
     best = _best(timed, top, request.every)
     near = [] if request.every else [_fastest(family, timer, correct) for family in too_large[: top - len(best)]]
     ranked = [_ranked(timed_layout, profile, cluster, forecast, rates, flops) for timed_layout in (*best, *near)]
-    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts
-        ranked = [replace(layout, errors=errors_of(profile.task, layout.layout.offload)) for layout in ranked]
+    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts of DeepSpeed
+        ranked = [
+            row if row.layout.by_layer else replace(row, errors=errors_of(profile.task, row.layout.offload))
+            for row in ranked
+        ]
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,
@@ -259,7 +262,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     for timed_layout in timed:
         c = timed_layout.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
-        key += (c.checkpointing,)
+        key += (c.checkpointing, c.engine, c.reshard, c.replicas)
         seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break
