@@ -20,7 +20,7 @@ from zerofit.plan.transient import StepMemory
 from zerofit.spec.overhead import pinned_bytes
 
 
-class _Group(NamedTuple):
+class _GatheredGroup(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
     shard: int  # of a rank, with padding
@@ -29,7 +29,7 @@ class _Group(NamedTuple):
     last: int  # of the last parameter, full
 
     @classmethod
-    def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _Group:
+    def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:
         """Divide parameters among ranks."""
         shards, numels = [shard(p, ranks, width) for p in parameters], [p.numel for p in parameters]
         return cls(sum(shards), sum(numels), max(shards, default=0), numels[-1] if numels else 0)
@@ -73,7 +73,7 @@ def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemor
 
 def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LiveMemory], list[LiveMemory]]:
     """Return the moments of the last micro batch's forward, and those of its backward."""
-    replay = _Replay(line, layout)
+    replay = _LayerReplay(line, layout)
     return list(replay.forward()), list(replay.backward())
 
 
@@ -94,7 +94,7 @@ def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple
 #                the input of the scatter stays until the next layer's gradients are scattered (post_backward)
 #
 # Without `reshard`, layers stay gathered from forward to backward.
-class _Replay:
+class _LayerReplay:
     """One rank's forward and backward."""
 
     def __init__(self, line: StageTimeline, layout: PlannedLayout):
@@ -105,8 +105,8 @@ class _Replay:
         tied = max(layers[0], key=lambda p: p.numel)
         tail = [*sorted(layers[-1], key=lambda p: -p.group), *([tied] if line.tied else [])]  # the norm comes first
         parts = [[] if line.tied else [tied], *layers[1:-1], tail]
-        self.groups = [_Group.of(part, self.ranks, line.width) for part in parts]
-        self.root = _Group.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
+        self.groups = [_GatheredGroup.of(part, self.ranks, line.width) for part in parts]
+        self.root = _GatheredGroup.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
         self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
         # full gradients of earlier micro batches, or scattered ones
         every = sum(p.numel for p in chain(*layers))
@@ -159,7 +159,7 @@ class _Replay:
             yield from self._scatter(group, NOTHING, pending, 0)
             pending -= 0 if self.whole else self.element * group.numel
 
-    def _opened(self, n: int) -> list[_Group]:
+    def _opened(self, n: int) -> list[_GatheredGroup]:
         """Return the groups that are gathered before layer n."""
         if n == 0:
             found = [self.root, self.groups[-1] if self.line.tied else self.groups[0]]
@@ -174,12 +174,12 @@ class _Replay:
             self.kept += self._gathered(self.groups[n])
             if end is not None:
                 yield self._live(end, self.kept + self.flat, n, gradients)
-        ahead = self.groups[n - 1] if n else _Group(0, 0, 0, 0)
+        ahead = self.groups[n - 1] if n else _GatheredGroup(0, 0, 0, 0)
         self.flat = self._flat(ahead)
         if end is not None:
             yield self._live(end, self.kept + self.flat + self._sent(ahead), n, gradients)
 
-    def _scatter(self, group: _Group, end: Point | None, gradients: int, layer: int) -> Iterator[LiveMemory]:
+    def _scatter(self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int) -> Iterator[LiveMemory]:
         """Release a group and scatter its gradients (post_backward, foreach_reduce)."""
         self.kept -= self._gathered(group)
         self.input = self.reduced * self.ranks * group.shard
@@ -199,14 +199,14 @@ class _Replay:
             # each group keeps what its replicas have reduced (_all_reduce_state)
             self.scattered += self.reduced * group.shard
 
-    def _gathered(self, group: _Group) -> int:
+    def _gathered(self, group: _GatheredGroup) -> int:
         return self.element * self.ranks * group.shard
 
-    def _flat(self, group: _Group) -> int:
+    def _flat(self, group: _GatheredGroup) -> int:
         """Return the bytes of the buffer into which a group is gathered; one rank needs none."""
         return self._gathered(group) if self.ranks > 1 else 0
 
-    def _sent(self, group: _Group) -> int:
+    def _sent(self, group: _GatheredGroup) -> int:
         """Return the bytes of a gather's input: shards in the precision of the compute, if offloaded from the host.
 
         (_fsdp_collectives.py:382, _fsdp_param.py:1051)
