@@ -37,6 +37,7 @@ from zerofit.simulate.ops.tracker import AllocationTracker, is_counted, is_own, 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -63,6 +64,8 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
+    own_line_bytes = OWN_LINE_BYTES
+
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
         self.fakes = fakes
@@ -72,6 +75,7 @@ class ScriptTracker(AllocationTracker):
         self.unseen = False  # True while ops run that only compute shapes
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
@@ -123,6 +127,9 @@ class ScriptTracker(AllocationTracker):
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
         if pins:
             self.pin(out)
+        if func is _TO_COPY and faked and out.dtype is torch.float32 and args[0].itemsize == 2:
+            index = self._index.get(out.untyped_storage()._cdata)
+            self.widened += [(index, out.shape[-1])] if index is not None and out.dim() else []
         return out
 
     def _placed(self, value: object) -> object:
