@@ -126,6 +126,9 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
     if longest:
         fits = "fits" if longest.fits else "does not fit"
         yield f"{longest.tokens} tokens", f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
+    for fault in run.facts.faults:
+        yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
+        yield "", fault.mend
     exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
     yield "script", f"{run.facts.ended}; {exact}"
     notes = run.facts.notes if every else run.facts.notes[:NOTES]

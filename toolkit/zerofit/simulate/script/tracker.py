@@ -50,6 +50,7 @@ from zerofit.simulate.script.values import decided
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -78,6 +79,7 @@ class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
     supports_higher_order_operators = True
+    own_line_bytes = OWN_LINE_BYTES
 
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
@@ -89,6 +91,7 @@ class ScriptTracker(AllocationTracker):
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
         self.received: Any = []  # weak references to the tensors of the last collective
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
@@ -153,6 +156,9 @@ class ScriptTracker(AllocationTracker):
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
         if pins:
             self.pin(out)
+        if func is _TO_COPY and faked and out.dtype is torch.float32 and args[0].itemsize == 2:
+            index = self._index.get(out.untyped_storage()._cdata)
+            self.widened += [(index, out.shape[-1])] if index is not None and out.dim() else []
         return out
 
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
