@@ -123,7 +123,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         install(False, meter, target.device.memory_bytes)
     apply_common(target.on_gpu, meter)
     if target.on_gpu:
-        for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
+        for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.graphs, cuda.autocast):
             answers(meter, target)
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
