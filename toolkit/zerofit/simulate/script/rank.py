@@ -35,7 +35,7 @@ from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
-from zerofit.simulate.script.evaluation import evaluate, gather_to_save
+from zerofit.simulate.script.evaluation import evaluate, evaluations, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
@@ -93,6 +93,7 @@ def simulate_script(
 
     phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched), on_batch, on_end)
     generation(meter, log)
+    evaluations(log)
     joints = StageJoints(target.received)
     if give_up is not None:
         watch_progress(meter, log, give_up)
