@@ -33,6 +33,7 @@ from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.script.command import rank_problems
+from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
@@ -68,12 +69,13 @@ def simulate_script(
     if target.arguments:
         lengths.replaced_arguments(target.arguments)
     lengths.batches(lengths_seen, target.longest)
+    edit = edits(target)
     log = PhaseLog(meter)
     phases = ScriptPhases(
-        log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
+        log, target.steps, _learner(meter, lengths_seen, edit), shapes.note, _after(lengths_seen, log, meter)
     )
     joints = StageJoints(target.received)
-    issued = IssuedLog() if target.traced else None
+    issued = IssuedLog()
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
     with fakes, meter:
         phases.cut()
@@ -87,7 +89,7 @@ def simulate_script(
     host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
     record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
-    return replace(record, pipeline=joints.stage, issued=tuple(issued.items) if issued else ())
+    return replace(record, pipeline=joints.stage, issued=tuple(issued.items))
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -128,8 +130,9 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     writes.watch_files(meter)
 
 
-def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]:
+def _learner(meter: ScriptTracker, seen: Lengths, edit: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
     def learn(model: nn.Module) -> None:
+        edit(model)
         seen.learn_model(model)
         meter.learn_names(model)
         for parameter in model.parameters():
@@ -156,7 +159,7 @@ def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list
 
 
 def _announcer(
-    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog | None, last: int
+    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog, last: int
 ) -> Callable[[str, int], None]:
     """Return the callback for each phase; `issued` records the work that the rank issues in its last step."""
 
