@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.app.planning.output_files import refuse_place, write_trace
+from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.runs import stage_peaks
 from zerofit.app.simulation.script_trace import script_step_s, trace_of_script
 from zerofit.config.ds_json import write_for_trainer
@@ -38,6 +38,7 @@ def simulate_script(
     longest: bool = False,
     alloc_conf: str = "",
     trace: str | Path | None = None,
+    snapshot: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run an unmodified training script as one rank of a cluster for its first optimizer steps, on fake devices.
@@ -50,6 +51,7 @@ def simulate_script(
         longest: also simulate batches of the longest length that the script allows.
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
         trace: file for a Chrome trace of the last step of the returned rank.
+        snapshot: file for the rank's allocations in torch's format for memory snapshots.
         on_event: gets progress.
 
     Raises UserError with all problems of the command, the script's own error, or what cannot be simulated.
@@ -73,6 +75,8 @@ def simulate_script(
     read_alloc_conf(alloc_conf)
     if trace is not None:
         refuse_place(Path(trace))
+    if snapshot is not None:
+        refuse_place(Path(snapshot), SNAPSHOT_FLAG)
     check_command(script, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=script,
@@ -83,6 +87,7 @@ def simulate_script(
         workspace_bytes=blas_workspace_bytes(cluster.device),
         alloc_conf=alloc_conf,
         steps=steps,
+        stacks=snapshot is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
     # the list grows while it is walked: only a stage's record tells the next stage what it receives
@@ -99,6 +104,8 @@ def simulate_script(
     target, record, worst = max(assessed, key=lambda entry: severity(entry[2]))
     if trace is not None:
         write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
+    if snapshot is not None:
+        worst = worst.write_snapshot(Path(snapshot))
     return replace(
         worst,
         stages=stage_peaks([simulation for *_, simulation in assessed]),
@@ -175,12 +182,12 @@ class ScriptKnobSimulations:
         note_failed(records, "knobs", report)
         before = self._step_s(self.record, report)
         for knob, target, record in zip(knobs, targets, records, strict=True):
-            had_effect = isinstance(record, RankRecord) and not (knob.edits and record.needs == self.record.needs)
-            if isinstance(record, RankRecord) and had_effect:
-                after = self._step_s(record, report) if before else None
-                row = KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config)
-                slowdown = after / before - 1 if after and before else None
-                rows.append(replace(row, slowdown=slowdown, file=knob.file))
+            # an edit has no effect if the script does not make what is replaced in the usual way
+            if isinstance(record, Problem) or (knob.edits and record.needs == self.record.needs):
+                continue
+            after = self._step_s(record, report) if before else None
+            row = KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config)
+            rows.append(replace(row, slowdown=after / before - 1 if after and before else None, file=knob.file))
         return in_order(rows)
 
     def _step_s(self, record: RankRecord, report: Reporter) -> float | None:
@@ -192,7 +199,9 @@ class ScriptKnobSimulations:
             file = folder / f"{knob.config}.json"
             write_for_trainer(knob.config, file)
             arguments["deepspeed"] = str(file)
-        return replace(self.target, command=knob.command, arguments=arguments, edits=knob.edits, received=None)
+        return replace(
+            self.target, command=knob.command, arguments=arguments, edits=knob.edits, stacks=False, received=None
+        )
 
 
 def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:

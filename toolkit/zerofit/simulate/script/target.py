@@ -28,6 +28,7 @@ class ScriptTarget:
     workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
+    stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
     edits: tuple[str, ...] = ()  # CHECKPOINTS, ...: changes of the script
