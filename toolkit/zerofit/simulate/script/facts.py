@@ -76,7 +76,7 @@ def script_facts(
         accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
-        precision=_precision(engine, parameters, meter.autocast),
+        precision=_precision(engine, parameters, meter.autocast, _gathered(models[0])),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
         accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
@@ -108,7 +108,13 @@ def _sharding(model: nn.Module) -> str:
     return f"{name} ({dimensions})" if name else dimensions
 
 
-def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:
+def _gathered(model: nn.Module) -> torch.dtype | None:
+    """Return the type to which FSDP2 casts the weights that it gathers (MixedPrecisionPolicy); None if to no other."""
+    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return next((found for state in states if (found := state._mp_policy.param_dtype)), None)
+
+
+def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None, gathered: torch.dtype | None) -> str:
     """Return the type of the computation, with "autocast" if autocast casts to it."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
@@ -116,7 +122,7 @@ def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> st
         autocast = autocast if enabled() else None
     else:
         kinds = Counter(p.dtype for p in parameters)
-        weights = kinds.most_common(1)[0][0] if kinds else None
+        weights = gathered or (kinds.most_common(1)[0][0] if kinds else None)
     by_autocast = autocast is not None and autocast != weights
     return _PRECISIONS.get(autocast if by_autocast else weights, "fp32") + " autocast" * by_autocast
 
