@@ -123,7 +123,7 @@ def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None, gathe
     else:
         kinds = Counter(p.dtype for p in parameters)
         weights = gathered or (kinds.most_common(1)[0][0] if kinds else None)
-    by_autocast = autocast is not None and autocast != weights
+    by_autocast = autocast not in (None, torch.float32, weights)  # a region in float32 is no precision of training
     return _PRECISIONS.get(autocast if by_autocast else weights, "fp32") + " autocast" * by_autocast
 
 
