@@ -57,6 +57,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "delete the dictionary after loading",
     ),
     "states": (_SHARD, _OFFLOAD, "an optimizer with 8-bit states, or LoRA"),
+    "optimizer-temporaries": ("foreach=False, or fused=True, in torch's optimizer", _SHARD, _OFFLOAD),
     "optimizer-state": (
         _SHARD,
         "an optimizer with 8-bit states (adamw_8bit)",

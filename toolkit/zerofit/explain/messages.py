@@ -19,8 +19,8 @@ _FIGURES = {
     "total_bytes": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|max allowed: {_SIZE}",
     "free_bytes": rf"{_SIZE} free|of which {_SIZE} is free",
     "allocated_bytes": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}",
-    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch|{_SIZE} cached",
-    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch",
+    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached",
     "limit_bytes": rf"{_SIZE} allowed",
     "process_bytes": rf"this process has {_SIZE} memory in use",
     "private_bytes": rf"{_SIZE} allocated in private pools",
@@ -193,6 +193,9 @@ def device_figures(text: str) -> MemoryFigures:
     unallocated = found.pop("unallocated_bytes", None)
     if unallocated is not None and "allocated_bytes" in found:
         found["reserved_bytes"] = found["allocated_bytes"] + unallocated
+    # Under WDDM, MIG or another container's driver, the process's own figure may be 0 or 2^64
+    if not found.get("reserved_bytes", 0) <= found.get("process_bytes", -1) <= found.get("total_bytes", 0):
+        found.pop("process_bytes", None)
     # In a container, torch does not find its own process number on the device, so this process is among the others
     reserved = found.get("reserved_bytes", 0)
     if "process_bytes" not in found and (own := [size for size in others if size >= 0.99 * reserved]) and reserved:
