@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from zerofit.explain.advice import NVIDIA_SMI, RECORD
+from dataclasses import replace
+
+from zerofit.explain.advice import NVIDIA_SMI, RECORD, RSS
 from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
 from zerofit.explain.messages import Shortage
-from zerofit.explain.other_causes import OTHER_RULES
+from zerofit.explain.other_causes import OTHER_RULES, host
 from zerofit.explain.result import UNKNOWN
 from zerofit.explain.tracebacks import (
     BACKWARD,
@@ -159,19 +161,32 @@ def _refused_though_free(evidence: LogEvidence) -> Cause | None:
 
 _IN_PHASE = {
     INIT: ("states", "Master weights, gradients or optimizer states did not fit when the engine was created."),
-    KEPT_LOGITS: ("evaluation-keeps-logits", "The evaluation keeps the logits of all its batches on the GPU."),
-    EVALUATION: ("evaluation", "An evaluation's batch did not fit next to the training's weights and states."),
+    KEPT_LOGITS: ("evaluation-keeps-logits", "The evaluation keeps the logits of all its batches."),
+    EVALUATION: (
+        "evaluation",
+        "An evaluation's batch did not fit next to the training's states, or outputs of earlier ones.",
+    ),
     GENERATION: ("generation", "Generation ran out: its key-value cache and logits grow with each token and sequence."),
-    SAVING: ("saving", "Saving gathers parameters on the GPU, next to the training's weights and states."),
-    DATA: ("data-on-device", "Input data did not fit on the GPU."),
+    SAVING: ("saving", "Saving gathers parameters, next to the training's weights and states."),
+    DATA: ("data-on-device", "Input data did not fit."),
     LOSS: ("logits", "The logits or the loss did not fit: [tokens, vocabulary] values, often a second time in fp32."),
     STEP: (
         "optimizer-state",
         "The optimizer's states did not fit: Adam allocates two fp32 values a parameter in its first step.",
     ),
-    FORWARD: ("activations", "A micro batch's activations did not fit next to what was already on the GPU."),
+    FORWARD: ("activations", "A micro batch's activations did not fit next to what was there before."),
     BACKWARD: ("activations", "Backward ran out: gradients are allocated while a micro batch's activations are alive."),
 }
+
+
+def _on_cpu(evidence: LogEvidence) -> Cause | None:
+    """Find the cause in a CPU rank's training, where tensors are in host memory."""
+    in_training = (FORWARD, BACKWARD, LOSS, EVALUATION, KEPT_LOGITS, GENERATION, STEP)
+    offloaded = any("cpu_adam" in frame.file or "offload" in frame.name for frame in evidence.frames)
+    if "you tried to allocate" not in evidence.shortage.message or evidence.phase not in in_training or offloaded:
+        return None
+    cause = _in_phase(evidence)
+    return replace(cause, run_next=RSS) if cause and cause.run_next else cause
 
 
 def _in_phase(evidence: LogEvidence) -> Cause | None:
@@ -181,9 +196,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if leak := progress.leak:
         label, first, last = leak
         grown = f"allocated memory at {label!r} grew from {shown_bytes(first)} to {shown_bytes(last)}, step by step"
-        return Cause(
-            name="leak", summary="Memory grew with every step until the GPU was full.", evidence=(grown, *shown)
-        )
+        return Cause(name="leak", summary="Memory grew with every step until it was full.", evidence=(grown, *shown))
     if phase in (FORWARD, BACKWARD, STEP) and progress.steps >= LATER:
         return Cause(
             name=UNKNOWN,
@@ -198,7 +211,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
         summary = "The optimizer's step computes temporary values for all parameters at once (foreach)."
         return Cause(name="optimizer-temporaries", summary=summary, evidence=shown)
     if phase in (FORWARD, BACKWARD) and gathers(evidence.frames):
-        summary = "A layer's parameters, gathered from all ranks, did not fit next to what was already on the GPU."
+        summary = "A layer's parameters, gathered from all ranks, did not fit next to what was there before."
         return Cause(name="gathered-parameters", summary=summary, evidence=shown)
     if phase not in _IN_PHASE:
         summary = "Tensors of this program fill the GPU. Without a traceback the log does not show which."
@@ -251,4 +264,5 @@ _TORCH: tuple[Rule, ...] = (
         _in_phase,
     ),
 )
-_RULES: dict[str, tuple[Rule, ...]] = {"torch": _TORCH, **OTHER_RULES}
+# On CPU ranks the host is the device: torch's CPU allocator names no figures, but its traceback has the phase.
+_RULES: dict[str, tuple[Rule, ...]] = {"torch": _TORCH, **OTHER_RULES, "host-allocator": (_on_cpu, host)}

@@ -89,7 +89,7 @@ _HOST_PHASES = {
 }
 
 
-def _host(evidence: LogEvidence) -> Cause | None:
+def host(evidence: LogEvidence) -> Cause | None:
     """Find what filled the host's memory."""
     figures, progress = evidence.shortage.figures, evidence.progress
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
@@ -116,7 +116,7 @@ def _killed(evidence: LogEvidence) -> Cause | None:
     progress = evidence.progress
     full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
     if full or (not progress.started and progress.activity in _HOST_WORK):
-        found = _host(evidence)
+        found = host(evidence)
         assert found is not None
         summary = found.summary.replace("The host ran", "Most likely the host ran")
         note = "the process was killed (SIGKILL); only the kernel's log is proof"
@@ -148,9 +148,8 @@ def _kernel(evidence: LogEvidence) -> Cause | None:
 
 
 OTHER_RULES: dict[str, tuple[Rule, ...]] = {
-    "kernel-oom": (_host,),
-    "scheduler": (_host,),
-    "host-allocator": (_host,),
+    "kernel-oom": (host,),
+    "scheduler": (host,),
     "shared-memory": (_shared,),
     "kernel-resources": (_kernel,),
     "nccl": (_nccl,),
