@@ -141,7 +141,7 @@ def outcome(script: Path, log: Path, fixed: bool) -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (data + LIMIT_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + LIMIT_BYTES, data + LIMIT_BYTES))
     code = 0
     try:
         runpy.run_path(str(script), {"fixed": fixed}, "__main__")
