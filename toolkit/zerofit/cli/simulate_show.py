@@ -63,9 +63,12 @@ def _needed(result: Simulation) -> int:
 def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1)
     place = f" ({describe_rank(result.rank, result.layout)})" if result.layout.combined else ""
-    ranks = f"rank {result.rank} of {result.world_size}{place}, ZeRO-{result.layout.zero_stage}"
+    words = [f"rank {result.rank} of {result.world_size}{place}", f"ZeRO-{result.layout.zero_stage}", layout]
+    if isinstance(result.run, SimulatedScript) and not result.run.facts.engines:
+        words[1:] = [result.run.facts.sharding]
+    ranks = ", ".join(filter(None, words))
     seen = _run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run)
-    yield "run", f"{result.run.model}, {ranks}{f', {layout}' if layout else ''}"
+    yield "run", f"{result.run.model}, {ranks}"
     yield "", seen
     step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
     module = f", {result.peak_at.module}" if result.peak_at.module else ""
@@ -123,6 +126,9 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
     if longest:
         fits = "fits" if longest.fits else "does not fit"
         yield f"{longest.tokens} tokens", f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
+    for fault in run.facts.faults:
+        yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
+        yield "", fault.mend
     exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
     yield "script", f"{run.facts.ended}; {exact}"
     notes = run.facts.notes if every else run.facts.notes[:NOTES]
