@@ -14,7 +14,7 @@ from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, hardware_options
 from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
-from zerofit.cli.simulate_show import CHANGES, cost
+from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.units import shown_bytes
@@ -96,7 +96,9 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     yield from _labelled("lines", lines)
     if result.forecast:
         at = f" in {result.forecast.phase}" if result.forecast.phase else ""
-        yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}"
+        kinds = sorted(result.forecast.kinds.items(), key=lambda entry: -entry[1])[:KINDS]
+        largest = "; at its peak " + ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds) if kinds else ""
+        yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}{largest}"
         yield from _labelled("they part", result.forecast.parts)
     yield from _labelled("to make room", list(_changes(result.changes)))
 
