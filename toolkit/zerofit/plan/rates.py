@@ -121,6 +121,11 @@ EFFICIENCIES: dict[str, SourcedRate] = {
         "measured by others: ZeRO-Offload (Ren et al. 2021), table 4: DeepSpeed's CPU Adam on 1 to 10 billion "
         "parameters moves 93 to 127 of the 256 GB/s of a DGX-2's two Xeon 8168, with all their cores",
     ),
+    "Grace host": SourcedRate(
+        0.68,
+        "assumed: a Grace has one socket, so its threads read no other socket's memory; STREAM reaches 486 of 512 GB/s "
+        "(arXiv:2407.07850)",
+    ),
     "cpu general": SourcedRate(0.5, "assumed: grouped convolutions relative to the cores' peak"),
     "nvlink": SourcedRate(
         0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
@@ -360,7 +365,8 @@ def _assumed(
 
 def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRate:
     """Return bytes per second of a node's host memory under Adam, with these threads of each rank."""
-    every = _share_of(bandwidth, EFFICIENCIES["cpu host" if cluster.on_cpu else "host"])
+    kind = "Grace host" if cluster.device.host_link == "NVLink-C2C" else "cpu host" if cluster.on_cpu else "host"
+    every = _share_of(bandwidth, EFFICIENCIES[kind])
     few = (threads or 0) * cluster.gpus * THREAD.value
     return SourcedRate(few, f"{threads} threads a rank; {THREAD.how}") if 0 < few < every.value else every
 
