@@ -27,10 +27,10 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 class Coefficients:
     """The coefficients for GPUs that were fitted to published throughput; no other coefficient was fitted."""
 
-    memory: float = 0.66  # share of the data sheet's bandwidth reached by kernels without products
-    network: float = 0.62  # share of the wire speed between nodes reached by collectives
-    network_hop_s: float = 39e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.52  # share of a collective between nodes that is not hidden by compute
+    memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without products
+    network: float = 0.68  # share of the wire speed between nodes reached by collectives
+    network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
+    exposed_between: float = 0.6  # share of a collective between nodes that is not hidden by compute
     hook_s: float = 405e-6  # host time for ZeRO-3 to fetch and release one parameter, with streams and events
 
 
