@@ -157,8 +157,8 @@ def data_parallel(meter: ScriptTracker) -> None:
         self._check_comm_hook(hook)
         chosen[id(self)] = state, hook
 
-    def register_builtin(self: Any, kind: dist.BuiltinCommHookType) -> None:
-        if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+    def register_builtin(self: Any, kind: c10d.BuiltinCommHookType) -> None:
+        if kind == c10d.BuiltinCommHookType.FP16_COMPRESS:
             chosen[id(self)] = None, fp16_compress_hook
 
     replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)

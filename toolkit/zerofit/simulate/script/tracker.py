@@ -166,7 +166,7 @@ class ScriptTracker(AllocationTracker):
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
-        rules: Mapping[object, Callable[..., OpOutput]] = registered_hop_fake_fns
+        rules: Mapping[Any, Callable[..., OpOutput]] = registered_hop_fake_fns
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
         if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
             run = shapes
