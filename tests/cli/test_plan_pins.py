@@ -143,3 +143,28 @@ def test_a_file_that_is_no_json_is_named_with_its_line(stored, tmp_path):
     file.write_text('{\n "zero_optimization": {"stage": 3,,}\n}')
     (wrong,) = refused(*stored, "--ds-config", file)
     assert f"{Path(file)}:2" in wrong["where"]
+
+
+def fastest_s(*args: object) -> float:
+    return asked(*args, "--top", 1)["layouts"][0]["step_s"]
+
+
+def test_the_software_of_a_run_decides_its_times(stored):
+    """Torch's kernels, a compiler, fused kernels, and threads of Adam."""
+    one = [*stored, "--zero-stage", 2, "--micro-batch", 8]
+    plain = fastest_s(*one)
+    assert fastest_s(*one, "--compile") < fastest_s(*one, "--liger-kernel") < plain
+    host = [*one, "--offload", "cpu"]
+    assert fastest_s(*host, "--cpu-threads", 1) > 1.5 * fastest_s(*host) == 1.5 * fastest_s(*host, "--cpu-threads", 64)
+    assert fastest_s(*host, "--no-pin-memory") > fastest_s(*host)
+    rates = {name: asked(*one, "--attn-implementation", f"flash_attention_{name}")["rates"] for name in "123"}
+    assert rates["1"]["attention"] < rates["2"]["attention"] < rates["3"]["attention"]
+    assert asked(*one, "--model-args", "attn_implementation=flash_attention_2")["rates"] == rates["2"]
+    assert [row["where"] for row in refused(*one, "--liger-kernel", "--write", "nowhere")] == ["--liger-kernel"]
+
+
+def test_one_thread_steps_at_its_own_bandwidth(stored):
+    """8 ranks of one thread: 12 GB/s each, less than the 264 GB/s that Adam reaches on a DGX H100 with all cores."""
+    rates = asked(*stored, "--offload", "cpu", "--cpu-threads", 1)["rates"]
+    assert rates["host"] == 8 * 12e9
+    assert asked(*stored, "--offload", "cpu")["rates"]["host"] == pytest.approx(0.43 * 614.4e9)

@@ -42,7 +42,7 @@ FINDING = 1
 RUN_FIELDS = (
     *("model_args", "task", "micro_batch", "micro_batch_by_rank", "gradient_accumulation_steps", "global_batch"),
     *("seq_len", "optimizer", "activation_checkpointing", "ema", "tensor_parallel", "pipeline", "pipeline_schedule"),
-    *("sequence_parallel", "expert_parallel", "ds_config"),
+    *("sequence_parallel", "expert_parallel", "ds_config", "attn_implementation", "compile"),
     *Savings._fields,
     *PART_FIELDS,
 )
@@ -58,7 +58,10 @@ WORK = {
     "storage": {"metavar": "SIZE", "help": "bytes per second at which all ranks together write checkpoints"},
     "timed_by": {"type": PATH, "help": "use the measured times of saves and starts of this run folder"},
 }
-OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
+OWN_PINS = (
+    *("zero_stage", "offload", "offload_param", "pin_memory", "overlap_comm"),
+    *("liger_kernel", "tensor_sequence_parallel", "cpu_threads"),
+)
 FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
@@ -67,6 +70,10 @@ WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the 
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
+PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
+LIGER_HELP = "time Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
+TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
+THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
 PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 
@@ -115,6 +122,10 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--offload", type=click.Choice(OFFLOADS), help="device of the optimizer states [all that fit]")
 @click.option("--offload-param", type=click.Choice(OFFLOADS), help="device of parameters at stage 3 [all that fit]")
 @click.option("--overlap-comm/--no-overlap-comm", default=None, help="reduce gradients during backward")
+@click.option("--pin-memory/--no-pin-memory", default=None, help=PIN_HELP)
+@click.option("--liger-kernel", is_flag=True, default=None, help=LIGER_HELP)
+@click.option("--tensor-sequence-parallel", is_flag=True, default=None, help=TENSOR_HELP)
+@click.option("--cpu-threads", type=click.IntRange(min=1), metavar="N", help=THREADS_HELP)
 @run_options(RUN_FIELDS)
 @TRUST_MODEL_CODE
 @AS_JSON

@@ -80,6 +80,8 @@ def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
         yield "picture", str(result.picture)
     if result.trace:
         yield "trace", f"{result.trace} (opens in https://ui.perfetto.dev)"
+    if result.snapshot:
+        yield "snapshot", f"{result.snapshot} (opens in https://pytorch.org/memory_viz)"
 
 
 def _run(run: SimulatedRun) -> str:

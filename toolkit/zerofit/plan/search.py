@@ -19,6 +19,7 @@ from zerofit.plan.measured_rates import unaligned_lengths
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of
+from zerofit.plan.tensor_split import with_split_sequence
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
@@ -89,9 +90,10 @@ def search(
     space = space_of(profile, cluster, request)
     if not space.families:
         raise UserError(*(problem for problem, _ in space.left_out.values()))
-    rates = rates_of(cluster, request.precision, calibration)
+    rates = rates_of(cluster, request.precision, calibration, request.software)
     fitting, misfits, too_large = _divide(space.families, cluster, forecast)
-    timer = Timer(profile, cluster, rates)
+    split = request.software.tensor_sequence_parallel
+    timer = Timer(with_split_sequence(profile) if split else profile, cluster, rates)
     timed = [_timed(layout, timer, correct) for layout in fitting]
     # fastest first; the simplest of equally fast layouts comes first
     timed.sort(key=lambda timed_layout: (-timed_layout.samples_per_s, *plain(timed_layout.layout)))

@@ -11,6 +11,7 @@ from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
+from zerofit.plan.software import USUAL, Software
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.mesh import pipeline_parts
@@ -54,6 +55,7 @@ class PlanRequest:
     checkpointing: bool | None = None
     schedule: PipelineSchedule | None = None  # of pipelines; None: 1F1B
     pipelines: bool = True  # whether the search may divide the model into pipeline stages
+    software: Software = USUAL
     every: bool = False  # rank each variant by itself, including larger stage-3 sizes
     engines: tuple[Engine, ...] = ("deepspeed",)
     keep: Mapping[str, Any] = field(default_factory=dict)  # further fixed attributes of PlannedLayout

@@ -12,6 +12,7 @@ from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
 from zerofit.features.zero import features_on
 from zerofit.plan.layout import OFFLOADS, Offload, steps_early
 from zerofit.spec.errors import Problems
+from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import PipelineSchedule, Precision
@@ -51,6 +52,8 @@ PINS = {
     "offload_optimizer": "offload",
     "offload_param": "offload_param",
     "overlap": "overlap_comm",
+    "pin_optimizer": "pin_memory",
+    "pin_param": "pin_memory",
 }
 STAGES = (0, 1, 2, 3)
 DEGREES = ("tp", "pp", "sp", "ep")
@@ -79,6 +82,12 @@ class LayoutPins(TypedDict, total=False):
     offload: Offload | None  # optimizer states
     offload_param: Offload | None
     overlap_comm: bool | None
+    pin_memory: bool | None  # offloaded states and parameters in page-locked host memory
+    attn_implementation: AttentionKernel | None
+    compile: bool | None
+    liger_kernel: bool | None
+    tensor_sequence_parallel: bool | None
+    cpu_threads: int | None  # OMP_NUM_THREADS of each rank
     activation_offload: bool | None
     loss_chunk: int | None
     mlp_chunk: int | None
@@ -166,6 +175,8 @@ def refuse_impossible(
         if pins.get(name) is not None and pins[name] not in allowed:
             flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))
             problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"use one of {words}", flag)
+    if (threads := pins.get("cpu_threads")) is not None and threads < 1:
+        problems.add("bad-value", f"--cpu-threads: got {threads}", "use 1 or more", "--cpu-threads")
     stage, optimizer = knobs.get("zero_stage"), knobs.get("offload_optimizer", "none")
     params = knobs.get("offload_param", "none")
     if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:

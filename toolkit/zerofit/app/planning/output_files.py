@@ -26,7 +26,7 @@ from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 
 NAMES = ("ds_config.json", "run.yaml", "accelerate.yaml")
-TRACE_FLAG = "--trace"
+TRACE_FLAG, SNAPSHOT_FLAG = "--trace", "--snapshot"
 
 
 def refuse_existing(folder: Path) -> None:
@@ -187,11 +187,11 @@ def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def refuse_place(path: Path) -> None:
-    """Raise a UserError if a trace cannot be written to this path."""
+def refuse_place(path: Path, flag: str = TRACE_FLAG) -> None:
+    """Raise a UserError if a trace or snapshot cannot be written to this path."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         hint = "name a file in an existing folder"
-        raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=TRACE_FLAG))
+        raise UserError(Problem(kind="bad-value", message=f"cannot write {path}", hint=hint, where=flag))
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:

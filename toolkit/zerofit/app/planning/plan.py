@@ -103,6 +103,7 @@ class PlannedRun:
     def fields(self) -> dict[str, Any]:
         """The fields of the run except its DeepSpeed JSON and data."""
         fields = run_fields(self.layout, self.profile, self.model_args, self.request.image) | self.request.part
+        fields |= {"compile": True} if self.request.pins.get("compile") else {}
         return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:

@@ -60,6 +60,9 @@ class PlanningRequest:
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
             object.__setattr__(self, "pins", {**pins, **self.pins})
             object.__setattr__(self, "model", self.model.model)
+        if kernel := self.pins.get("attn_implementation"):
+            args = {**(self.pins.get("model_args") or {}), "attn_implementation": kernel}
+            object.__setattr__(self, "pins", {**self.pins, "model_args": args})
         given = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
@@ -80,6 +83,10 @@ class PlanningRequest:
             if size > 0 and batch % size:
                 message = f"{flag} {size} does not divide --global-batch {batch}"
                 problems.add("batch-size", message, f"remove {flag}, or use a divisor", flag)
+        for name in ("liger_kernel", "tensor_sequence_parallel") if self.write else ():
+            if self.pins.get(name):
+                flag = "--" + name.replace("_", "-")
+                problems.add("usage", f"--write with {flag}: zerofit train does not use it", f"remove {flag}", flag)
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min exclude each other", "use one of them", "--max, --min")
         if self.tuned and self.measured:

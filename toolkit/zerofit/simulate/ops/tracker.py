@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit import models
 from zerofit.simulate.memory.allocator import RecordStream
-from zerofit.simulate.memory.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.memory.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
+from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops import shortcuts
 from zerofit.simulate.ops.costs import BLAS, OpArguments, OpKeywords, OpOutput, Scratch, added_to, bytes_of, flops_of
 from zerofit.simulate.ops.streams import SimulatedStream, Streams
 from zerofit.spec.local_machine import is_older
+from zerofit.spec.memory_kinds import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.spec.overhead import CUBLASLT_BYTES, CUBLASLT_SHARES_FROM
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
@@ -75,6 +76,7 @@ class AllocationTracker(TorchDispatchMode):
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
         self.last = ("", "")  # the last op that began, and the module that called it
         self.device = device
+        self.stacks: StackLog | None = None  # set to record the stack of each allocation on the device
         self._scratch = scratch
         self._index: dict[int, int] = {}  # address of a live storage -> index in the ledger
         self._adopted: dict[int, int] = {}  # address of a real storage that a fake has replaced -> index in the ledger
@@ -252,6 +254,8 @@ class AllocationTracker(TorchDispatchMode):
         again = self._phase == "backward" and bool(self._running)
         noted = Storage(size, where, self._phase, self._step, op, module, code, line, again)
         noted.stream = self.streams.current.number
+        if self.stacks is not None and where == DEVICE:
+            noted.stack = self.stacks.here(code, line)
         if where == DEVICE and self.live() + size >= self.peak():
             own = code is not None and is_own(code.co_filename)
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()

@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.memory.categories import BUCKETS, GRADIENTS
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 
 
 def process_groups(target: ScriptTarget) -> None:

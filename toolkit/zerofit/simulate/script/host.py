@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.memory.categories import PARAMETERS
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
+from zerofit.spec.memory_kinds import PARAMETERS
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it
 _watch: list[Callable[[Tensor], None]] = []  # called when a shape becomes known

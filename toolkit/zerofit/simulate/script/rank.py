@@ -28,6 +28,7 @@ from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
 from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
+from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
@@ -37,6 +38,7 @@ from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
+from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
@@ -59,6 +61,7 @@ def simulate_script(
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     meter.gpus = target.gpus
+    meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)
     os.environ |= environment(target)
@@ -72,6 +75,7 @@ def simulate_script(
     phases = ScriptPhases(
         log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
     )
+    generation(meter, log)
     joints = StageJoints(target.received)
     issued = IssuedLog() if target.traced else None
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
@@ -148,7 +152,7 @@ def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list
     """Return the function that runs after the steps."""
 
     def follow(engines: list[DeepSpeedEngine]) -> None:
-        for trainer in list(seen.trainers):
+        for trainer in list(seen.trainers.values()):
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 

@@ -33,6 +33,7 @@ from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratc
 from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
 from zerofit.simulate.ops.shortcuts import as_stored
 from zerofit.simulate.ops.tracker import AllocationTracker, is_counted, is_own, own_line
+from zerofit.simulate.script.values import decided
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
@@ -295,6 +296,8 @@ class ScriptTracker(AllocationTracker):
             keep(args[0], gathered)
             return
         outs = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        if len(outs) == 1 and self._keep_decided(func, args, outs[0]):
+            return
         small = all(t.numel() <= (KEPT_FLOATS if t.is_floating_point() else KEPT_INTEGERS) for t in outs)
         drawn = name.startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags
         if not outs or not small or drawn or any(known_value(t) is None for t in leaves):
@@ -308,11 +311,27 @@ class ScriptTracker(AllocationTracker):
                     replicate(name, tree_map(known_value, args), self.reduction == dist.ReduceOp.SUM)
                 return
             real = _computed(func, args, kwargs)
-        except Exception:  # the host has no kernel for it, so its values stay unknown
+        except Exception:  # the host has no kernel for it, so its values are unknown
+            for t in outs:
+                forget(t)
             return
         for t, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
             if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
                 keep(t, value)
+
+    def _keep_decided(self, func: OpOverload, args: OpArguments, out: FakeTensor) -> bool:
+        """Keep the value of all elements of an output, if it does not depend on unknown values."""
+        with unset_fake_temporarily(), _disable_current_modes():
+            value = decided(func, args, tuple(map(known_value, args[:2])))
+            if value is None or (out.numel() > KEPT_FLOATS and out.is_floating_point()):
+                return False
+            whole = torch.tensor(value, dtype=out.dtype).expand(out.shape)
+            keep(out, whole.clone() if out.numel() <= KEPT_INTEGERS else whole)
+        return True
+
+    def in_own_code(self) -> bool:
+        """Return False: a script's own modules get an answer, too, with a note."""
+        return False
 
     def adopt(self, real: Tensor, fake: Tensor) -> None:
         """Give a real tensor's entry in the ledger to the fake that replaces it."""
