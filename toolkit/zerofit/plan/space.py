@@ -192,7 +192,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
         f"of {profile.model}, which is no decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
         "with experts": profile.experts is not None,
-        "with adapters, frozen or quantised weights": profile.trained < profile.parameters,
+        "with quantised weights": any(layer.quantized for layer in profile.layers),
         "with fp16": request.precision == "fp16",
         "with tensor, pipeline, sequence or expert parallelism": degrees.product * degrees.ep > 1,
         f"with {optimizer}": optimizer != "adamw",
