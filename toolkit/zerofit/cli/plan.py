@@ -69,11 +69,11 @@ MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33
 WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the simplest of the fastest layouts"
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
-ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
 LIGER_HELP = "time Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
+ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
 PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.console import fitting_table, out, print_facts, stage_table
+from zerofit.plan.fit import CLOSE
 from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
@@ -72,7 +73,16 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         _print_mesh(console, best)
         if stages := planned_stages(plan.profile, best):
             console.print(stage_table(console, [asdict(stage) for stage in stages]))
+    print_facts(console, _close(result))
     print_facts(console, _rejected(result, details))
+
+
+def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
+    """Yield the fastest layout that only the margin excludes."""
+    for row in result.close[:1]:
+        room = row.fit.device_available_bytes - row.memory.peak_bytes
+        words = f"{row.layout}: {row.step_s:.3g} s; its peak leaves {shown_bytes(room)} of the margin's "
+        yield CLOSE, f"{words}{shown_bytes(row.fit.margin_bytes)}; --confirm {len(result.close)} simulates it"
 
 
 def show_end(plan: Plan, details: bool) -> None:

@@ -27,6 +27,7 @@ from zerofit.spec.overhead import (
 from zerofit.spec.units import shown_bytes
 
 Forecast = Callable[[PlannedLayout], LayoutMemory]
+CLOSE = "close to the limit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,15 @@ class Fit:
         if self.host_bytes > self.host_available_bytes:
             return "host"
         return "nvme" if self.nvme_bytes > self.nvme_available_bytes else None
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "close to the limit" if only the margin exceeds the device, or "does not fit"."""
+        if self.exceeded is None:
+            return "fits"
+        host_fits = self.host_bytes <= self.host_available_bytes and self.nvme_bytes <= self.nvme_available_bytes
+        within = self.device_bytes - self.margin_bytes <= self.device_available_bytes
+        return CLOSE if host_fits and within else "does not fit"
 
     @property
     def lacking_bytes(self) -> float:

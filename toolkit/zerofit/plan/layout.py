@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from zerofit.features.engines import ENGINES, Engine
@@ -21,6 +21,9 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 DEFAULT_BUCKET = 500_000_000
 LIVE = REUSE = 1_000_000_000  # at stage 3
 DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse": REUSE}  # at stage 3
+# sizes of a layout that a DeepSpeed JSON may leave to zerofit ("auto") or to DeepSpeed (UNSET)
+SIZES = ("bucket", "overlap", "prefetch", "persistence")
+UNSET = "unset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,14 @@ class PlannedLayout:
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
+
+    def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
+        """Return the layout with these attributes; "auto" keeps its own, UNSET stands for DeepSpeed's default."""
+        stage = self.zero_stage
+        defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
+        defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
+        found = {name: defaults[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}
+        return replace(self, **found)
 
     @classmethod
     def of(cls, job: Job) -> PlannedLayout:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
-from zerofit.plan.layout import Offload, PlannedLayout
+from zerofit.plan.layout import SIZES, Offload, PlannedLayout
 from zerofit.plan.software import USUAL, Software
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -28,7 +28,7 @@ LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 times as many
 IMAGES = 8
 # attributes in which the members of a family differ, or that no search decides; a request sets them for all members
-REPLACED = ("bucket", "overlap", "prefetch", "persistence", "pin_optimizer", "pin_param", "steps_early")
+REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early")
 MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; the time forecast knows little about these
 
 _SHARDED_BITS = Problem(
@@ -143,8 +143,11 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 continue  # averages are kept by data parallel ranks, in memory (config/images.py)
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
+            # "auto" is filled from the first member, as training does
+            auto = {name: getattr(first, name) for name, value in kept.items() if value == "auto"}
             family = [first, *_variants(first, profile, request.every)]
-            space.families.append(list(dict.fromkeys(replace(layout, **kept) for layout in family)) if kept else family)
+            family = [layout.with_sizes({**kept, **auto}) for layout in family] if kept else family
+            space.families.append(list(dict.fromkeys(family)))
     if not space.families and not space.left_out:
         space.leave_out(_decided(request))
     return space

@@ -138,9 +138,13 @@ def answer_request(
     plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
     best = replace(plans[0], boxes=boxes)
-    if on_plan:
+    changes = request.confirm > 0 and bool(best.result.close)  # simulations may add layouts to the table
+    if on_plan and not changes:
         on_plan(best)
-    return replace(_confirmed(best, report), total_s=round(time.perf_counter() - start, 3))
+    confirmed = replace(_confirmed(best, report), total_s=round(time.perf_counter() - start, 3))
+    if on_plan and changes:
+        on_plan(confirmed)
+    return confirmed
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:

@@ -112,8 +112,8 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
         precision=_precision(decided.get("precision"), cluster, stored),
         global_batch=decided.get("global_batch"),
         keep=knobs,
-        engines=request.engines,
         software=Software.of(request.pins),
+        engines=request.engines,
         **own,
     )
 
