@@ -139,7 +139,7 @@ FAULTY = {
     "pinned-memory": (ONE, variant(TORCH, before(PINNED.format(True))), 4 << 36),
 }  # fmt: skip
 AUTOCAST = "    with torch.autocast('cuda', torch.bfloat16):\n        loss ="
-OWN_COPY = "ema = [p.detach().cpu() for p in model.parameters()]"
+OWN_COPY = "import copy\nema = copy.deepcopy(model).cpu()"
 GETS_GRADIENT = "model.embed.register_forward_hook(lambda *seen: seen[-1].requires_grad_(True))"
 # the faults that a script avoids -> launcher, script
 HEALTHY = {

@@ -315,7 +315,7 @@ FAULTS = (
     Fault(
         code="whole-model",
         problem="every rank builds the whole model, {bytes}, before ZeRO-3 splits it ({detail} a rank)",
-        mend="create TrainingArguments before the model, or build it under deepspeed.zero.Init()",
+        mend="build it under deepspeed.zero.Init(), or call from_pretrained or from_config after TrainingArguments",
         find=_whole_model,
     ),
     Fault(
