@@ -245,12 +245,6 @@ def test_the_scripts_own_error_comes_out_as_it_is(folder):
     assert "zerofit/simulate" not in problem.message
 
 
-def test_a_module_that_asks_for_a_value_is_named(folder):
-    problem = refused(ASKS)
-    assert "reads the value of a tensor, which a simulation does not compute" in problem.message
-    assert problem.where == "train.py:13"
-
-
 def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
     problem = refused(ASKS.replace("if y.max() > 3", "if self.inner[5]"))
     assert problem.message.startswith("this is the script's error:\nTraceback") and problem.where == "train.py:13"

@@ -55,6 +55,7 @@ RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_vers
 PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
 FAIL_ABOVE = 0.01
 FAIL_HELP = "exit with 1 if the peak grows by more than this, or the run no longer fits [1%]"
+SNAPSHOT_HELP = "write a memory snapshot in torch's format, for memory_viz and `zerofit explain` (implies --exact)"
 TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto (implies --exact)"
 
 
@@ -97,6 +98,7 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--write-config", type=PATH, help="write the DeepSpeed JSON of the first change that fits")
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
+@click.option("--snapshot", type=PATH, help=SNAPSHOT_HELP)
 @click.option("--baseline", type=PATH, help="output of --json before a change: print what the change adds")
 @click.option("--fail-above", callback=_share, metavar="PERCENT", help=FAIL_HELP)
 @run_options(RUN_FIELDS)
@@ -108,7 +110,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
     To simulate your own unmodified script, put its command (python, torchrun, deepspeed or accelerate launch) after --,
     as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after --steps
-    optimizer steps (default 2). Hardware options, --rank, --steps, --alloc-conf, --plot and --trace apply.
+    optimizer steps (default 2). Hardware options, --rank, --steps, --alloc-conf, --plot, --trace and --snapshot apply.
 
     Exit code 0: it fits; 1: it does not fit, is close to the limit, or adds more than --fail-above; 2: bad input.
     """
@@ -205,19 +207,30 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
     with EventConsole() as console:
         console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
         from zerofit.app.simulation.scripts import STEPS, simulate_script
-        from zerofit.simulate.script.command import read_command
 
-        command = problems.attempt(lambda: read_command(words))
-        if command and hardware["gpus"] is None:
-            hardware["gpus"] = command.gpus
-        if command and hardware["nodes"] is None:
-            hardware["nodes"] = command.nodes
-        cluster = problems.attempt(lambda: single_cluster(hardware))
+        cluster = problems.attempt(lambda: command_cluster(words, hardware))
         problems.raise_if_any()
-        settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace")}
+        assert cluster
+        settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace", "snapshot")}
         settings |= {"steps": options["steps"] or STEPS}
         result = simulate_script(words, cluster, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
+
+
+def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
+    """Return the hardware from the options, with the command's numbers of GPUs and nodes unless they are given.
+
+    Raises UserError with all problems.
+    """
+    from zerofit.simulate.script.command import read_command
+
+    problems = Problems()
+    command = problems.attempt(lambda: read_command(words))
+    named = {name: getattr(command, name) for name in ("gpus", "nodes") if command and hardware[name] is None}
+    cluster = problems.attempt(lambda: single_cluster({**hardware, **named}))
+    problems.raise_if_any()
+    assert cluster
+    return cluster
 
 
 def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
@@ -239,7 +252,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
         from zerofit.app.simulation.runs import simulate as run
 
         exact = options["exact"] or options["plot"] is not None
-        settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace")}
+        settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace", "snapshot")}
         result = run(request, cluster, **settings, exact=exact, on_event=console)
     result = _with_knobs(_shown(result, as_json, options), options)
     return replace(result, seconds=round(time.perf_counter() - start, 1))

@@ -7,6 +7,7 @@ from typing import Any
 
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.simulate.memory.allocator import Event
+from zerofit.simulate.memory.snapshot import AllocationOrigin
 from zerofit.simulate.ops.issued import IssuedWait, IssuedWork
 from zerofit.spec.files import field_data
 from zerofit.spec.overhead import pinned_bytes
@@ -26,6 +27,7 @@ class SimulationTarget:
     device_bytes: int = 0  # the device's memory; DeepSpeed reads how much of it is free
     workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
+    stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     steps: int = 2  # from the second step on ZeRO-3 knows the order of the layers and keeps more alive
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,6 +170,7 @@ class ScriptFacts:
     pipeline_stages: int  # 1: no pipeline
     trainer: bool  # whether transformers' Trainer or a subclass trains
     zero_stage: int
+    sharding: str  # how its ranks divide the work, by the name of what does it; "" if none does
     precision: str
     optimizer: str  # its class
     micro_batch: int
@@ -217,6 +220,7 @@ class RankRecord:
     host_moments: dict[str, HostMoment] = field(default_factory=dict)  # the sources of `host` and `host_phases`
     timeline: tuple[MemoryPoint, ...] = ()  # () if layers were extrapolated
     events: list[Event] | None = None  # the device's allocations, for a replay; None if layers were extrapolated
+    origins: tuple[AllocationOrigin, ...] | None = None  # of the storages in `events`, if the target records stacks
     convolution_bytes: int = 0  # input, weights and output of the largest convolution
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline

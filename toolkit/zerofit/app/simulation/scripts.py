@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.app.planning.output_files import refuse_place, write_trace
+from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.runs import stage_peaks
 from zerofit.app.simulation.script_trace import trace_of_script
 from zerofit.config.ds_json import write_for_trainer
@@ -38,6 +38,7 @@ def simulate_script(
     longest: bool = False,
     alloc_conf: str = "",
     trace: str | Path | None = None,
+    snapshot: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run an unmodified training script as one rank of a cluster for its first optimizer steps, on fake devices.
@@ -50,6 +51,7 @@ def simulate_script(
         longest: also simulate batches of the longest length that the script allows.
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
         trace: file for a Chrome trace of the last step of the returned rank.
+        snapshot: file for the rank's allocations in torch's format for memory snapshots.
         on_event: gets progress.
 
     Raises UserError with all problems of the command, the script's own error, or what cannot be simulated.
@@ -73,6 +75,8 @@ def simulate_script(
     read_alloc_conf(alloc_conf)
     if trace is not None:
         refuse_place(Path(trace))
+    if snapshot is not None:
+        refuse_place(Path(snapshot), SNAPSHOT_FLAG)
     check_command(script, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=script,
@@ -85,6 +89,7 @@ def simulate_script(
         alloc_conf=alloc_conf,
         steps=steps,
         traced=trace is not None,
+        stacks=snapshot is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
     # the list grows while it is walked: only a stage's record tells the next stage what it receives
@@ -101,6 +106,8 @@ def simulate_script(
     target, record, worst = max(assessed, key=lambda entry: severity(entry[2]))
     if trace is not None:
         write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
+    if snapshot is not None:
+        worst = worst.write_snapshot(Path(snapshot))
     return replace(
         worst,
         stages=stage_peaks([simulation for *_, simulation in assessed]),

@@ -76,7 +76,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
     checkpointing = {} if facts.checkpointing else {"gradient_checkpointing": True}
     changes += [checkpointing] if checkpointing else []
-    if not facts.engines and not facts.model.startswith("FSDP"):
+    if not facts.engines and not facts.sharding.startswith("FSDP"):
         sharded, offloaded = _SHARDED if ranks > 1 else (), _OFFLOADED
         changes += [{"deepspeed": name} for name in sharded]
         changes += [_FSDP2] if sharded else []

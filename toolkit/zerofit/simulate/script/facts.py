@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -63,6 +66,7 @@ def script_facts(
         pipeline_stages=getattr(engine, "num_stages", 1),
         trainer=lengths.has_trainer,
         zero_stage=engine.zero_optimization_stage() if engine else 0,
+        sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
         precision=_precision(engine, parameters, meter.autocast),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
@@ -87,6 +91,18 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers such as DistributedDataParallel."""
     inner = getattr(model, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def _sharding(model: nn.Module) -> str:
+    """Return what of torch.distributed wraps a model, with the dimensions of its mesh as the script names them."""
+    kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
+    name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    if mesh is None or not mesh.mesh_dim_names:
+        return name
+    dimensions = " x ".join(f"{dim} {size}" for dim, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return f"{name} ({dimensions})" if name else dimensions
 
 
 def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:

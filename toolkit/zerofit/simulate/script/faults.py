@@ -284,7 +284,7 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
 
 def _unused_search(script: Script) -> Iterator[Found]:
     """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all got gradients."""
-    chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers]
+    chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
         used = all(id(p) in script.log.updated for p in model.parameters() if p.requires_grad)
         if used and None not in chosen:  # the Trainer's own default

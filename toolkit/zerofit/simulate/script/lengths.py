@@ -28,7 +28,8 @@ class Lengths:
     def __init__(self) -> None:
         self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: no limit
         self.positions = 0  # of the model
-        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # live instances of transformers' Trainer
+        # id -> live instance of transformers' Trainer, whose subclass may be a dataclass, which has no hash
+        self.trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.has_trainer = False
         self.dataset: Any = None  # source of the last batch with tokens
         self.padded_at = ""  # the script's line that padded rows to the maximum
@@ -111,7 +112,7 @@ def trainer_arguments(lengths: Lengths) -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        lengths.trainers.add(self)
+        lengths.trainers[id(self)] = self
         lengths.has_trainer = True
         lengths.trainer = max(lengths.trainer, *(getattr(self.args, name, None) or 0 for name in _OF_ARGUMENTS))
 

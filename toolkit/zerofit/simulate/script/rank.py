@@ -28,6 +28,7 @@ from zerofit.simulate.engine.rank_record import record_of
 from zerofit.simulate.fakes.device import install
 from zerofit.simulate.fakes.gpu_patches import apply_common
 from zerofit.simulate.memory.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
+from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
@@ -39,20 +40,26 @@ from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
 from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
+from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.progress import watch_progress
 from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.spec.errors import UserError
+from zerofit.spec.errors import Problem, UserError
 
 
 def simulate_script(
-    target: ScriptTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+    target: ScriptTarget,
+    scratch: Scratch | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    give_up: Callable[[Problem], object] | None = None,
 ) -> RankRecord:
     """Run the script until it has made its optimizer steps; return the record.
 
+    `give_up` is called from a thread if a phase does not end, and must end the process.
     Patches torch and DeepSpeed for the rest of this process. Raises UserError if the script cannot be simulated, or
     ends without training.
     """
@@ -61,6 +68,7 @@ def simulate_script(
     chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
     meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     meter.gpus = target.gpus
+    meter.stacks = StackLog() if target.stacks else None
     apply_patches(meter, target)
     gradients = GradientLog(meter)
     os.environ |= environment(target)
@@ -79,12 +87,15 @@ def simulate_script(
 
     def on_end(engines: list[DeepSpeedEngine]) -> None:
         find_faults(watched, target, phases, lengths_seen)
-        for trainer in list(lengths_seen.trainers):
+        for trainer in list(lengths_seen.trainers.values()):
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
     phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched), on_batch, on_end)
+    generation(meter, log)
     joints = StageJoints(target.received)
+    if give_up is not None:
+        watch_progress(meter, log, give_up)
     issued = IssuedLog() if target.traced else None
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
     with fakes, meter:
@@ -122,6 +133,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()
+    host.higher_order_ops(meter)
     host.addresses()
     host.loaders()
     distributed.process_groups(target)
@@ -132,7 +144,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.handles(meter)
     distributed.fetched_parameters(meter)
     distributed.resized_storages(meter)
-    distributed.sharded_shapes(meter)
+    distributed.sharded_shapes()
     pretrained.pretrained(meter)
     pretrained.flash_attention(meter)
     launchers_inside()

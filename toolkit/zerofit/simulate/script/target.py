@@ -27,6 +27,7 @@ class ScriptTarget:
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
     traced: bool = False  # record what the rank issues in its last step
+    stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
     received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage
