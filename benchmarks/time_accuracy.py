@@ -175,7 +175,9 @@ def options_of(case: Case) -> LayoutPins:
 
 def is_row(case: Case, row: PlannedLayout) -> bool:
     """Return whether a row of the plan has the sharding of a case: FSDP2 resharded or not, in one group."""
-    return row.engine == "deepspeed" or (row.replicas == 1 and row.reshard == ("SHARD_GRAD_OP" not in case["framework"]))
+    return row.engine == "deepspeed" or (
+        row.replicas == 1 and row.reshard == ("SHARD_GRAD_OP" not in case["framework"])
+    )
 
 
 def attention_of(case: Case) -> AttentionKernel:

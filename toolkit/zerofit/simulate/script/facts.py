@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
+from zerofit.simulate.script.edits import repeated_blocks, unwrapped
 from zerofit.simulate.script.lengths import Lengths, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
@@ -55,16 +57,23 @@ def script_facts(
     sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
+    model = unwrapped(models[0])
+    blocks, repeated = repeated_blocks(model)
     return ScriptFacts(
         name=PurePath(target.command.script).name,
-        model=type(_unwrapped(models[0])).__name__,
+        model=type(model).__name__,
+        wrapper=type(models[0]).__name__ if models[0] is not model else "",
+        blocks=blocks,
+        block=type(repeated[0]).__name__ if repeated else "",
+        checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),
         parameters=sum(sizes),
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
-        experts=expert_count(getattr(_unwrapped(models[0]), "config", None)),
+        experts=expert_count(getattr(model, "config", None)),
         engines=len(phases.engines),
         pipeline_stages=getattr(engine, "num_stages", 1),
         trainer=lengths.has_trainer,
+        accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
         precision=_precision(engine, parameters, meter.autocast),
@@ -85,12 +94,6 @@ def _elements(parameter: Any) -> int:
     """Return a parameter's number of elements, also if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel."""
-    inner = getattr(model, "module", None)
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _sharding(model: nn.Module) -> str:

@@ -34,6 +34,7 @@ from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.script.command import rank_problems
+from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
@@ -78,7 +79,7 @@ def simulate_script(
     if target.arguments:
         lengths.replaced_arguments(target.arguments)
     lengths.batches(lengths_seen, target.longest)
-    log, watched = PhaseLog(meter), FaultLog(meter)
+    log, watched, edit = PhaseLog(meter), FaultLog(meter), edits(target)
     watched.watch()
 
     def on_batch(args: object, kwargs: object) -> None:
@@ -91,12 +92,12 @@ def simulate_script(
             evaluate(trainer, log, meter)
         gather_to_save(engines, log)
 
-    phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched), on_batch, on_end)
+    phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched, edit), on_batch, on_end)
     generation(meter, log)
     joints = StageJoints(target.received)
     if give_up is not None:
         watch_progress(meter, log, give_up)
-    issued = IssuedLog() if target.traced else None
+    issued = IssuedLog()
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
     with fakes, meter:
         phases.cut()
@@ -111,7 +112,7 @@ def simulate_script(
     find_faults(watched, target, phases, lengths_seen)  # of a script that ended by itself
     facts = replace(script_facts(target, meter, phases, shapes, lengths_seen, how), faults=watched.faults)
     record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
-    return replace(record, pipeline=joints.stage, issued=tuple(issued.items) if issued else ())
+    return replace(record, pipeline=joints.stage, issued=tuple(issued.items))
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -153,8 +154,11 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     writes.watch_files(meter)
 
 
-def _learner(meter: ScriptTracker, seen: Lengths, watched: FaultLog) -> Callable[[nn.Module], None]:
+def _learner(
+    meter: ScriptTracker, seen: Lengths, watched: FaultLog, edit: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
     def learn(model: nn.Module) -> None:
+        edit(model)
         seen.learn_model(model)
         watched.learn_model(model)
         meter.learn_names(model)
@@ -171,7 +175,7 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
 
 
 def _announcer(
-    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog | None, last: int
+    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog, last: int
 ) -> Callable[[str, int], None]:
     """Return the callback for each phase; `issued` records the work that the rank issues in its last step."""
 
