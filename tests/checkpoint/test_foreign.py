@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from tests.checkpoint.conftest import RUNS
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.full_state import FullState
@@ -172,3 +175,35 @@ def test_what_it_is(runs, tmp_path):
     assert Checkpoint(saved).describe().name == "a checkpoint by DeepSpeed: ZeRO-3, 2 ranks, step 3"
     (row,) = Checkpoint.list(saved).checkpoints
     assert (row.step, row.world_size, row.layout.zero_stage, row.problems) == (3, 2, 3, [])
+
+
+def test_export_is_what_the_run_exported(runs, tmp_path):
+    """Names, ties and the type come from the files and config.json, and not from the run."""
+    saved, own = plain(runs, "zero3-bf16", tmp_path)
+    Checkpoint(own).export(tmp_path / "ours")
+    shutil.copyfile(tmp_path / "ours/config.json", saved / "config.json")
+    result = Checkpoint(saved).export(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and result.dtype == "bf16"
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+
+
+def test_export_without_a_config_keeps_the_names(distributed, tmp_path):
+    Checkpoint(distributed).export(tmp_path / "out")
+    model, _ = trained_model()
+    model.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
+
+
+def test_a_run_resumes_from_plain_deepspeed_in_another_layout(runs, pools, tmp_path):
+    """The next loss is that of the run that wrote the files."""
+    saved, own = plain(runs, "zero3-bf16", tmp_path)
+    step2 = own.with_name("step-00000002")
+    shutil.rmtree(saved / "global_step3")
+    shutil.copytree(step2 / "state", saved / "global_step2")
+    (saved / "latest").write_text("global_step2")
+    text = runs("zero3-bf16").job.run.data
+    how = {**RUNS["zero3-bf16"], "data": text, "ds_config": "zero1"}
+    resumed = pools(2).train(tmp_path / "run", **how, resume=str(saved))
+    assert [row["step"] for row in resumed.steps] == [3]
+    assert resumed.losses[0] == pytest.approx(runs("zero3-bf16").losses[2], rel=1e-4)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from zerofit.spec.run import Precision
 
 SHARD_SIZE = "1GiB"
+ADAPTERS = "adapter_config.json"  # of peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +197,7 @@ class Checkpoint:
         dtype: Precision | None = None,
         max_shard_size: str = SHARD_SIZE,
         merge: bool = False,
+        model: str | Path | None = None,
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
@@ -204,14 +206,19 @@ class Checkpoint:
         Adapters are written in peft's format, or with `merge` merged into the full model. With `merge` the path may
         also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
         precision). `max_shard_size`: limit for the files of a transformers model. A custom model
-        `package.module:callable` is imported and called only with `trust_model_code`.
+        `package.module:callable` is imported and called only with `trust_model_code`. `model`: for another program's
+        checkpoint, the folder with config.json and the tokenizer, if they are not beside it.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
         from zerofit.checkpoint.adapters import adapters_of
-        from zerofit.checkpoint.export import export
+        from zerofit.checkpoint.export import export, export_foreign
 
         refuse_existing(Path(out))
+        merged = merge and (self.path / ADAPTERS).is_file()
+        if not is_own(self.path) and not merged and (found := foreign_at(self.path)):
+            config = Path(model) if model is not None else None
+            return export_foreign(found, Path(out), dtype, shard_bytes, config=config, report=report)
         adapters = adapters_of(self.path) if merge else None
         path = adapters or locate(self.path, deep=True, report=report)
         how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}

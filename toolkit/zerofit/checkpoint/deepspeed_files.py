@@ -20,7 +20,16 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.foreign import MODEL_STATES, OPTIM_STATES, Foreign
-from zerofit.checkpoint.index import MASTER, EngineIndex, Location, RankIndex, SavedBuffer, Shard, incomplete
+from zerofit.checkpoint.index import (
+    MASTER,
+    EngineIndex,
+    Location,
+    ParameterGroup,
+    RankIndex,
+    SavedBuffer,
+    Shard,
+    incomplete,
+)
 from zerofit.checkpoint.optimizer_names import state_names
 from zerofit.checkpoint.store import STATE
 from zerofit.spec.errors import Problem, UserError
@@ -111,12 +120,11 @@ class _Parts:
     buffers: list[SavedBuffer] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    filled: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # elements found, by parameter
+    groups: list[ParameterGroup] = field(default_factory=list)
 
     def add(self, name: str, shape: tuple[int, ...], start: int, numel: int, where: dict[str, Location]) -> None:
         self.order[name] = None
         self.shards.append(Shard(name=name, shape=shape, cut=None, start=start, numel=numel, where=where))
-        self.filled[name] += numel
 
 
 def deepspeed_index(found: Foreign) -> RankIndex:
@@ -136,6 +144,7 @@ def deepspeed_index(found: Foreign) -> RankIndex:
             _add_rest(files, whole, parts)
         _, state = files.model(files.model_ranks[0])
         counters = _counters(files, state)
+        parts.groups = parts.groups or _partitioned_groups(files, found.stage_three)
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
         message = f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})"
         raise incomplete(found.files, message) from None
@@ -148,6 +157,7 @@ def deepspeed_index(found: Foreign) -> RankIndex:
         counters=counters,
         unsupported=None,
         notes=parts.notes,
+        groups=parts.groups,
     )
     world = int(state.get("dp_world_size") or 1) * len(files.model_ranks)
     return RankIndex(world_size=world, engines={STATE: engine})
@@ -189,6 +199,26 @@ def _add_flat_groups(files: DeepSpeedFiles, mp: int, parts: _Parts) -> None:
                 where = _flat_locations(files, file, saved, group, start)
                 parts.add(name, shapes[local], done[name], numel, where)
                 done[name] += numel
+
+
+def _partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[ParameterGroup]:
+    """Return the optimizer's groups at stages 1 to 3; those of a pipeline's stages are joined."""
+    groups: list[ParameterGroup] = []
+    for mp, file in sorted((mp, name) for (mp, dp), name in files.optimizers.items() if dp == 0):
+        saved = files.load(file)["optimizer_state_dict"]
+        base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict")
+        shapes = _groups(files.model(mp)[1])
+        entries = base["param_groups"] if isinstance(base, dict) else [{"params": [n]} for n in range(len(shapes))]
+        for number, entry in enumerate(entries):
+            own = entry["params"] if stage_three else [number]  # at stage 3 a group has sub-groups
+            names = [name for member in own if member < len(shapes) for name in shapes[member]]
+            settings = {key: value for key, value in entry.items() if key != "params"}
+            if number < len(groups):
+                names = [*groups[number].names, *(n for n in names if n not in groups[number].names)]
+                groups[number] = ParameterGroup(names, settings)
+            else:
+                groups.append(ParameterGroup(names, settings))
+    return groups
 
 
 def _fragments(
@@ -346,7 +376,9 @@ def _add_unpartitioned(files: DeepSpeedFiles, whole: dict[str, tuple[str, Keys, 
         if groups is None:
             parts.notes.append(f"the optimizer's states in {file} cannot be matched with the parameters' names")
             continue
-        for number, named in enumerate(groups):
+        for number, (named, entry) in enumerate(zip(groups, base["param_groups"], strict=True)):
+            settings = {key: value for key, value in entry.items() if key != "params"}
+            parts.groups.append(ParameterGroup([name for _, name in named], settings))
             for name, where in _unpartitioned_places(files, file, saved, number, named, whole):
                 if name not in parts.order:
                     parts.add(name, shapes[name], 0, math.prod(shapes[name]), where)
@@ -394,7 +426,8 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
     """Return the counters of the run, as `train.shard_index` writes them."""
     file = next(iter(files.optimizers.values()), None)
     saved = files.load(file)["optimizer_state_dict"] if file else (state.get("optimizer") or {})
-    schedule = state.get("lr_scheduler") or {}
+    # the run has its own curve, of which only the position is taken
+    schedule = state.get("lr_scheduler") or {"last_epoch": int(state.get("global_steps") or 0)}
     scaler = saved.get("loss_scaler")
     return {
         "step": step_count(saved),
@@ -402,6 +435,7 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
         "skipped_steps": int(state.get("skipped_steps") or 0),
         "global_samples": int(state.get("global_samples") or 0),
         "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
+        "schedule": state.get("lr_scheduler"),
         "loss_scaler": {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)} or None,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.index import (
     MASTER,
     Location,
+    ParameterGroup,
     RankIndex,
     SavedBuffer,
     Shard,
@@ -63,6 +65,7 @@ class FullState:
         self.counters: dict[str, Any] = {}
         order: dict[str, None] = {}
         self.notes: list[str] = []
+        self.groups: list[ParameterGroup] = []
         for rank in _indexes(self._folder):
             for engine, prefix in engines.items():
                 if engine not in rank.engines:
@@ -76,6 +79,7 @@ class FullState:
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
                 self.notes += index.notes
+                self.groups += index.groups
                 for shard in index.parameters:
                     self._shards[prefix + shard.name].append(shard)
                 for buffer in index.buffers:
@@ -83,6 +87,20 @@ class FullState:
         self.names = list(order)
         self._check_names()
         self._check_coverage()
+
+    def match(self, wanted: Iterable[str]) -> None:
+        """Drop what a program's wrapper puts before the wanted names ("module.", "_forward_module.model.")."""
+        wanted = list(wanted)
+        if not wanted:
+            return
+        saved = {*self.names, *self._buffers, *self.ties}
+        ends = {name.removesuffix(wanted[0]) for name in saved if name.endswith(wanted[0])}
+        prefix = next((p for p in sorted(ends, key=len) if all(p + name in saved for name in wanted)), "")
+        self.names = [name.removeprefix(prefix) for name in self.names]
+        self.ties = {name.removeprefix(prefix): source.removeprefix(prefix) for name, source in self.ties.items()}
+        self.groups = [replace(g, names=[name.removeprefix(prefix) for name in g.names]) for g in self.groups]
+        self._shards = {name.removeprefix(prefix): shards for name, shards in self._shards.items()}
+        self._buffers = {name.removeprefix(prefix): buffers for name, buffers in self._buffers.items()}
 
     @property
     def buffers(self) -> list[str]:
@@ -114,6 +132,12 @@ class FullState:
             return self.buffer(name)
         shape = self.shape(name)
         return self.read_flat(name, kind, 0, math.prod(shape)).view(shape)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """The type of the first parameter in the files."""
+        shard = self._shards_of(self.names[0])[0]
+        return self._stored(shard, MASTER, 0, 1).dtype
 
     def read_flat(self, name: str, kind: str, start: int, numel: int) -> Tensor:
         """Return a part of the flattened full tensor, float32 (numel,), and read no more than needed.

@@ -94,6 +94,14 @@ class SavedBuffer:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """An optimizer's parameters, in order, and their settings (`lr`, `betas`, ...)."""
+
+    names: list[str]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class EngineIndex:
     """The part of an index of one engine; a GAN has two."""
 
@@ -104,6 +112,7 @@ class EngineIndex:
     counters: dict[str, Any]
     unsupported: str | None
     notes: list[str] = field(default_factory=list)  # what another program's files do not contain
+    groups: list[ParameterGroup] = field(default_factory=list)  # the optimizer's, if another program's files have them
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the parameters [the run's precision]")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
+@click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")
 @TRUST_MODEL_CODE
 @AS_JSON
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
