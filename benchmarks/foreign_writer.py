@@ -19,6 +19,7 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import multiprocessing
+import traceback
 import unittest.mock
 
 import torch
@@ -34,6 +35,8 @@ SHAPE = {
     "num_attention_heads": 4,
     "vocab_size": 260,
 }
+BUCKETS = {"reduce_bucket_size": 50000, "stage3_param_persistence_threshold": 100}
+BUCKETS |= {"stage3_gather_16bit_weights_on_model_save": True}
 ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 LENGTH, BEFORE, AFTER, LR = 16, 3, 5, 1e-2
 
@@ -128,12 +131,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
-        "zero_optimization": {
-            "stage": case.stage,
-            "reduce_bucket_size": 50000,
-            "stage3_param_persistence_threshold": 100,
-            **case.zero,
-        },
+        "zero_optimization": {"stage": case.stage, **BUCKETS, **case.zero},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True, "weight_decay": 0.01}},
         "zero_allow_untested_optimizer": True,
     }
@@ -255,7 +253,6 @@ def with_accelerate(case: Case, folder: Path) -> None:
         config = ds_config(case)
         del config["optimizer"], config["gradient_clipping"]
         config["gradient_accumulation_steps"] = 1
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         plugin = DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(
         deepspeed_plugin=plugin, mixed_precision="no" if case.precision == "fp32" else case.precision
@@ -394,17 +391,16 @@ PROGRAMS = {
 }
 
 
-def main(folder: Path, ranks: int, names: list[str]) -> None:
-    """Write the cases on so many ranks; a case that a program refuses leaves error.txt."""
+def start_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run `work` in forked ranks with a process group of gloo; exit with the worst code."""
     import accelerate  # noqa: F401 - imported once, before the ranks fork
     import deepspeed  # noqa: F401
     import torch.distributed.checkpoint
     import transformers  # noqa: F401
 
     torch.set_num_threads(1)
-    port = free_port()
-    fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=rank_main, args=(folder, rank, ranks, port, names)) for rank in range(ranks)]
+    port, fork = free_port(), multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_rank, args=(rank, ranks, port, work, arguments)) for rank in range(ranks)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -412,32 +408,28 @@ def main(folder: Path, ranks: int, names: list[str]) -> None:
     sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
 
 
-def rank_main(folder: Path, rank: int, ranks: int, port: int, names: list[str]) -> None:
-    """Write every case as one rank."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCH_EXTENSIONS_DIR": str(ops_folder()),
-    }
-    import traceback
-
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in named.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCH_EXTENSIONS_DIR": str(ops_folder())}
     import deepspeed
 
     deepspeed.init_distributed("gloo")
+    work(*arguments)
+    dist.destroy_process_group()
+
+
+def write_all(folder: Path, names: list[str]) -> None:
+    """Write the cases as one rank; a case that a program refuses leaves error-RANK.txt."""
     for name in names:
-        case, place = CASES[name], folder / f"{name}-{ranks}"
+        case, place = CASES[name], folder / f"{name}-{dist.get_world_size()}"
         place.mkdir(parents=True, exist_ok=True)
         try:
             PROGRAMS[case.program](case, place)
         except Exception:
-            (place / f"error-{rank}.txt").write_text(traceback.format_exc())
+            (place / f"error-{dist.get_rank()}.txt").write_text(traceback.format_exc())
         dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(CASES))
+    start_ranks(int(sys.argv[2]), write_all, Path(sys.argv[1]), sys.argv[3:] or list(CASES))

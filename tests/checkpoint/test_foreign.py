@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -207,3 +208,37 @@ def test_a_run_resumes_from_plain_deepspeed_in_another_layout(runs, pools, tmp_p
     resumed = pools(2).train(tmp_path / "run", **how, resume=str(saved))
     assert [row["step"] for row in resumed.steps] == [3]
     assert resumed.losses[0] == pytest.approx(runs("zero3-bf16").losses[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_itself_reads_what_is_written_for_it(runs, tmp_path, stage):
+    """On three ranks, with its own script; the states are those of the run."""
+    saved, own = plain(runs, "zero2", tmp_path)
+    for source, out in ((saved, tmp_path / "a"), (own, tmp_path / "b")):
+        result = Checkpoint(source).convert(out, to="deepspeed", ranks=3, stage=stage)
+        assert result.tag == "global_step3" and Checkpoint(out).verify().ok
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(out))
+        ours, theirs = FullState(own), FullState(out)
+        for name in ours.names:
+            assert torch.equal(weights[name], ours.read(name))
+            for kind in ours.kinds(name):
+                assert torch.equal(theirs.read(name, kind), ours.read(name, kind))
+        assert [len(group.names) for group in theirs.groups] == [len(group.names) for group in FullState(saved).groups]
+
+
+def test_fsdp_itself_reads_what_is_written_for_it(tmp_path):
+    model, optimizer = trained_model()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", to="dcp")
+    fresh, moments = trained_model()
+    torch.nn.init.zeros_(fresh[0].weight)
+    weights, states = get_state_dict(fresh, moments)
+    states["state"]["0.weight"]["exp_avg"].zero_()
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert torch.equal(weights["0.weight"], model[0].weight)
+    assert torch.equal(states["state"]["0.weight"]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_deepspeed_needs_ranks_and_stage(tmp_path):
+    with pytest.raises(UserError, match="--ranks"):
+        Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerofit.checkpoint.foreign import Foreign, foreign_at, foreign_in
 from zerofit.checkpoint.model_folder import refuse_existing
@@ -22,6 +22,7 @@ from zerofit.checkpoint.store import (
     store_of,
     verify,
 )
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run_folder import Batch, Layout
 from zerofit.spec.units import parse_bytes
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zerofit.spec.run import Precision
 
 SHARD_SIZE = "1GiB"
+ConvertFormat = Literal["universal", "deepspeed", "dcp", "hf"]
 ADAPTERS = "adapter_config.json"  # of peft
 
 
@@ -224,14 +226,43 @@ class Checkpoint:
         how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
         return export(path, Path(out), dtype, shard_bytes, **how)
 
-    def convert(self, out: str | Path, *, on_event: OnEvent | None = None) -> ConvertResult:
-        """Write a DeepSpeed universal checkpoint, which its engines can load on any number of ranks."""
+    def convert(
+        self,
+        out: str | Path,
+        *,
+        to: ConvertFormat = "universal",
+        ranks: int | None = None,
+        stage: int | None = None,
+        dtype: Precision | None = None,
+        on_event: OnEvent | None = None,
+    ) -> ConvertResult:
+        """Write the checkpoint for another program.
+
+        `to`: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks` at ZeRO
+        `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed checkpoints) or
+        "hf" (weights only, like `export`). `dtype` of the weights (default: the training's).
+        """
         report = Reporter(on_event)
+        if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):
+            message = f"--to deepspeed needs --ranks (1 or more) and --stage (0 to 3); got {ranks} and {stage}"
+            hint = "the number of processes and the ZeRO stage of the run that loads it"
+            raise UserError(Problem(kind="usage", message=message, hint=hint, where="--ranks"))
+        if to == "hf":
+            result = self.export(out, dtype=dtype, on_event=on_event)
+            size = sum((result.out / file).stat().st_size for file in result.files)
+            from zerofit.checkpoint.universal import ConvertResult
+
+            return ConvertResult(out=result.out, tag="", parameters=result.parameters, bytes=size, format=to)
         report.status("importing torch ...")
+        from zerofit.checkpoint.deepspeed_writer import Target, convert_to
         from zerofit.checkpoint.universal import convert
 
         refuse_existing(Path(out))
-        return convert(locate(self.path, deep=True, report=report), Path(out), report)
+        path = locate(self.path, deep=True, report=report)
+        if to == "universal":
+            return convert(path, Path(out), report)
+        target = Target(ranks=ranks or 1, stage=stage or 0) if to == "deepspeed" else None
+        return convert_to(path, Path(out), target, dtype, report)
 
     def diff(
         self, other: Checkpoint | str | Path, *, states: bool = False, on_event: OnEvent | None = None

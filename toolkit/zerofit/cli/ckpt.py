@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 DIFFERENT, DAMAGED = 1, 2
 SHARD = "1GiB"
 FEW = 12  # tensors to print
+LOADING = {
+    "universal": (
+        "universal checkpoint",
+        'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)',
+    ),
+    "deepspeed": ("DeepSpeed checkpoint", "engine.load_checkpoint(folder) with the same parameter groups"),
+    "dcp": ("distributed checkpoint", "torch.distributed.checkpoint.load with the keys model and optimizer"),
+    "hf": ("weights", "from_pretrained(folder)"),
+}
+FORMATS = tuple(LOADING)
 
 
 @click.group(cls=Group)
@@ -77,13 +87,21 @@ def verify(path: Path, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
+@click.option("--to", type=click.Choice(FORMATS), default="universal", help="program that loads it [universal]")
+@click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
+@click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [that of the training]")
 @AS_JSON
-def convert(path: Path, out: Path, as_json: bool) -> None:
-    """Write a checkpoint as DeepSpeed's universal checkpoint.
+def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
+    """Write a checkpoint for another program, with the optimizer's states.
 
-    DeepSpeed loads it on any number of ranks.
+    universal: DeepSpeed on any number of ranks, with load_universal.
+
+    deepspeed: DeepSpeed on --ranks at --stage, without further settings.
+
+    dcp: FSDP2 and other programs that use torch.distributed.checkpoint. hf: weights only, as export writes them.
     """
-    _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event), as_json, show_converted)
+    _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event, **options), as_json, show_converted)
 
 
 @ckpt.command()
@@ -216,9 +234,8 @@ def show_verdict(result: VerifyResult) -> None:
 def show_converted(result: ConvertResult) -> None:
     """Print its path, and how to load it."""
     console = out()
-    written = f"{result.out}, universal checkpoint {result.tag}, {shown_bytes(result.bytes)}"
-    print_verdict(console, "WRITTEN", written)
-    use = 'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)'
+    what, use = LOADING[result.format]
+    print_verdict(console, "WRITTEN", f"{result.out}, {what} {result.tag}".rstrip() + f", {shown_bytes(result.bytes)}")
     print_facts(console, [("to load", use)], indent=9)
 
 
