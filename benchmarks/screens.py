@@ -14,16 +14,27 @@ import tempfile
 from pathlib import Path
 
 WIDTH, LINES = 80, 24  # columns; lines of an answer that are shown
+SHORT = {"doctor --quick": 10, "calibrate --seconds 0.05": 8, "schema": 4}  # of lists
 FAULTY = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "fp16": {"enabled": true},\n'
 FAULTY += '  "bf16": {"enabled": true}\n}\n'
 # for `generate`: README's quickstart, two minutes or more
 PREPARED = "train llama-tiny --data pysource --steps 400 --micro-batch 8 --seq-len 256 --lr 3e-3 --output runs/llama"
+OUT_OF_MEMORY = """Traceback (most recent call last):
+  File "train.py", line 61, in <module>
+    trainer.train()
+  File "/env/lib/python3.11/site-packages/transformers/models/qwen2/modeling_qwen2.py", line 900, in forward
+    logits = self.lm_head(hidden_states)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total capacity of 79.10 GiB of which
+4.12 GiB is free. Including non-PyTorch memory, this process has 74.97 GiB memory in use. Of the allocated memory 72.85
+GiB is allocated by PyTorch, and 1.06 GiB is reserved by PyTorch but unallocated.
+"""
 SCREENS = (  # in an order in which each finds what it needs
     "train lenet --data digits --epochs 2 --output runs/lenet",
     "plan llama-3.1-8b --gpus 8 --gpu h100-80gb --top 5",
     "plan llama-3.1-8b --gpus 1 --gpu l4 --top 3",
     "simulate llama-tiny --gpus 2 --gpu h100-80gb --device-memory 2GiB --ds-config zero1 --seq-len 512 --micro-batch 8",
     "check ds.json",
+    "explain train.log",
     "ckpt ls runs/lenet",
     "ckpt show runs/lenet",
     "ckpt verify runs/lenet",
@@ -57,11 +68,12 @@ def shown(words: str) -> str:
     for place, short in places.items():
         text = text.replace(place, short)
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    if words == "schema":
-        lines = [line[:WIDTH] for line in lines[:4]]
-    more = ["..."] if len(lines) > LINES or words == "schema" else []
+    count = SHORT.get(words, LINES)
+    if words == "schema":  # one long line
+        lines = [line[:WIDTH] for line in lines]
+    more = ["..."] if len(lines) > count else []
     print(f"{done.exit_code}  zerofit {words}", file=sys.stderr)
-    return "\n".join(["```console", f"$ zerofit {words}", *lines[:LINES], *more, "```"])
+    return "\n".join(["```console", f"$ zerofit {words}", *lines[:count], *more, "```"])
 
 
 def write(page: Path) -> None:
@@ -75,6 +87,7 @@ def write(page: Path) -> None:
         os.chdir(folder)
         os.environ["ZEROFIT_CACHE"] = f"{folder}/cache"
         Path("ds.json").write_text(FAULTY)
+        Path("train.log").write_text(OUT_OF_MEMORY)
         shown(PREPARED)
         blocks = [title]
         for name, words in ((words.partition(" ")[0], words) for words in SCREENS):

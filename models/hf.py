@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zerofit.models.catalog import PRETRAINED, QUANTIZED, ModelError, ModelSource, source_config
 from zerofit.models.deferred import Stored, as_parameter, store_parameters
-from zerofit.models.hf_config import make_config
+from zerofit.models.hf_config import ATTENTION, PLAIN_KERNELS, make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.presets import ModelArgs
 from zerofit.spec.errors import reason_of
@@ -70,17 +70,30 @@ def transformers_model(
         alone = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
         with alone:  # for a head that is not in the folder
             # transformers returns it in evaluation mode: without dropout, and int8 layers would quantise their inputs
-            return _rotary_in_fp32(_pretrained(source, config, stored, keep)).train()
+            loaded = _rotary_in_fp32(_pretrained(source, config, stored, keep)).train()
+            return _with_kernel(loaded, source, args)
     if is_deepspeed_zero3_enabled() and device.type != "meta":
         with _as_without_zero3():
-            return _rotary_in_fp32(_from_config(source, config))
+            return _with_kernel(_rotary_in_fp32(_from_config(source, config)), source, args)
     with torch.device("meta"):
         model = _rotary_in_fp32(_from_config(source, config))
     _refuse_empty(model, source)
     if device.type == "meta":
         return model
-    drawn = _initialise(model, keep, stored)
+    drawn = _with_kernel(_initialise(model, keep, stored), source, args)
     return drawn if device.type == "cpu" else drawn.to(device)  # with torch.device("cuda") around this
+
+
+def _with_kernel(model: Any, source: ModelSource, args: ModelArgs) -> Any:
+    """Set an attention kernel of another package, which `make_config` replaces by torch's. Raises ModelError."""
+    kernel = args.get(ATTENTION)
+    if kernel not in PLAIN_KERNELS:
+        try:
+            model.set_attn_implementation(kernel)
+        except (ImportError, ValueError, RuntimeError) as error:
+            message = f"{source.name} cannot use {ATTENTION}={kernel}: {reason_of(error)}"
+            raise ModelError("model-args", message, "install its package, or use sdpa") from error
+    return model
 
 
 def _refuse_empty(model: nn.Module, source: ModelSource) -> None:

@@ -13,6 +13,7 @@ from zerofit.models.depth import DEPTH, depths, of_all_layers
 from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
 from zerofit.models.presets import Config, ModelArgs
 from zerofit.spec.errors import reason_of
+from zerofit.spec.model_facts import ATTENTION_KERNELS
 
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # of Mixtral, DeepSeek and Qwen
 FRAMES_A_POSITION = 2  # Whisper's second convolution has stride 2
@@ -22,6 +23,7 @@ _OF_LAYERS = ("layer_types", "stage_names", "out_features", "out_indices")
 MOST = {r"(layers?|depths?|stages|blocks)$": 2_000, r"experts$": 100_000, r"^num_labels$": 1_000_000}
 KERNELS = re.compile(r"^_?(attn|experts)_implementation")
 PLAIN_KERNELS = ("eager", "sdpa", None)  # part of torch and transformers
+ATTENTION = "attn_implementation"
 
 # these model types count positions from the padding id + 1
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
@@ -147,7 +149,7 @@ def max_positions(config: Any) -> int | None:
 def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
     """Merge `args` into the config, with the config class's own key names."""
     canonical = getattr(cls, "attribute_map", {})
-    known = set(base) | set(canonical) | {"num_labels"} | (set(cls().to_dict()) if args else set())
+    known = set(base) | set(canonical) | {"num_labels", ATTENTION} | (set(cls().to_dict()) if args else set())
     for key in args:
         if key not in known:
             documented = f"see the documentation of {cls.__name__} in transformers"
@@ -156,6 +158,11 @@ def _merge(cls: type, base: Config, args: ModelArgs, name: str) -> Config:
             raise ModelError("model-args", message, hint)
     merged = _without_old_layers({canonical.get(key, key): value for key, value in base.items()}, args, canonical)
     for key, value in args.items():
+        if key == ATTENTION and value not in ATTENTION_KERNELS:
+            message, hint = f"{name}: {ATTENTION} is {value!r}", f"use one of {', '.join(ATTENTION_KERNELS)}"
+            raise ModelError("model-args", message, hint)
+        # other packages' kernels have the shapes of torch's; `transformers_model` sets them for training
+        value = "sdpa" if key == ATTENTION and value not in PLAIN_KERNELS else value
         class_key = canonical.get(key, key)
         inner = merged.get(class_key)
         if isinstance(inner, dict) and isinstance(value, dict):  # an inner model's config: other keys stay

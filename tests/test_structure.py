@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "config": {"spec", "check"},
     "launch": {"spec", "config"},
     "doctor": {"spec", "launch"},
+    "explain": {"spec"},
     "checkpoint": {"spec", "models", "data"},
     "train": {"spec", "check", "config", "models", "data", "checkpoint"},
     "simulate": {"spec", "check", "config", "models", "data", "train", "report"},

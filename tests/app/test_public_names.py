@@ -35,7 +35,7 @@ def test_a_package_does_not_hide_a_function_of_its_name():
     code = "import zerofit.check.check, zerofit.simulate, zerofit.plan.search, zerofit as zf, importlib.util as u"
     shared = "(n for n in dir(zf) if u.find_spec('zerofit.' + n))"  # other names take seconds to import
     names = said(f"{code}; print({{n: type(getattr(zf, n)).__name__ for n in {shared}}})")
-    functions = dict.fromkeys(("check", "plan", "simulate", "train", "tune"), "function")
+    functions = dict.fromkeys(("check", "explain", "plan", "simulate", "train", "tune"), "function")
     assert ast.literal_eval(names) == functions | {"hf": "module"}
 
 

@@ -48,7 +48,7 @@ def answers(tmp_path_factory):
 
 def test_tools_describe_their_arguments(answers):
     tools = {tool.name: tool for tool in answers["tools"]}
-    assert set(tools) == {"simulate", "simulate_script", "plan", "check", "models"}
+    assert set(tools) == {"simulate", "simulate_script", "plan", "check", "explain", "models"}
     assert all(tool.description for tool in tools.values())
     assert tools["simulate"].input_schema["required"] == ["model", "gpu"]
 

@@ -66,6 +66,23 @@ def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, 
     assert values(found, *names) == {(3, "none", False, 12_345_678, 4, 64)}
 
 
+@pytest.mark.parametrize(
+    ("zero", "sizes"),
+    [
+        ({"stage": 2}, (500_000_000, False, 0, 0)),
+        ({"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True}, (50_000_000, True, 0, 0)),
+        ({"stage": 3}, (500_000_000, True, 50_000_000, 100_000)),
+        ({"stage": 3, "stage3_prefetch_bucket_size": "auto"}, (500_000_000, True, int(0.9 * 1024**2), 100_000)),
+    ],
+)
+def test_sizes_of_a_deepspeed_json_are_those_of_training(stored, tmp_path, zero, sizes):
+    """DeepSpeed's defaults (runtime/zero/config.py) without the key, what zerofit fills in for "auto"."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}))
+    found = asked(*stored, "--ds-config", file, "--top", 100)
+    assert values(found, "bucket_elements", "overlap_comm", "prefetch_elements", "persistence_elements") == {sizes}
+
+
 def test_a_bundled_file_leaves_the_run_its_batch(stored):
     found = asked(*stored, "--ds-config", "zero2", "--global-batch", 64, "--top", 100)
     assert values(found, "zero_stage", "micro_batch") > {(2, 8), (2, 4)}
@@ -143,3 +160,28 @@ def test_a_file_that_is_no_json_is_named_with_its_line(stored, tmp_path):
     file.write_text('{\n "zero_optimization": {"stage": 3,,}\n}')
     (wrong,) = refused(*stored, "--ds-config", file)
     assert f"{Path(file)}:2" in wrong["where"]
+
+
+def fastest_s(*args: object) -> float:
+    return asked(*args, "--top", 1)["layouts"][0]["step_s"]
+
+
+def test_the_software_of_a_run_decides_its_times(stored):
+    """Torch's kernels, a compiler, fused kernels, and threads of Adam."""
+    one = [*stored, "--zero-stage", 2, "--micro-batch", 8]
+    plain = fastest_s(*one)
+    assert fastest_s(*one, "--compile") < fastest_s(*one, "--liger-kernel") < plain
+    host = [*one, "--offload", "cpu"]
+    assert fastest_s(*host, "--cpu-threads", 1) > 1.5 * fastest_s(*host) == 1.5 * fastest_s(*host, "--cpu-threads", 64)
+    assert fastest_s(*host, "--no-pin-memory") > fastest_s(*host)
+    rates = {name: asked(*one, "--attn-implementation", f"flash_attention_{name}")["rates"] for name in "123"}
+    assert rates["1"]["attention"] < rates["2"]["attention"] < rates["3"]["attention"]
+    assert asked(*one, "--model-args", "attn_implementation=flash_attention_2")["rates"] == rates["2"]
+    assert [row["where"] for row in refused(*one, "--liger-kernel", "--write", "nowhere")] == ["--liger-kernel"]
+
+
+def test_one_thread_steps_at_its_own_bandwidth(stored):
+    """8 ranks of one thread: 12 GB/s each, less than the 264 GB/s that Adam reaches on a DGX H100 with all cores."""
+    rates = asked(*stored, "--offload", "cpu", "--cpu-threads", 1)["rates"]
+    assert rates["host"] == 8 * 12e9
+    assert asked(*stored, "--offload", "cpu")["rates"]["host"] == pytest.approx(0.43 * 614.4e9)

@@ -101,6 +101,15 @@ def test_what_a_training_leaves_out_of_a_config_is_noted_and_looked_for_nowhere(
     assert notes_of_config("m", source_config(eager)) == []
 
 
+def test_an_attention_kernel_is_an_argument_as_in_transformers(tmp_path, offline):
+    """Other packages' kernels have the shapes of torch's."""
+    source = find(written(tmp_path))
+    found = {name: make_config(source, None, {"attn_implementation": name}) for name in ("eager", "flash_attention_2")}
+    assert [config._attn_implementation for config in found.values()] == ["eager", "sdpa"]
+    with pytest.raises(ModelError, match="attn_implementation is 'flash'"):
+        make_config(source, None, {"attn_implementation": "flash"})
+
+
 def stored_in_fp8(folder: Path) -> dict[str, torch.Tensor]:
     """Write a Llama whose matrices are float8 in blocks of 128; return what its weights are."""
     sizes: dict[str, Any] = {

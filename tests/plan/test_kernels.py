@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
+from zerofit.plan.attention import AttentionRate
 from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.kernels import kernels_s, launches
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable, unaligned_lengths
 from zerofit.plan.rates import Rates, rates_of
+from zerofit.plan.software import Software
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel, Linear
@@ -19,7 +21,8 @@ from zerofit.spec.profile import Kernel, Linear
 @pytest.fixture
 def rates() -> Rates:
     found = rates_of(make_cluster(), "bf16")
-    return replace(found, flops=1e12, general=1e11, attention=5e11, memory=1e12, edge=100.0, attention_blocks=64.0)
+    shape = AttentionRate(share=0.5, half=1280.0, full_half=128.0, narrow=0.5, blocks=64.0, how="")
+    return replace(found, flops=1e12, general=1e11, attention=5e11, memory=1e12, edge=100.0, attention_shape=shape)
 
 
 def kernel(kind: str, *sizes: float, **fields: object) -> Kernel:
@@ -81,11 +84,29 @@ def test_unaligned_rows_that_were_measured_are_as_measured(rates):
     )
 
 
-def test_a_causal_mask_halves_attention_and_few_blocks_slow_it(rates):
-    whole = kernels_s([kernel("attention", 64, 1280, 1280, 64)], 1, rates)
-    assert whole == pytest.approx(2.0 * 1.1)
-    assert kernels_s([kernel("attention", 64, 1280, 1280, 64, causal=True)], 1, rates) == pytest.approx(whole / 2)
-    assert kernels_s([kernel("attention", 1, 128, 1280, 64)], 1, rates) == pytest.approx(2.0 * 65)
+def test_attention_is_slower_for_few_blocks_short_sequences_and_narrow_heads(rates):
+    whole = kernels_s([kernel("attention", 64, 1280, 1280, 128)], 1, rates)
+    assert whole == pytest.approx(2.0 * 1.1 * 1.1)
+    causal = kernel("attention", 64, 1280, 1280, 128, causal=True)  # half of the products, at half of the rate
+    assert kernels_s([causal], 1, rates) == pytest.approx(1.0 * 1.1 * 2.0)
+    assert kernels_s([kernel("attention", 64, 1280, 1280, 64)], 1, rates) == pytest.approx(2 * whole)
+    assert kernels_s([kernel("attention", 1, 128, 1280, 128)], 1, rates) == pytest.approx(2.0 * 65 * 1.1)
+
+
+# TFLOP/s of the forward with a causal mask, heads of 128 and 16k tokens a call (FlashAttention-3 paper, figure 5), and
+# of torch's SDPA, forward and backward together (benchmarks/results/gpu-environment.json)
+@pytest.mark.parametrize(
+    "name, heads, length, published",
+    [
+        *(("flash_attention_2", 16 * 16384 // n, n, rate) for n, rate in ((512, 191), (2048, 298), (16384, 335))),
+        *(("flash_attention_3", 16 * 16384 // n, n, rate) for n, rate in ((512, 292), (2048, 521), (16384, 616))),
+        *(("sdpa", 32, n, rate) for n, rate in ((2048, 316), (8192, 509))),
+    ],
+)
+def test_attention_reaches_what_was_measured_on_an_h100(name, heads, length, published):
+    rates = rates_of(make_cluster(), "bf16", software=Software(attn_implementation=name))
+    call = kernel("attention", heads, length, length, 128, causal=True, flops=Linear(fixed=1e12))
+    assert 0.5 / kernels_s([call], 1, rates) == pytest.approx(published, rel=0.13)
 
 
 def test_what_moves_more_than_it_computes_takes_its_traffic(rates):

@@ -12,8 +12,8 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.memory.categories import LOGITS
 from zerofit.simulate.record import RankRecord
+from zerofit.spec.memory_kinds import LOGITS
 
 RANKS, MICRO, ARGS = 2, 2, {"width": 4}
 NET = {"model": "resnet18-small", "model_args": ARGS, "image": "image:3x16x16", "micro_batch": MICRO}

@@ -16,9 +16,9 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.simulate.costs.profile import TraceSetting, profile_model
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.memory.categories import KINDS
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem
+from zerofit.spec.memory_kinds import KINDS
 
 TIED = {**TINY, "tie_word_embeddings": True}
 BOTH = "tensor and sequence"

@@ -27,6 +27,11 @@ def test_every_field_can_stand_in_the_file(tmp_path):
     assert load_run(file, {}).run == Run(output=tmp_path, steps=3, data_root=tmp_path)
 
 
+def test_the_attention_kernel_is_an_argument_of_the_model():
+    run = Run(attn_implementation="eager", model_args={"n_layer": 2})
+    assert run.model_args == {"n_layer": 2, "attn_implementation": "eager"}
+
+
 def test_all_faults_at_once_with_their_lines_and_nearest_names(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: lenet\nmicrobatch: 4\nlr: -1\nsteps: many\nprecision: fp8\n")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.rows import Comparison as Comparison
     from zerofit.app.data_view import DataView as DataView
     from zerofit.app.data_view import look_at_data as look_at_data
+    from zerofit.app.explaining import explain as explain
     from zerofit.app.inference import ChatResult as ChatResult
     from zerofit.app.inference import Evaluation as Evaluation
     from zerofit.app.inference import Generation as Generation
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from zerofit.app.training.train import TrainingRun as TrainingRun
     from zerofit.app.training.train import train as train
     from zerofit.app.tuning.tune import tune as tune
+    from zerofit.explain.result import Explanation as Explanation
     from zerofit.simulate.forecast.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import DoesNotFit as DoesNotFit
@@ -57,6 +59,7 @@ __all__ = [
     "DoesNotFit",
     "Evaluation",
     "Event",
+    "Explanation",
     "Generation",
     "Plan",
     "Problem",
@@ -75,6 +78,7 @@ __all__ = [
     "compare_sizes",
     "compare_strategies",
     "evaluate",
+    "explain",
     "generate",
     "hf",
     "look_at_data",
@@ -90,6 +94,7 @@ _MODULES = {
     "zerofit.app.comparing.comparisons": ("compare_scaling", "compare_sizes", "compare_strategies"),
     "zerofit.app.comparing.rows": ("Comparison",),
     "zerofit.app.data_view": ("DataView", "look_at_data"),
+    "zerofit.app.explaining": ("explain",),
     "zerofit.app.inference": ("ChatResult", "Evaluation", "Generation", "chat", "evaluate", "generate"),
     "zerofit.app.planning.plan": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
@@ -99,6 +104,7 @@ _MODULES = {
     "zerofit.app.training.result": ("TrainingResult",),
     "zerofit.app.training.train": ("TrainingRun", "train"),
     "zerofit.app.tuning.tune": ("tune",),
+    "zerofit.explain.result": ("Explanation",),
     "zerofit.hf": ("hf",),
     "zerofit.simulate.forecast.result": ("Simulation",),
     "zerofit.spec.cluster": ("Cluster",),

@@ -77,3 +77,24 @@ def test_quantization_that_is_refused(folder, monkeypatch):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
     with pytest.raises(UserError, match="4-bit weights under ZeRO-3 cannot be simulated"):
         simulated(folder, monkeypatch, "sft.py", "--lora True --four_bits True", stage=3)
+
+
+GRPO = """\
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+rows = Dataset.from_dict({"prompt": [f"count to {n}" for n in range(16)]})
+sizes = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=200)
+args = GRPOConfig(output_dir="out", report_to="none", bf16=True, **sizes)
+reward = lambda completions, **kwargs: [float(len(text)) for text in completions]
+GRPOTrainer(model="llama", reward_funcs=reward, args=args, train_dataset=rows).train()
+"""
+
+
+def test_generated_completions_have_their_longest_length(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    Path("grpo.py").write_text(GRPO)
+    result = simulate_script(["python", "grpo.py"], Cluster("h100-80gb"))
+    assert {(p.name, p.step) for p in result.phases} >= {("generation", 0), ("generation", 1), ("step", 1)}
+    notes = [note.text for note in script(result).facts.notes]
+    assert "generation: sequences get 200 new tokens, their limit; 3 of them were computed" in notes

@@ -48,7 +48,7 @@ app = MCPServer("zerofit", version=version("zerofit"), instructions=INSTRUCTIONS
 
 @click.command()
 def mcp() -> None:
-    """Serve simulate, plan, check and models to a coding agent (MCP, on standard input and output).
+    """Serve simulate, plan, check, explain and models to a coding agent (MCP, on standard input and output).
 
     The agent starts it: add the command `zerofit mcp` to the agent's MCP servers.
     """
@@ -129,6 +129,18 @@ async def check(
     return await _answered(
         ctx, lambda report: zf.check(ds_config, reader=reader, training_args=training_args, on_event=report)
     )
+
+
+@app.tool(annotations=READING)
+async def explain(
+    ctx: Context,
+    what: Annotated[str, Field(description="a log, a memory snapshot (.pickle) or a run folder of zerofit")],
+) -> dict[str, Any]:
+    """Explain an out-of-memory error: its cause, the line that asked, what was alive and what to change.
+
+    `cause` is "unknown" if the evidence does not show it; `run_next` then has the command or line that does.
+    """
+    return await _answered(ctx, lambda report: zf.explain(what, on_event=report))
 
 
 @app.tool(annotations=READING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,7 @@ HARDWARE: dict[str, dict[str, Any]] = {
 
 
 class JsonObject(click.ParamType):
-    """A JSON object on the command line."""
+    """A JSON object on the command line, or `key=value,...`."""
 
     name = "json"
 
@@ -56,6 +57,8 @@ class JsonObject(click.ParamType):
         """Parse an object; anything else is a usage error (exit code 2)."""
         if isinstance(value, dict):
             return value
+        if pairs := _PAIRS.fullmatch(value):
+            return dict(map(_pair, pairs[0].split(",")))
         try:
             parsed = parse_json(value)
         except Unreadable as error:
@@ -63,6 +66,18 @@ class JsonObject(click.ParamType):
         if not isinstance(parsed, dict):
             self.fail(f"{value[:80]!r} is not a JSON object", param, ctx)
         return parsed
+
+
+_PAIRS = re.compile(r"[A-Za-z_]\w*=[^,={}\[\]\"']+(,[A-Za-z_]\w*=[^,={}\[\]\"']+)*")
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    """Return the key and the value of `key=value`; numbers, true, false and null are JSON's."""
+    key, _, value = word.partition("=")
+    try:
+        return key, parse_json(value)
+    except Unreadable:
+        return key, value
 
 
 class CountOrAuto(click.ParamType):

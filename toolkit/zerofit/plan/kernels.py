@@ -9,8 +9,6 @@ from zerofit.plan.measured_rates import WITH_PRODUCTS, unaligned_lengths
 from zerofit.plan.rates import Rates
 from zerofit.spec.profile import Kernel
 
-ATTENTION_ROWS = 128  # queries per block of a fused attention kernel (flash_fwd_launch_template.h)
-
 
 def launches(kernels: Iterable[Kernel]) -> float:
     """Return the number of kernel launches."""
@@ -50,8 +48,8 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds for a kernel's FLOPs at the rate for its shape.
 
     Tiles at the edges are partly empty, and few tiles do not fill the device: a product reaches
-    1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks; with few
-    blocks, some multiprocessors are idle. Kernels without a shape (it differs between micro batches) waste nothing.
+    1 / (1 + edge (1/M + 1/N + 1/K)) of the best rate. Attention with a causal mask skips half of its blocks. Kernels
+    without a shape (it differs between micro batches) waste nothing.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -61,10 +59,7 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
         return flops / (rates.flops if kernel.groups == 1 else _grouped(kernel, sizes, rates))
     if kernel.kind == "attention":
         made_s = (0.5 if kernel.causal else 1.0) * flops / rates.attention
-        if not sizes:
-            return made_s
-        heads, queries, _, _ = sizes
-        return made_s * (1 + rates.attention_blocks / (heads * max(1.0, queries / ATTENTION_ROWS)))
+        return made_s * rates.attention_shape.slower(kernel, micro_batch)
     return flops / (_aligned_share(kernel, rates) * rates.flops) * (1 + rates.edge * sum(1 / size for size in sizes))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from zerofit.plan.attention import PLAIN, AttentionRate, attention_rate
 from zerofit.plan.measured_rates import CollectiveTable, KernelTable
+from zerofit.plan.software import USUAL, Software
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import Calibration
 
@@ -103,17 +105,6 @@ OTHER_UNALIGNED = UnalignedShare(1.0, 1.0, "assumed: no figure is known")
 # cuDNN's; for bf16, which cuDNN does not support there, torch's (ATen/native/cuda/Normalization.cuh). Measured on
 # an H100 with 32 and 64 channels (benchmarks/results/gpu-kernels.json)
 BATCH_NORM_CHANNEL = {"float32": 15e9, "float16": 7.3e9, "bfloat16": 5e9}
-# rates of fused attention for the products that it computes: half of them under a causal mask
-ATTENTION: dict[str, SourcedRate] = {
-    "A100": SourcedRate(0.55, _SIMUMAX + "a100_pcie, sdp"),
-    "B200": SourcedRate(0.45, _SIMUMAX + "b200_bf16_ceperm, sdp"),
-    "H100": SourcedRate(0.38, "measured: FlashAttention-3 paper (2024), FlashAttention-2 on an H100: 35 to 40 %"),
-    "V100": SourcedRate(0.25, "assumed: the memory-efficient kernel, without FlashAttention"),
-}
-ATTENTION["H200"] = ATTENTION["H100 PCIe"] = ATTENTION["H100"]
-ATTENTION |= {name: ATTENTION[other] for name, other in _ALIKE.items() if other in ATTENTION}
-OTHER_ATTENTION = SourcedRate(0.50, "assumed: between A100 and H100")
-ATTENTION_BLOCKS = SourcedRate(180, _SIMUMAX + "a100_pcie, sdp by number of heads")
 
 EFFICIENCIES: dict[str, SourcedRate] = {
     "general": SourcedRate(
@@ -157,6 +148,7 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     "cpu memory": SourcedRate(0.85, "assumed: share of memory bandwidth that streaming kernels reach"),
     "cpu host": SourcedRate(0.6, "assumed: share of memory bandwidth that DeepSpeed's CPU Adam reaches on all cores"),
 }
+THREAD = SourcedRate(12e9, "measured: torch's fused AdamW with one thread on an EPYC server: 12 to 14 GB/s")
 PAGEABLE = SourcedRate(
     7.2e9, "measured on an H100: images of 38.5 MB from pageable memory (benchmarks/results/gpu-training.json)"
 )
@@ -171,6 +163,7 @@ _ENGINE_LAUNCH = SourcedRate(
 _GRADIENT = SourcedRate(4.5, "measured: BERT-large at stage 1 on an H100: the time of this many launches")
 NO_ENGINE_LAUNCH = SourcedRate(0.0, "included in the host's time per gradient")
 STREAMING = SourcedRate(0.89, "measured: one long addition on an H100 (benchmarks/results/gpu-environment.json)")
+COMPILED, FUSED = 0.5, 0.6  # assumed: traffic between products that torch.compile and Liger's kernels leave
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: share of a collective's time by which it slows compute")
 # rate -> kind in a trace whose factor corrects it; kernels and collectives have kinds of their own
 _HOST = "launches and hooks"
@@ -201,10 +194,10 @@ class Rates:
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions on the general cores, per channel of a group
     depthwise: float  # lower limit of `general` in fp16
-    attention: float  # fused kernels, for the products that they compute
+    attention: float  # long sequences in fused kernels, for the products that they compute
+    attention_shape: AttentionRate  # how that depends on a kernel's shape
     unaligned: float  # relative rate of products whose rows are not a multiple of 16 bytes: odd numbers of elements
     unaligned_even: float  # the same for even numbers of elements
-    attention_blocks: float  # number of query blocks that half fill a device
     unfused: float  # share of the traffic between products that is left; 1: one kernel per op
     exposed_inside: float  # share of a collective that compute does not hide, within a node
     exposed_between: float  # the same between nodes
@@ -236,13 +229,17 @@ class Rates:
 # that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` names the source, and
 # `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
 def rates_of(
-    cluster: Cluster, precision: str, calibration: Calibration | None = None, fitted: Coefficients = FITTED
+    cluster: Cluster,
+    precision: str,
+    calibration: Calibration | None = None,
+    software: Software = USUAL,
+    fitted: Coefficients = FITTED,
 ) -> Rates:
     """Return a cluster's rates at a precision; measurements of `calibration` replace estimates."""
     device = cluster.device
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
     products = _products(cluster, precision)
-    assumed = _assumed(cluster, precision, products, fitted)
+    assumed = _assumed(cluster, precision, products, software, fitted)
     found: dict[str, float | None] = {
         "memory": measured.memory_bandwidth and measured.memory_bandwidth * _of_streaming(cluster, fitted),
         "streaming": _passes(cluster, measured),
@@ -276,8 +273,8 @@ def rates_of(
         ahead=not cluster.on_cpu,
         edge=products.edge,
         channel={} if cluster.on_cpu else {name: rate / measured.slower for name, rate in BATCH_NORM_CHANNEL.items()},
-        attention_blocks=0.0 if cluster.on_cpu else ATTENTION_BLOCKS.value,
-        unfused=1.0,
+        attention_shape=_attention(cluster, precision, software),
+        unfused=COMPILED if software.compile else FUSED if software.liger_kernel else 1.0,
         exposed_inside=EXPOSED_INSIDE.value,
         hop_s=measured.slower * HOP_S.value,
         peak=None if cluster.on_cpu else device.peak(precision),
@@ -312,13 +309,20 @@ def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
     return 1.0 if cluster.on_cpu else fitted.memory / STREAMING.value
 
 
-def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Coefficients) -> dict[str, SourcedRate]:
+def _attention(cluster: Cluster, precision: str, software: Software) -> AttentionRate:
+    if cluster.on_cpu or precision == "fp32":  # no fused kernel
+        return PLAIN
+    return attention_rate(software.attn_implementation, cluster.device.name)
+
+
+def _assumed(
+    cluster: Cluster, precision: str, products: ProductRate, software: Software, fitted: Coefficients
+) -> dict[str, SourcedRate]:
     """Return the rates that a calibration may replace and the fitted ones, with their sources."""
     device, node = cluster.device, cluster.device.node
     peak = device.peak(precision) or device.peak("fp32") or 0.0
-    attention = ATTENTION.get(device.name, OTHER_ATTENTION)
-    if cluster.on_cpu or precision == "fp32":  # no fused kernel: plain products
-        attention = SourcedRate(products.large, products.how)
+    shape = _attention(cluster, precision, software)
+    attention = SourcedRate(products.large, products.how) if shape is PLAIN else SourcedRate(shape.share, shape.how)
     on_cpu, general = cluster.on_cpu, device.peak("fp32") or 0.0
     unaligned = UNALIGNED.get(device.name, OTHER_UNALIGNED)
     # a superchip's GPU reads all host memory by its own page tables; more GPUs come with more Grace CPUs
@@ -347,11 +351,18 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "exposed_between": _fitted(fitted.exposed_between),
         "pcie": _share_of(device.pcie, EFFICIENCIES[device.host_link]),
         "pageable": _share_of(device.pcie, EFFICIENCIES[device.host_link]) if on_cpu or superchip else PAGEABLE,
-        "host": _share_of(hosts * node.host_bandwidth, EFFICIENCIES["cpu host" if on_cpu else "host"]),
+        "host": _host(cluster, hosts * node.host_bandwidth, software.cpu_threads),
         "nvme_read": _share_of(node.nvme_read, EFFICIENCIES["nvme"]),
         "nvme_write": _share_of(node.nvme_write, EFFICIENCIES["nvme"]),
         "call_s": CALL_S,
     }
+
+
+def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRate:
+    """Return bytes per second of a node's host memory under Adam, with these threads of each rank."""
+    every = _share_of(bandwidth, EFFICIENCIES["cpu host" if cluster.on_cpu else "host"])
+    few = (threads or 0) * cluster.gpus * THREAD.value
+    return SourcedRate(few, f"{threads} threads a rank; {THREAD.how}") if 0 < few < every.value else every
 
 
 def _fitted(value: float) -> SourcedRate:

@@ -44,6 +44,14 @@ def gives_loss(task: str) -> bool:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+# transformers' names of attention kernels, of which torch has the first two, and the first FlashAttention
+# fmt: off
+AttentionKernel = Literal[
+    "sdpa", "eager", "flex_attention", "flash_attention_1", "flash_attention_2", "flash_attention_3",
+    "flash_attention_4",
+]
+# fmt: on
+ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

@@ -27,6 +27,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, to_jsonable_python
 
@@ -35,7 +36,7 @@ from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.foreign import Unreadable
 from zerofit.spec.foreign_yaml import read_own_yaml
 from zerofit.spec.image_sizes import ImageSizes
-from zerofit.spec.model_facts import Precision
+from zerofit.spec.model_facts import AttentionKernel, Precision
 from zerofit.spec.named_code import in_run_folder, refuse_foreign_code
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
@@ -229,6 +230,9 @@ class Run(BaseModel):
         None, "run MLPs on this many tokens at a time, to save memory (default: all)"
     )
     compile: bool = _option(False, "torch.compile the model through the engine")
+    attn_implementation: AttentionKernel | None = _option(
+        None, "attention kernel of a transformers model, as in --model-args (default: sdpa)"
+    )
 
     # layout
     ds_config: str | dict[str, Any] | None = _option(
@@ -296,6 +300,15 @@ class Run(BaseModel):
             except ValueError as error:  # nan, or a Python object
                 raise ValueError(f"it cannot be stored as JSON in the run folder: {error}") from None
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_attention(cls, values: Any) -> Any:
+        """Put `attn_implementation` into `model_args`, from which models are built."""
+        kernel, args = (values.get(name) for name in ("attn_implementation", "model_args"))
+        if kernel is None or not isinstance(args or {}, dict):
+            return values
+        return {**values, "model_args": {**(args or {}), "attn_implementation": kernel}}
 
     if not TYPE_CHECKING:  # type checkers see the fields
 

@@ -18,6 +18,7 @@ from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain
 from zerofit.plan.search import search
+from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest, stage3_sizes
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
@@ -69,7 +70,13 @@ def options_of(
     keep |= {"ema": run.ema} if run.ema else {}
     keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 means 1 in DeepSpeed
     request = PlanRequest(
-        precision=job.precision, global_batch=job.batch.total, every=True, keep=keep, **own, **degrees
+        precision=job.precision,
+        global_batch=job.batch.total,
+        every=True,
+        keep=keep,
+        software=Software.of(dict(run)),
+        **own,
+        **degrees,
     )
     traced = None if not degrees else (Degrees(), Degrees(**{**degrees, "pp": 1}))
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE, nvme=_disk_bytes(given))

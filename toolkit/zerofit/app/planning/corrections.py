@@ -21,6 +21,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.plan.search import search
+from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest
 from zerofit.plan.step_timeline import step_timeline
 from zerofit.plan.time import Timer
@@ -308,7 +309,8 @@ def _by_kind(
     layout, profile = PlannedLayout.of(job), _profile(job, cluster, report)
     nodes = max(1, layout.world_size // cluster.gpus)
     cluster = replace(cluster, gpus=layout.world_size // nodes, nodes=nodes)
-    timer = Timer(profile, cluster, rates_of(cluster, job.precision, kept))
+    software = Software.of(dict(job.run))
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, kept, software))
     forecast: defaultdict[str, float] = defaultdict(float)
     timeline = step_timeline(profile, timer, layout)
     for span in timeline.spans:
@@ -325,7 +327,7 @@ def _by_kind(
         and not (kind == HOST and trace.on_device)  # the host runs ahead of a GPU
     }
     by_kind = replace(kept, longer=longer)
-    again_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind)).step(layout).step_s
+    again_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind, software)).step(layout).step_s
     return TraceCalibration(
         path=path,
         calibration=replace(by_kind, slower=trace.step_s / again_s),

@@ -15,6 +15,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
+from zerofit.plan.software import Software
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import ModelError, Problem, UserError
@@ -86,7 +87,7 @@ def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
     unknown = job.layout.ep > 1 or any(feature.not_planned for feature in features_on(job.ds_config))
     if unknown or layout.setting not in profile.costs or (cluster.on_cpu and calibration is None):
         return None
-    timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration, Software.of(dict(job.run))))
     return timer.step(replace(layout, micro_batch=max(job.batch.shares))).step_s  # of the slowest, on equal devices
 
 

@@ -10,8 +10,9 @@ from zerofit.check.dotted import get
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
 from zerofit.features.zero import features_on
-from zerofit.plan.layout import OFFLOADS, Offload, steps_early
+from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
 from zerofit.spec.errors import Problems
+from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import PipelineSchedule, Precision
@@ -44,6 +45,8 @@ KEYS = {
     "overlap": "zero_optimization.overlap_comm",
     "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
     "persistence": "zero_optimization.stage3_param_persistence_threshold",
+    "live": "zero_optimization.stage3_max_live_parameters",
+    "reuse": "zero_optimization.stage3_max_reuse_distance",
 }
 # knob of a layout -> pin of a plan
 PINS = {
@@ -51,6 +54,8 @@ PINS = {
     "offload_optimizer": "offload",
     "offload_param": "offload_param",
     "overlap": "overlap_comm",
+    "pin_optimizer": "pin_memory",
+    "pin_param": "pin_memory",
 }
 STAGES = (0, 1, 2, 3)
 DEGREES = ("tp", "pp", "sp", "ep")
@@ -79,6 +84,12 @@ class LayoutPins(TypedDict, total=False):
     offload: Offload | None  # optimizer states
     offload_param: Offload | None
     overlap_comm: bool | None
+    pin_memory: bool | None  # offloaded states and parameters in page-locked host memory
+    attn_implementation: AttentionKernel | None
+    compile: bool | None
+    liger_kernel: bool | None
+    tensor_sequence_parallel: bool | None
+    cpu_threads: int | None  # OMP_NUM_THREADS of each rank
     activation_offload: bool | None
     loss_chunk: int | None
     mlp_chunk: int | None
@@ -137,11 +148,14 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
 
-    If a JSON has `zero_optimization`, what it does not offload stays on the device.
+    If a JSON has `zero_optimization`, what it does not offload stays on the device. Its sizes are those of training:
+    "auto" as zerofit fills it in, and DeepSpeed's default without the key.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
     found = stays | decided({**given, "ds_config": config})
+    if "zero_optimization" in config:
+        found |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in found}
     found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
     if found.get("zero_stage") == 0:
         found.pop("overlap", None)  # it has no effect at stage 0
@@ -166,6 +180,8 @@ def refuse_impossible(
         if pins.get(name) is not None and pins[name] not in allowed:
             flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))
             problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"use one of {words}", flag)
+    if (threads := pins.get("cpu_threads")) is not None and threads < 1:
+        problems.add("bad-value", f"--cpu-threads: got {threads}", "use 1 or more", "--cpu-threads")
     stage, optimizer = knobs.get("zero_stage"), knobs.get("offload_optimizer", "none")
     params = knobs.get("offload_param", "none")
     if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:

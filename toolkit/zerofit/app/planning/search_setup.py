@@ -9,12 +9,13 @@ from typing import Any
 
 from zerofit.app.planning.corrections import MeasuredScaling, MeasuredSpeed, TraceCalibration, calibrated, scaling_of
 from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
-from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile, traced_args
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
+from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -72,7 +73,7 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         device=cluster.accelerator,
         seq_len=pins.get("seq_len"),
         image=request.image,
-        model_args=pins.get("model_args") or {},
+        model_args=traced_args(pins.get("model_args") or {}),
         degrees=degrees,
         savings=savings_of(pins, request.ds_config),
         partial=Run(**request.part).partial,
@@ -91,7 +92,8 @@ def _scaled(setup: SearchSetup, cluster: Cluster, speed: MeasuredSpeed | None) -
         return setup
     profile, wanted = setup.profile, setup.request
     scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster), setup.calibration)
-    free = PlanRequest(precision=wanted.precision, global_batch=scaling.layout.global_batch)
+    batch = scaling.layout.global_batch
+    free = PlanRequest(precision=wanted.precision, global_batch=batch, software=wanted.software)
     return replace(setup, request=free, correct=scaling.correct, scaling=scaling)
 
 
@@ -110,6 +112,8 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
         precision=_precision(decided.get("precision"), cluster, stored),
         global_batch=decided.get("global_batch"),
         keep=knobs,
+        software=Software.of(request.pins),
+        engines=request.engines,
         **own,
     )
 

@@ -14,6 +14,7 @@ from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
+from zerofit.plan.software import Software
 from zerofit.plan.step_timeline import StepTimeline, step_timeline
 from zerofit.plan.step_trace import MemorySample, step_trace
 from zerofit.plan.time import Timer
@@ -35,7 +36,8 @@ def trace_of_simulation(
     """
     layout = PlannedLayout.of(job)
     profile = _profile(job, inputs, cluster, report)
-    timer = Timer(profile, cluster, rates_of(cluster, job.precision, read_calibration(cluster.device.kind)))
+    calibration, software = read_calibration(cluster.device.kind), Software.of(dict(job.run))
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration, software))
     timeline = step_timeline(profile, timer, layout)
     stage = simulation.rank // (layout.world_size // layout.pp)
     memory = list(simulated_memory(timeline, stage, simulation.timeline))

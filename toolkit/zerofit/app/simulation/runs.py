@@ -13,13 +13,13 @@ from zerofit.app.job.hub_models import with_shape
 from zerofit.app.job.requests import as_request
 from zerofit.app.job.resolve import InputSource, ResolvedJob, cluster_machine, ds_name, resolve_job
 from zerofit.app.planning.job_forecast import traced_step_s
-from zerofit.app.planning.output_files import refuse_place, write_trace
+from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.run_trace import trace_of_simulation
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.knobs import Knob, knobs
-from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, severity
+from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, in_order, severity
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
 from zerofit.simulate.forecast.run import simulate as simulate_ranks
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
@@ -134,9 +134,9 @@ class KnobSimulations:
         for number, ((knob, _), rank) in enumerate(zip(changed, simulated, strict=True)):
             if isinstance(rank, SimulatedRank):
                 config = knob.config if isinstance(knob.config, str) else None
-                row = KnobResult.of(assess(rank, cluster), knob.change, config, number)
+                row = KnobResult.of(assess(rank, cluster), knob.change, config)
                 rows.append(replace(row, slowdown=slowdowns.get(number)))
-        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+        return in_order(rows)
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
         """Return how much slower a step is with each change, by its number, if formulas can forecast it.
@@ -164,6 +164,7 @@ def simulate(
     exact: bool = False,
     alloc_conf: str = "",
     trace: str | Path | None = None,
+    snapshot: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run the real DeepSpeed engine as one rank of a run on fake tensors, without a GPU or the model's memory.
@@ -177,6 +178,7 @@ def simulate(
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
         trace: file for a Chrome trace of a step of the returned rank; implies `exact`.
+        snapshot: file for the rank's allocations in torch's format for memory snapshots; implies `exact`.
         on_event: gets progress.
 
     Raises UserError with all problems of the run, or with the place where the model cannot be simulated.
@@ -198,8 +200,10 @@ def simulate(
         report.stages(stages)
     if trace is not None:
         refuse_place(Path(trace))
-        exact = True  # an extrapolated rank has no timeline of memory
-    targets = [prepared.target(number) for number in _ranks(prepared.job, rank)]
+    if snapshot is not None:
+        refuse_place(Path(snapshot), SNAPSHOT_FLAG)
+    exact = exact or trace is not None or snapshot is not None  # an extrapolated rank has no timeline of memory
+    targets = [replace(prepared.target(n), stacks=snapshot is not None) for n in _ranks(prepared.job, rank)]
     exactly = partial(simulate_ranks, show=report.status, exact=True)
     simulated = decided(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)
     if rank is None:
@@ -211,6 +215,8 @@ def simulate(
     worst = max(assessed, key=severity)
     if trace is not None:
         write_trace(Path(trace), trace_of_simulation(worst, prepared.job, prepared.inputs, cluster, report))
+    if snapshot is not None:
+        worst = worst.write_snapshot(Path(snapshot))
     return replace(
         worst,
         stages=stage_peaks(assessed),

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.app.planning.output_files import refuse_place, write_trace
+from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.runs import stage_peaks
-from zerofit.app.simulation.script_trace import trace_of_script
+from zerofit.app.simulation.script_trace import script_step_s, trace_of_script
 from zerofit.config.ds_json import write_for_trainer
-from zerofit.simulate.endings import note_failed
+from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
+from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, in_order, severity
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import RankRecord
@@ -38,6 +38,7 @@ def simulate_script(
     longest: bool = False,
     alloc_conf: str = "",
     trace: str | Path | None = None,
+    snapshot: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run an unmodified training script as one rank of a cluster for its first optimizer steps, on fake devices.
@@ -50,6 +51,7 @@ def simulate_script(
         longest: also simulate batches of the longest length that the script allows.
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
         trace: file for a Chrome trace of the last step of the returned rank.
+        snapshot: file for the rank's allocations in torch's format for memory snapshots.
         on_event: gets progress.
 
     Raises UserError with all problems of the command, the script's own error, or what cannot be simulated.
@@ -73,17 +75,20 @@ def simulate_script(
     read_alloc_conf(alloc_conf)
     if trace is not None:
         refuse_place(Path(trace))
+    if snapshot is not None:
+        refuse_place(Path(snapshot), SNAPSHOT_FLAG)
     check_command(script, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=script,
         device=cluster.device,
         gpus=cluster.gpus,
         nodes=cluster.nodes,
+        host_bytes=cluster.host_bytes,
         rank=rank or 0,
         workspace_bytes=blas_workspace_bytes(cluster.device),
         alloc_conf=alloc_conf,
         steps=steps,
-        traced=trace is not None,
+        stacks=snapshot is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
     # the list grows while it is walked: only a stage's record tells the next stage what it receives
@@ -100,12 +105,14 @@ def simulate_script(
     target, record, worst = max(assessed, key=lambda entry: severity(entry[2]))
     if trace is not None:
         write_trace(Path(trace), trace_of_script(record, worst.rank, cluster))
+    if snapshot is not None:
+        worst = worst.write_snapshot(Path(snapshot))
     return replace(
         worst,
         stages=stage_peaks([simulation for *_, simulation in assessed]),
         trace=Path(trace) if trace is not None else None,
         seconds=round(time.perf_counter() - start, 1),
-        simulate_knobs=ScriptKnobSimulations(target=target, simulation=worst, cluster=cluster),
+        simulate_knobs=ScriptKnobSimulations(target=target, record=record, simulation=worst, cluster=cluster),
     )
 
 
@@ -161,7 +168,8 @@ class ScriptKnobSimulations:
     """Changes of a command that would need less memory; calling this simulates each of them."""
 
     target: ScriptTarget
-    simulation: Simulation  # of the command as it is
+    record: RankRecord  # of the command as it is
+    simulation: Simulation  # of the record
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
@@ -169,14 +177,22 @@ class ScriptKnobSimulations:
         assert isinstance(self.simulation.run, SimulatedScript)
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
-            knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target.world_size, Path(folder))
+            knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target, Path(folder))
             targets = [self._changed(knob, Path(folder)) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         note_failed(records, "knobs", report)
-        for number, (knob, target, record) in enumerate(zip(knobs, targets, records, strict=True)):
-            if not isinstance(record, Problem):
-                rows.append(KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config, number))
-        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+        before = self._step_s(self.record, report)
+        for knob, target, record in zip(knobs, targets, records, strict=True):
+            # an edit has no effect if the script does not make what is replaced in the usual way
+            if isinstance(record, Problem) or (knob.edits and record.needs == self.record.needs):
+                continue
+            after = self._step_s(record, report) if before else None
+            row = KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config)
+            rows.append(replace(row, slowdown=after / before - 1 if after and before else None, file=knob.file))
+        return in_order(rows)
+
+    def _step_s(self, record: RankRecord, report: Reporter) -> float | None:
+        return optional(lambda: script_step_s(record, self.cluster), None, "step times", report)
 
     def _changed(self, knob: ScriptKnob, folder: Path) -> ScriptTarget:
         arguments = dict(knob.arguments)
@@ -184,7 +200,9 @@ class ScriptKnobSimulations:
             file = folder / f"{knob.config}.json"
             write_for_trainer(knob.config, file)
             arguments["deepspeed"] = str(file)
-        return replace(self.target, command=knob.command, arguments=arguments, received=None, traced=False)
+        return replace(
+            self.target, command=knob.command, arguments=arguments, edits=knob.edits, stacks=False, received=None
+        )
 
 
 def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:

@@ -18,13 +18,13 @@ from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.result import Simulation
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
 from zerofit.simulate.forecast.run import simulate as simulate_ranks
-from zerofit.simulate.memory.categories import MASTER, PARAMETERS, STATE
 from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign import read_json, shaped
+from zerofit.spec.memory_kinds import MASTER, PARAMETERS, STATE
 from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.search import search
+from zerofit.plan.software import Software
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
@@ -127,9 +128,10 @@ def _forecast(
     degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel, "ep": run.expert_parallel}
     fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
     fixed |= {"keep": {"optimizer": PlannedLayout.of(job).optimizer}, "schedule": run.pipeline_schedule, "every": True}
+    software = replace(Software.of(dict(run)), compile=run.compile and "compile" not in allowed)
     candidates, considered = list[Candidate](), 0
     for (precision, profile), batch in product(profiles.items(), allowed.get("global_batch") or [job.batch.total]):
-        request = PlanRequest(precision=precision, global_batch=batch, **fixed)
+        request = PlanRequest(precision=precision, global_batch=batch, software=software, **fixed)
         found = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
         considered += found.considered
         for ranked, compiled in product(found.layouts, allowed.get("compile") or [run.compile]):

@@ -34,11 +34,13 @@ from zerofit.simulate.engine.stage_input import Sizes, give_input
 from zerofit.simulate.fakes import device
 from zerofit.simulate.fakes.gpu_patches import apply_to_run
 from zerofit.simulate.fakes.quantized import eight_bits, four_bits, moments_of_eight_bits
-from zerofit.simulate.memory.categories import STATE, tag_owned_storages, watch_gradient
+from zerofit.simulate.memory.categories import tag_owned_storages, watch_gradient
+from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.tracker import AllocationTracker, is_own
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.memory_kinds import STATE
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
@@ -58,6 +60,7 @@ def simulate(
     gpu = target.accelerator == "cuda"
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")
     meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
+    meter.stacks = StackLog() if target.stacks else None
     device.install(gpu, meter, target.device_bytes)
     apply_to_run(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
     gradients = GradientLog(meter)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.memory.allocator import replay
-from zerofit.simulate.memory.categories import SAVED, classify
+from zerofit.simulate.memory.categories import classify
 from zerofit.simulate.memory.host import highest, host_moments
-from zerofit.simulate.memory.ledger import device_events, kind_peaks, timeline
+from zerofit.simulate.memory.ledger import Ledger, device_events, kind_peaks, timeline
+from zerofit.simulate.memory.snapshot import AllocationOrigin
 from zerofit.simulate.ops.tracker import AllocationTracker
 from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts
+from zerofit.spec.memory_kinds import SAVED
 
 
 def record_of(
@@ -44,7 +46,15 @@ def record_of(
         flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
         timeline=timeline(ledger),
         events=events,
+        origins=_origins(ledger) if meter.stacks is not None else None,
         convolution_bytes=meter.convolution_bytes,
         script=script,
         heavier_rank=heavier_rank,
+    )
+
+
+def _origins(ledger: Ledger) -> tuple[AllocationOrigin, ...]:
+    return tuple(
+        AllocationOrigin(storage.kind or "", storage.phase, storage.step, storage.module, storage.op, storage.stack)
+        for storage in ledger.storages
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerofit.models.catalog import source_of
-from zerofit.simulate.forecast.result import PeakLocation, SimulatedRun, SimulatedScript, Simulation
+from zerofit.simulate.forecast.result import PeakLocation, RankAllocations, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.forecast.run import SimulatedRank
 from zerofit.simulate.forecast.verdict import (
     NOT,
@@ -98,6 +98,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         layers_simulated=layers,
         extension_error=error,
         timeline=record.timeline,
+        allocations=_allocations(record, simulated.target.alloc_conf, beside, cluster),
     )
 
 
@@ -105,6 +106,15 @@ def _beside(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) ->
     record = simulated.record
     libraries = _libraries(simulated.target.job.run) if isinstance(simulated, SimulatedRank) else ""
     return overheads(cluster.device, _communicators(record.groups), record.convolution_bytes, libraries)
+
+
+def _allocations(
+    record: RankRecord, alloc_conf: str, beside: Sequence[Overhead], cluster: Cluster
+) -> RankAllocations | None:
+    if record.events is None or record.origins is None:
+        return None
+    room = None if cluster.on_cpu else cluster.device.memory_bytes - sum(overhead.bytes for overhead in beside)
+    return RankAllocations(events=record.events, origins=record.origins, room_bytes=room, alloc_conf=alloc_conf)
 
 
 def _libraries(run: Run) -> str:

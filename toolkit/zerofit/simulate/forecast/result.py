@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,18 @@ from zerofit.report.html_table import html_table
 from zerofit.simulate.endings import optional
 from zerofit.simulate.forecast.baseline import BaselineComparison
 from zerofit.simulate.forecast.verdict import ORDER, Overhead
+from zerofit.simulate.memory.alloc_conf import read_alloc_conf
+from zerofit.simulate.memory.allocator import Event as AllocatorEvent
+from zerofit.simulate.memory.snapshot import AllocationOrigin, snapshot_of
 from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.files import field_data, plain_data
+from zerofit.spec.foreign import refused
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
+
+ALIKE = 0.02  # of a step's time, below the error of its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +113,42 @@ class KnobResult:
     host_node_bytes: int
     fits: bool
     config: str | None = None  # the bundled DeepSpeed JSON of the change
+    file: dict[str, Any] | None = None  # content of its file for Accelerate, or of the Trainer's fsdp_config
     cost_rank: int = 0  # position among the changes by lost speed, 0 for the least
     slowdown: float | None = None  # forecast: how much longer a step takes, as a share; None: unknown
 
     @classmethod
-    def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:
+    def of(cls, found: Simulation, change: str, config: str | None) -> KnobResult:
         """Return the memory that a change needs, from its simulation."""
         names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
         figures = {name: getattr(found, name) for name in names}
         figures["outside_bytes"] = sum(overhead.bytes for overhead in found.overheads)
-        return cls(change=change, config=config, cost_rank=cost_rank, **figures)
+        return cls(change=change, config=config, **figures)
+
+
+def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
+    """Return changes with the least memory first, each with its position by lost speed.
+
+    Changes of unknown or equal speed stay in the given order; those of unknown speed come last.
+    """
+
+    def cost(row: KnobResult) -> float:
+        if row.slowdown is None:
+            return float("inf")
+        return 0.0 if abs(row.slowdown) < ALIKE else row.slowdown
+
+    ranked = [replace(row, cost_rank=number) for number, row in enumerate(sorted(rows, key=cost))]
+    return tuple(sorted(ranked, key=lambda row: row.peak_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAllocations:
+    """All allocations of a rank, with their origins, for a memory snapshot."""
+
+    events: Sequence[AllocatorEvent]
+    origins: Sequence[AllocationOrigin]
+    room_bytes: int | None  # of the device for torch's allocator; None: no limit
+    alloc_conf: str
 
 
 SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
@@ -160,8 +193,10 @@ class Simulation:
     seconds: float = 0.0
     picture: Path | None = None  # the picture that was drawn
     trace: Path | None = None  # the trace of a step that was written
+    snapshot: Path | None = None  # the memory snapshot that was written
     against: BaselineComparison | None = None  # comparison with an earlier simulation
     timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
+    allocations: RankAllocations | None = field(default=None, repr=False, compare=False)  # for `write_snapshot`
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
     def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
@@ -177,8 +212,8 @@ class Simulation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON of `zerofit simulate --json`; "knobs" are the simulated changes."""
-        left_out = ["tried", "timeline", "simulate_knobs"]
-        left_out += [name for name in ("stages", "picture", "trace", "against") if not getattr(self, name)]
+        left_out = ["tried", "timeline", "allocations", "simulate_knobs"]
+        left_out += [name for name in ("stages", "picture", "trace", "snapshot", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
 
     def plot(self, path: str | Path) -> None:
@@ -204,6 +239,19 @@ class Simulation:
             "device_total_bytes": self.device_total_bytes,
         }
         draw(timeline, Path(path))
+
+    def write_snapshot(self, path: Path) -> Simulation:
+        """Write the allocations as torch.cuda.memory._dump_snapshot() does, and return the simulation with the path.
+
+        Raises UserError if `path` cannot be written.
+        """
+        taken = self.allocations
+        assert taken is not None
+        settings = read_alloc_conf(taken.alloc_conf)
+        content = snapshot_of(taken.events, taken.origins, device_bytes=taken.room_bytes, settings=settings)
+        with refused(path, kind="bad-value", where="--snapshot"):
+            path.write_bytes(pickle.dumps(content, protocol=4))  # which all viewers read
+        return replace(self, snapshot=path)
 
     def _repr_html_(self) -> str:
         rows = [(kind, shown_bytes(size), f"{size / self.peak_bytes:.1%}") for kind, size in self.breakdown.items()]

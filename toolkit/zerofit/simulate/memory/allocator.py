@@ -37,7 +37,7 @@ class Synchronized:
     before: int  # number of an event
 
 
-_RESIZED = -1  # the key of a storage's second block while it is resized
+RESIZED = -1  # the key of a storage's second block while it is resized
 
 Note = EmptyCache | RecordStream | Synchronized
 # (number of the storage, change in bytes[, stream that allocates it])
@@ -86,6 +86,7 @@ def replay(
     device_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
     host_ahead: bool = True,
+    allocator: CachingAllocator | None = None,
 ) -> Reserved:
     """Replay a device's allocations and releases in their order.
 
@@ -93,10 +94,11 @@ def replay(
     the latest moment. Without `host_ahead` the block is freed at once, as if the device kept up with the host. A
     positive change allocates or grows a storage, a negative one shrinks or frees it. Resizing allocates the new block
     before it frees the old one, as at::native::resize_bytes_cuda does. `device_bytes`: the device's memory without the
-    context and other uses outside of the allocator.
+    context and other uses outside of the allocator. `allocator` replaces a new one of that size, e.g. to record more.
     """
     settings = settings or AllocatorSettings()
-    allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(device_bytes, settings)
+    if allocator is None:
+        allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(device_bytes, settings)
     found = Reserved()
     sizes: dict[int, int] = {}
     for number, event in enumerate(events):
@@ -137,8 +139,8 @@ def _change(
         return True
     if not old:
         return allocator.allocate(storage, new, stream)
-    moved = allocator.allocate(_RESIZED, new, stream)
+    moved = allocator.allocate(RESIZED, new, stream)
     if moved:
         allocator.release(storage, number)
-        allocator.live[storage] = allocator.live.pop(_RESIZED)
+        allocator.live[storage] = allocator.live.pop(RESIZED)
     return moved

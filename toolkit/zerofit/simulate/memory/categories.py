@@ -9,13 +9,19 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.memory.ledger import Storage
-
-PARAMETERS, GRADIENTS, MASTER, STATE = "parameters", "gradients", "master weights", "optimizer state"
-ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication buckets"
-GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
-WORKSPACES = "workspaces"  # that libraries keep from their first call on
-SAVED = (PARAMETERS, MASTER, STATE)  # contents of a checkpoint
-KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES, WORKSPACES)
+from zerofit.spec.memory_kinds import (
+    ACTIVATIONS,
+    ALLOCATED_BY,
+    BUCKETS,
+    GATHERED,
+    GRADIENTS,
+    LOGITS,
+    MASTER,
+    PARAMETERS,
+    STATE,
+    TEMPORARIES,
+    is_loss,
+)
 
 Tag = Callable[[object, str], None]  # AllocationTracker.tag
 
@@ -31,38 +37,6 @@ OWNED_AS = {
     "fp32_groups_flat": MASTER,
     "temp_grad_buffer_for_gpu_offload": GRADIENTS,
     "temp_grad_buffer_for_cpu_offload": GRADIENTS,
-}
-
-_ZERO_1_2 = {
-    "setup_buckets": BUCKETS,
-    "allreduce_bucket": BUCKETS,
-    "copy_grads_in_partition": GRADIENTS,
-    "step": GRADIENTS,  # the flat gradient and its float32 copy
-    "initialize_optimizer_states": GRADIENTS,
-    "reduce_gradients": BUCKETS,
-    "flatten_dense_tensors_aligned": GRADIENTS,
-}
-_ZERO_3 = {
-    "partition_grads": GRADIENTS,
-    "_offload_grad_partition_at_boundary": GRADIENTS,
-    "_prepare_fp32_grad_for_sub_group": GRADIENTS,
-    "initialize_optimizer_states": GRADIENTS,
-    "_create_fp32_partitions": MASTER,
-}
-_GATHERING = (
-    *("_all_gather_sequential", "_all_gather_dtype", "_allgather_params_sequential", "_allgather_params_coalesced"),
-    *("_allgather_params", "_allgather_param", "all_gather_coalesced", "_partition_all_gather"),
-)
-# file -> function -> kind, for DeepSpeed 0.19.8. If a function is missing, its memory counts as "temporaries".
-ALLOCATED_BY: dict[str, dict[str, str]] = {
-    "deepspeed/runtime/zero/stage_1_and_2.py": _ZERO_1_2,
-    "deepspeed/runtime/zero/stage3.py": _ZERO_3,
-    "deepspeed/runtime/zero/partition_parameters.py": dict.fromkeys(_GATHERING, GATHERED),
-    "deepspeed/runtime/fp16/unfused_optimizer.py": {"step": GRADIENTS, "initialize_optimizer_states": GRADIENTS},
-    "deepspeed/runtime/fp16/fused_optimizer.py": {"step": GRADIENTS, "initialize_optimizer_states": GRADIENTS},
-    "deepspeed/runtime/bf16_optimizer.py": {"_setup_for_real_optimizer": GRADIENTS},
-    "deepspeed/runtime/engine.py": {"allreduce_bucket": BUCKETS},
-    "deepspeed/runtime/pipe/engine.py": {"_allocate_zeros": ACTIVATIONS},
 }
 
 
@@ -83,7 +57,7 @@ def tag_owned_storages(tag: Tag, engine: Any) -> None:
         tag(parameter.grad, GRADIENTS)
     for buffer in engine.module.buffers():
         tag(buffer, PARAMETERS)
-    for optimizer in _chain(engine.optimizer):
+    for optimizer in optimizer_chain(engine.optimizer):
         for name, kind in OWNED_AS.items():
             for leaf in tree_leaves(getattr(optimizer, name, None)):
                 for tensor in tree_leaves(getattr(leaf, "buffer", leaf)):  # DeepSpeed's buckets have a buffer
@@ -107,11 +81,11 @@ def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
         tag(leaf, STATE)
 
 
-def _chain(optimizer: object) -> Iterator[object]:
+def optimizer_chain(optimizer: object) -> Iterator[Any]:
     """Yield DeepSpeed's optimizer and those that it wraps, innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:
-        yield from _chain(inner)
+        yield from optimizer_chain(inner)
     if optimizer is not None:
         yield optimizer
 
@@ -128,8 +102,3 @@ def classify(storage: Storage) -> str:
     if storage.phase == "build":
         return PARAMETERS
     return ACTIVATIONS if storage.phase == "forward" or storage.recomputed else TEMPORARIES
-
-
-def is_loss(file: str) -> bool:
-    """Return whether this source file computes a loss."""
-    return file.endswith(("zerofit/train/loss.py", "models/segmentation.py", "transformers/loss/loss_utils.py"))

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from types import CodeType
 
 from zerofit.simulate.memory.allocator import EmptyCache, Event, Note, Synchronized
+from zerofit.simulate.memory.snapshot import Stack
 from zerofit.simulate.record import KindPeak, MemoryPoint
 
 DEVICE, HOST, PINNED, LOCKED = "device", "host", "pinned", "locked"  # LOCKED: page-locked, but not by torch
@@ -30,8 +31,9 @@ class Storage:
     line: int
     recomputed: bool = False  # allocated in backward while a checkpoint is recomputed
     kind: str | None = None
-    own: str = ""  # the user's innermost line, "file:line"; only if this was a new peak of the phase
+    own: str = ""  # the user's innermost line, "file:line"; only at a new peak of the phase, or if large
     stream: int = 0  # the device's stream that allocated it
+    stack: Stack = ()  # if recorded
 
 
 @dataclass(frozen=True, kw_only=True)

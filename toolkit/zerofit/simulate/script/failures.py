@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from zerofit.simulate.endings import EXITED, first_lines, lacks_memory, out_of_memory, shown_path
-from zerofit.simulate.fakes import patches
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.script import tracker
 from zerofit.simulate.script.phases import ScriptPhases
@@ -74,8 +73,6 @@ def _not_simulated(target: ScriptTarget, meter: ScriptTracker, error: BaseExcept
     inside = f"module {module}" if module else "code outside of the model"
     first = first_lines(error)
     hint = "train it for a step instead, or rewrite it without reading the value (torch.where, masks)"
-    if isinstance(error, patches.AskedForValueError):
-        return f"{inside} reads the value of a tensor, which a simulation does not compute", hint
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"{op} in {inside}: its output's shape depends on values that only a GPU computes", hint
     if meter.without_rule and isinstance(error, RuntimeError):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import own_line
 
 ROWS_S = 3.0  # time limit for reading a data set's rows
 _OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others
@@ -27,9 +28,11 @@ class Lengths:
     def __init__(self) -> None:
         self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: no limit
         self.positions = 0  # of the model
-        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # live instances of transformers' Trainer
+        # id -> live instance of transformers' Trainer, whose subclass may be a dataclass, which has no hash
+        self.trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.has_trainer = False
         self.dataset: Any = None  # source of the last batch with tokens
+        self.padded_at = ""  # the script's line that padded rows to the maximum
         self.packed = 1  # samples that were packed into a batch of one row
         self._of_targets = False
         self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
@@ -82,7 +85,9 @@ def tokenizers(lengths: Lengths) -> None:
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> object:
         found = strategies(self, *args, **kwargs)
-        _, truncation, most, _ = found
+        padding, truncation, most, _ = found
+        if padding.value == "max_length":
+            lengths.padded_at = own_line()
         if most and most < _UNLIMITED and truncation.value != "do_not_truncate":
             kind = "targets" if lengths._of_targets else "tokenizer"
             setattr(lengths, kind, max(getattr(lengths, kind), most))
@@ -107,7 +112,7 @@ def trainer_arguments(lengths: Lengths) -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        lengths.trainers.add(self)
+        lengths.trainers[id(self)] = self
         lengths.has_trainer = True
         lengths.trainer = max(lengths.trainer, *(getattr(self.args, name, None) or 0 for name in _OF_ARGUMENTS))
 

@@ -1,0 +1,128 @@
+"""Logs: figures by version, causes by what the figures and the traceback show, ranks, and logs without an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.explain.logs import MESSAGES, OTHERS, PHASES, full, traceback
+from zerofit.explain.from_log import explain_log
+from zerofit.explain.log import lines_of, read_log
+
+GIB = 1 << 30
+
+
+def explained(text: str):
+    found = explain_log(lines_of(text))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("version", MESSAGES)
+def test_the_figures_of_each_version(version):
+    figures = explained(MESSAGES[version]).figures
+    assert (figures.asked_bytes, figures.total_bytes, figures.free_bytes) == (2 * GIB, 24 * GIB, GIB // 2)
+    assert (figures.allocated_bytes, figures.reserved_bytes, figures.beside_bytes) == (20 * GIB, 21 * GIB, 2.5 * GIB)
+    if "Process 77" in MESSAGES[version]:
+        assert figures.other_bytes == (2 * GIB,) and figures.process_bytes == 21.5 * GIB
+    assert figures.limit_bytes == (22 * GIB if "HIP" in version else None)
+
+
+@pytest.mark.parametrize("version", MESSAGES)
+def test_a_message_that_a_terminal_wrapped(version):
+    words, lines = MESSAGES[version].split(" "), [""]
+    for word in words:
+        lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if len(lines[-1]) < 60 else [*lines, word]
+    assert explained("\n".join(lines)).figures == explained(MESSAGES[version]).figures
+
+
+@pytest.mark.parametrize(("cause", "text"), [(cause, text) for cause, texts in PHASES.items() for text in texts])
+def test_the_phase_names_the_cause_if_tensors_fill_the_gpu(cause, text):
+    found = explained(text)
+    assert found.cause == cause
+    assert found.at == "/home/me/train.py:38" and found.changes
+
+
+@pytest.mark.parametrize(("cause", "text"), [(cause, text) for cause, texts in OTHERS.items() for text in texts])
+def test_messages_without_figures(cause, text):
+    found = explained(text)
+    assert found.cause == cause, found
+    assert found.is_known or found.run_next
+
+
+def test_a_tensor_larger_than_the_device():
+    assert explained(full(asked="31.00 GiB")).cause == "single-tensor"
+
+
+def test_fragments_are_no_cause_if_they_are_too_few():
+    assert explained(full(allocated="15.00 GiB", unused="7.00 GiB")).cause == "fragmentation"
+    assert (
+        explained(traceback("loss.backward()", error=full(asked="20.00 MiB", free="4.00 MiB"))).cause == "activations"
+    )
+
+
+def test_another_process_is_the_cause_only_if_there_would_be_room_without_it():
+    message = MESSAGES["2.1"]
+    assert (
+        explained(message.replace("Tried to allocate 2.00 GiB", "Tried to allocate 1.50 GiB")).cause
+        == "another-process"
+    )
+    assert (
+        explained(message.replace("Tried to allocate 2.00 GiB", "Tried to allocate 9.00 GiB")).cause
+        != "another-process"
+    )
+
+
+def test_ranks_on_one_gpu():
+    text = "".join(f"[rank{rank}]: {MESSAGES['2.1']}\n" for rank in (0, 1))
+    found = explained(text)
+    assert found.cause == "ranks-share-device" and found.ranks == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    "prefix", ["[rank3]: ", "[default3]:", "3: ", "[1,3]<stderr>:", "(Worker pid=3, ip=10.0.0.1) "]
+)
+def test_lines_of_ranks_are_told_apart(prefix):
+    mine, other = (
+        traceback("loss.backward()").splitlines(),
+        prefix.replace("3", "5") + '  File "other.py", line 9, in f',
+    )
+    text = "\n".join(f"{prefix}{line}\n{other}" for line in mine)
+    found = explained(text)
+    assert found.at == "/home/me/train.py:38" and found.cause == "activations"
+
+
+def test_a_notebook_and_a_rich_traceback():
+    notebook = (
+        "Traceback (most recent call last)\nCell In[5], line 3, in fit(x)\n----> 3 y.backward()\n\n"
+        "File /opt/env/lib/python3.11/site-packages/torch/_tensor.py:648, in Tensor.backward(self)\n"
+        "--> 648     torch.autograd.backward(\n\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    )
+    rich = (
+        "╭────────── Traceback (most recent call last) ──────────╮\n│ /home/me/train.py:38 in main            │\n"
+        "│ ❱  38     y.backward()         │\n╰───╯\nOutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    )
+    assert explained(rich).at == "/home/me/train.py:38"
+    assert explained(notebook).phase == explained(rich).phase == "backward"
+
+
+def test_memory_that_grows_with_each_step_is_a_leak():
+    lines = []
+    for step in range(8):
+        lines += [
+            "[INFO] [utils.py:1:see_memory_usage] after step",
+            f"[INFO] [utils.py:2:see_memory_usage] MA {8 + step}.5 GB  Max_MA 20 GB  CA 22 GB  Max_CA 22 GB",
+            f"step: {step} loss: 1.2",
+        ]
+    found = explained("\n".join(lines) + "\n" + traceback("loss.backward()"))
+    assert found.cause == "leak" and found.steps == 8
+
+
+def test_a_log_without_a_message_and_files_of_any_content(tmp_path):
+    assert explain_log(lines_of("loss 1.2\nmemory: 3 GB\ndone")) is None
+    file = tmp_path / "log"
+    file.write_bytes("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB".encode("utf-16"))
+    assert explain_log(read_log(file)) is not None
+    file.write_bytes(bytes(range(256)) * 50)
+    assert explain_log(read_log(file)) is None
+    file.write_text("CUDA out of memory. Tried to allocate 1.2.3 GiB (GPU 9999; -1 GiB total capacity; GiB free")
+    assert explain_log(read_log(file)) is not None

@@ -1,0 +1,102 @@
+"""Values that a script's control flow reads, and loops that end by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulate.script.scripts import facts, refused, simulated
+
+LOOP = """\
+import math, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.inner(x)
+        if y.max() > 3:
+            raise ValueError("a spike")
+        return y
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(50):
+    tokens, done = torch.zeros(4, 1, dtype=torch.long, device="cuda"), torch.zeros(4, dtype=torch.bool, device="cuda")
+    while not done.all():
+        logits = net(torch.randn(4, 64, device="cuda"))
+        drawn = torch.multinomial(logits.softmax(-1), 1)
+        tokens = torch.cat([tokens, drawn], dim=1)
+        done = done | (drawn[:, 0] == 2) | (torch.full((4,), tokens.shape[1] >= 20, device="cuda"))
+    assert tokens.shape == (4, 20)
+    loss = net(torch.randn(4, 64, device="cuda")).square().mean()
+    assert torch.isfinite(loss) and not loss.isnan() and math.log(loss.item()) < 9
+    loss.backward()
+    assert all(p.grad.isfinite().all() and not torch.isinf(p.grad).any() for p in net.parameters())
+    assert not (loss != loss).item() and net.inner.weight[~net.inner.weight.isfinite()].numel() == 0
+    if loss > 100:
+        optimizer.zero_grad()
+        continue
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# beam search and both kinds of caches; `computed` are the tokens of which the simulation runs the model
+GENERATION = """\
+import sys, torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, T5Config, T5ForConditionalGeneration
+
+sys.modules["zerofit.simulate.script.generation"].COMPUTED = COMPUTED
+sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64, vocab_size=64)
+window = dict(head_dim=8, sliding_window=12, layer_types=["sliding_attention", "full_attention"])
+own = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **window, num_hidden_layers=2)).cuda()
+config = T5Config(d_model=32, d_ff=64, num_layers=1, d_kv=8, num_heads=4, vocab_size=64, decoder_start_token_id=0)
+both = T5ForConditionalGeneration(config).cuda()
+optimizer = torch.optim.AdamW(own.parameters())
+ids = torch.randint(3, 64, (8, 10)).cuda()
+mask = torch.ones_like(ids)
+mask[0, :4] = 0
+for _ in range(9):
+    for model, start, kind in ((own, 10, {"do_sample": True}), (both, 1, {"num_beams": 2})):
+        made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, **kind)
+        assert made.shape == (8, start + 9), made.shape
+    own.train()(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_loops_end_at_their_own_limit_and_losses_are_finite(folder):
+    result = simulated(LOOP, gpus=1)
+    assert {p.step for p in result.phases} == {-1, 0, 1}
+    notes = [note.text for note in facts(result).facts.notes]
+    assert "the value of a tensor on the device: taken as False, at train.py:11" in notes
+
+
+def test_generation_reaches_its_limit_in_a_few_tokens(folder):
+    short, full = (simulated(GENERATION.replace("= COMPUTED", f"= {n}"), gpus=1) for n in (3, 99))
+    assert any("9 new tokens, their limit; 3 of them were computed" in n.text for n in facts(short).facts.notes)
+    phases = [[p for p in one.phases if p.name == "generation"] for one in (short, full)]
+    assert [p.step for p in phases[0]] == [0, 1]
+    for few, every in zip(*phases, strict=True):
+        # the tokens themselves: 6 fewer of 8 bytes in each row of 8, in a few tensors
+        assert few.peak_bytes - few.start_bytes == pytest.approx(every.peak_bytes - every.start_bytes, abs=4096)
+        assert few.end_bytes - few.start_bytes == every.end_bytes - every.start_bytes
+
+
+ENDLESS = """\
+import sys, time, torch
+progress = sys.modules["zerofit.simulate.script.progress"]
+progress.LIMIT_S = 2.0
+x = torch.randn(4, device="cuda")
+while LOOP:
+    x = x + 1
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("loop", ["not (x > 9).all()", "True"])
+def test_a_phase_that_does_not_end_is_named_with_its_line(folder, loop):
+    problem = refused(ENDLESS.replace("LOOP", loop), gpus=1)
+    assert problem.message.startswith("build did not end within") and problem.where in ("train.py:6", "train.py:7")

@@ -1,0 +1,119 @@
+"""`zerofit explain`: why a run went out of memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from zerofit.app.explaining import explain as explain_what
+from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
+from zerofit.cli.options import AS_JSON, hardware_options
+from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster
+from zerofit.cli.simulate_show import CHANGES, cost
+from zerofit.explain.result import Change, Explanation
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.units import shown_bytes
+
+NOT_KNOWN = 1
+CANNOT_KNOW = "CANNOT KNOW"
+
+
+@click.command(cls=CommandAfterDashes)
+@click.argument("what", metavar="LOG | SNAPSHOT | RUN_FOLDER | -  [-- COMMAND]")
+@hardware_options(*HARDWARE_FIELDS, kinds="hardware of COMMAND, such as h100-80gb [this machine]")
+@AS_JSON
+@click.pass_context
+def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> None:
+    """Explain why a run went out of memory.
+
+    WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
+    of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
+
+    With the command that started the run after --, it is simulated as by `zerofit simulate`: the answer compares run
+    and forecast, and lists simulated changes. This needs torch.
+
+    Exit code 0: it names a cause; 1: the evidence does not show one, and the answer has what to run next; 2: bad input.
+    """
+
+    def work() -> Explanation:
+        words = ctx.meta[SCRIPT]
+        if words is None and any(value for value in hardware.values()):
+            hint = "put the command that started the run after --"
+            raise UserError(Problem(kind="usage", message="hardware without a command", hint=hint, where="--gpu"))
+        with EventConsole() as console:
+            cluster = command_cluster(words, hardware) if words is not None else None
+            return explain_what(what, words, cluster, on_event=console)
+
+    result = answer(work, as_json, show)
+    sys.exit(0 if result.is_known else NOT_KNOWN)
+
+
+def show(result: Explanation) -> None:
+    """Print the cause, then what shows it, what was alive, and what makes room."""
+    console = out()
+    console.print()
+    cause = result.cause.replace("-", " ").upper() if result.is_known else CANNOT_KNOW
+    print_verdict(console, cause, result.summary, good=False)
+    print_facts(console, _facts(result))
+    if result.run_next:
+        # on a line of its own, so that it can be copied
+        console.print(f"run next      {result.run_next}", soft_wrap=True)
+
+
+def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
+    yield from _labelled("because", result.evidence)
+    if result.at:
+        function = f" ({result.function})" if result.function else ""
+        yield "your line", f"{result.at}{function}{f': {result.code}' if result.code else ''}"
+    if result.asked_by:
+        yield "asked by", result.asked_by
+    if when := [*filter(None, [result.phase, f"after {result.steps:,} steps" if result.steps else ""])]:
+        yield "when", ", ".join(when)
+    if len(result.ranks) > 1:
+        yield "ranks", ", ".join(result.ranks[:8]) + (f" and {len(result.ranks) - 8} more" if result.ranks[8:] else "")
+    if memory := list(_memory(result)):
+        yield "memory", ", ".join(memory)
+    total = sum(result.alive.values())
+    parts = [f"{shown_bytes(size):<9} {size / total:>4.0%}  {kind}" for kind, size in result.alive.items() if size]
+    yield from _labelled("alive", parts)
+    lines = [f"{shown_bytes(line.bytes):<9} {line.place} ({line.function}), {line.kind}" for line in result.lines]
+    yield from _labelled("lines", lines)
+    if result.forecast:
+        at = f" in {result.forecast.phase}" if result.forecast.phase else ""
+        yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}"
+        yield from _labelled("they part", result.forecast.parts)
+    yield from _labelled("to make room", list(_changes(result.changes)))
+
+
+def _memory(result: Explanation) -> Iterator[str]:
+    figures = result.figures
+    parts = {
+        "asked for": figures.asked_bytes,
+        "total": figures.total_bytes,
+        "in tensors": figures.allocated_bytes,
+        "unused by torch": figures.unallocated_bytes,
+        "outside of torch": figures.beside_bytes,
+        "free": figures.free_bytes,
+    }
+    for name, size in parts.items():
+        if size is not None:
+            yield f"{shown_bytes(size)} {name}"
+
+
+def _changes(changes: Sequence[Change]) -> Iterator[str]:
+    """Yield what makes room; a simulated change with its memory and its cost in speed."""
+    simulated = [change for change in changes if change.reserved_bytes is not None]
+    fitting = [change for change in simulated if change.fits] or simulated
+    for change in (fitting or changes)[:CHANGES]:
+        size = f"{shown_bytes(change.reserved_bytes):<8}  " if change.reserved_bytes is not None else ""
+        price = f"{cost(change.slowdown)}  " if change.slowdown is not None else ""
+        yield f"{size}{price}{change.change}" + ("  (does not fit alone)" if change.fits is False else "")
+
+
+def _labelled(label: str, texts: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
+    for number, text in enumerate(texts):
+        yield "" if number else label, text

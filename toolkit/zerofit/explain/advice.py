@@ -1,0 +1,152 @@
+"""What to change for each cause, cheapest in speed first, and what to run if the cause cannot be known."""
+
+from __future__ import annotations
+
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
+KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
+# The observer is called before the error is raised, so the snapshot has all that was alive. torch.cuda.init first:
+# an observer that is attached before CUDA starts is lost.
+SNAPSHOT_LINE = (
+    "import torch; torch.cuda.init(); torch.cuda.memory._record_memory_history(max_entries=200000); "
+    "torch._C._cuda_attach_out_of_memory_observer("
+    "lambda gpu, *_: torch.cuda.memory._dump_snapshot(f'oom-gpu{gpu}.pickle'))"
+)
+RECORD = f"put this line first in the script, and explain the file that it writes: {SNAPSHOT_LINE}"
+
+_SMALLER_BATCH = "halve the micro batch and double gradient_accumulation_steps"
+_CHECKPOINTING = "gradient_checkpointing=True (recompute activations in backward)"
+_SHARD = "a higher ZeRO stage (stage 1 splits optimizer states, 2 gradients, 3 parameters)"
+_OFFLOAD = 'zero_optimization.offload_optimizer: {"device": "cpu"} (states in host memory)'
+_LOW_MEMORY = "torch_dtype=torch.bfloat16 and low_cpu_mem_usage=True in from_pretrained"
+
+CHANGES: dict[str, tuple[str, ...]] = {
+    "single-tensor": ("look at the shapes on that line: no layout makes room for a tensor larger than the device",),
+    "another-process": (
+        f"end the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
+        "end ranks that a former run left behind",
+    ),
+    "ranks-share-device": (
+        "call torch.cuda.set_device(local_rank) before the first CUDA call of each rank",
+        'load checkpoints with map_location="cpu": torch.load puts tensors on the GPU that saved them',
+    ),
+    "not-from-torch": (f"find who uses it: {NVIDIA_SMI}", "end the other process, or use another GPU"),
+    "outside-torch": (
+        "create fewer process groups: each NCCL communicator keeps buffers (NCCL_BUFFSIZE sets their size)",
+        "leave room: torch.cuda.set_per_process_memory_fraction(0.9), or a smaller micro batch",
+    ),
+    "memory-fraction": (
+        "raise set_per_process_memory_fraction (or per_process_memory_fraction in the allocator's options)",
+    ),
+    "cuda-graphs": (
+        'torch.compile without mode="reduce-overhead", or with dynamic=True: each shape keeps its own memory',
+        "pad inputs to few shapes",
+    ),
+    "fragmentation": (
+        f"{EXPANDABLE} before the command (costs no speed)",
+        "pad batches to few lengths, so that blocks can be reused",
+        _SMALLER_BATCH,
+    ),
+    "weights": (
+        "torch_dtype=torch.bfloat16 in from_pretrained halves fp32 weights",
+        "create the model under ZeRO-3 (TrainingArguments before from_pretrained, or deepspeed.zero.Init)",
+        "LoRA over 4-bit weights (load_in_4bit)",
+    ),
+    "checkpoint-on-device": (
+        'torch.load(..., map_location="cpu"), then load_state_dict',
+        "delete the dictionary after loading",
+    ),
+    "states": (_SHARD, _OFFLOAD, "an optimizer with 8-bit states, or LoRA"),
+    "optimizer-state": (
+        _SHARD,
+        "an optimizer with 8-bit states (adamw_8bit)",
+        _OFFLOAD,
+        "LoRA: states for adapters only",
+    ),
+    "logits": (
+        "a loss in chunks or fused with the head (Liger's fused_linear_cross_entropy; zerofit's --loss-chunk)",
+        _SMALLER_BATCH,
+        "a shorter maximum length",
+    ),
+    "second-copy": (
+        "keep the copy in host memory, or update it every few steps",
+        "with LoRA, the reference is the model with its adapters off",
+    ),
+    "activations": (_SMALLER_BATCH, _CHECKPOINTING, _SHARD, _OFFLOAD),
+    "gathered-parameters": (
+        "a smaller stage3_max_live_parameters and stage3_prefetch_bucket_size",
+        _SMALLER_BATCH,
+        _CHECKPOINTING,
+    ),
+    "evaluation-keeps-logits": (
+        "preprocess_logits_for_metrics: keep the argmax, not the logits",
+        "eval_accumulation_steps=1 moves them to host memory",
+        "prediction_loss_only=True if no metric needs them",
+    ),
+    "evaluation": (
+        "a smaller per_device_eval_batch_size (its default is 8, whatever training uses)",
+        "torch.no_grad() around a loop of your own",
+    ),
+    "generation": (
+        "fewer or shorter sequences at a time: the key-value cache grows with both",
+        "a smaller num_generations or generation batch",
+    ),
+    "saving": (
+        "save each rank's shard (stage3_gather_16bit_weights_on_model_save: false), and merge with zero_to_fp32.py",
+        "move the state_dict to host memory parameter by parameter",
+    ),
+    "data-on-device": ("keep the data set in host memory, and move one batch at a time", _SMALLER_BATCH),
+    "leak": (
+        "add up loss.item() or loss.detach(): a loss that is kept keeps its graph",
+        "do not keep outputs, and no retain_graph=True, from one step to the next",
+    ),
+    "pinned-memory": (
+        "pin_memory=False (offload_optimizer and offload_param have the key, too)",
+        "fewer ranks on the host, or less offload",
+    ),
+    "device-full-at-start": (
+        f"see who holds the device: {NVIDIA_SMI}",
+        "end a former run's processes, or use another GPU",
+    ),
+    "cuda-in-dataloader": (
+        "keep CUDA out of the Dataset and collate_fn: each worker would create a context of its own",
+    ),
+    "nccl-buffers": (
+        "leave room for communicators: a smaller micro batch, or set_per_process_memory_fraction(0.9)",
+        "NCCL_BUFFSIZE=1048576, or fewer channels (NCCL_MAX_NCHANNELS)",
+    ),
+    "library-workspace": (
+        f"see who holds the device: {NVIDIA_SMI}",
+        "leave room: a smaller micro batch, or set_per_process_memory_fraction(0.9)",
+    ),
+    "kernel-resources": (
+        "smaller block sizes or fewer num_stages for that kernel: its shared memory is a property of the GPU",
+    ),
+    "weights-in-host-memory": (
+        _LOW_MEMORY,
+        "create the model under ZeRO-3, so that each rank keeps its part only",
+        "fewer ranks on the host, or more memory for the job (--mem)",
+    ),
+    "offloaded-states": (
+        "keep the states on the GPUs if they fit (no offload_optimizer)",
+        'offload_optimizer: {"device": "nvme"}',
+        "more hosts, or more memory for the job (--mem): 12 to 16 bytes a parameter, split over all ranks",
+    ),
+    "data-in-host-memory": (
+        "stream the data set (streaming=True), or fewer num_proc",
+        "more memory for the job (--mem)",
+    ),
+    "dataloader-workers": (
+        "fewer num_workers, or a smaller prefetch_factor",
+        "no Python list with millions of items in the Dataset",
+    ),
+    "shared-memory": (
+        "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm",
+        "fewer num_workers",
+    ),
+    "saving-in-host-memory": ("save shards instead of the full model", "more memory for the job (--mem)"),
+    "host-memory": (
+        "more memory for the job (--mem), or fewer ranks on the host",
+        "fewer DataLoader workers; less offload",
+    ),
+}

@@ -1,0 +1,69 @@
+"""Read the log of any program: its lines without launchers' prefixes, and the rank that wrote each."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_BYTES = 64 << 20  # of a log; of a longer one, the beginning and the end
+HEAD_BYTES = 8 << 20
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f]")
+# Prefixes that launchers put before each line: torchrun (also --tee), mpirun, srun -l, Ray and vLLM, kubectl, and the
+# host name of pdsh and docker compose. A class of Python, as in "torch.OutOfMemoryError: ...", is no host.
+_PREFIX = re.compile(
+    r"""\ *(?:
+      \[(?:rank|default|local_rank)?\ ?(?P<rank>\d+)\]:\ ?
+    | \[\d+,(?P<mpi>\d+)\]<\w+>:\ ?
+    | (?P<srun>\d+):[ ]
+    | \((?P<actor>\w[^()]*\bpid=\d+[^()]*)\)[ ]
+    | (?P<host>(?=[\w.-]*\d)[A-Za-z][\w.-]*(?<!Error)(?<!Exception)(?<!Warning))(?::|\ +\|)[ ]
+    | \d{4}-\d\d-\d\dT[\d:.]+Z[ ]
+    )""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a log."""
+
+    number: int  # from 1
+    text: str  # without the launcher's prefix and colours
+    rank: str  # "3", or the host's or worker's name; "" without a prefix
+
+
+def read_log(path: Path) -> list[LogLine]:
+    """Return a log's lines. Of a very long log, lines in its middle are left out. Raises OSError."""
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES)
+        rest = os.fstat(file.fileno()).st_size - len(content)
+        if rest > 0:
+            file.seek(-(MOST_BYTES - HEAD_BYTES), os.SEEK_END)
+            content = content[:HEAD_BYTES] + b"\n" + file.read()
+    return lines_of(decoded_log(content))
+
+
+def decoded_log(content: bytes) -> str:
+    """Decode a log; bytes that are not text become replacement characters. PowerShell writes UTF-16."""
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return content.decode(encoding, errors="replace")
+
+
+def lines_of(text: str) -> list[LogLine]:
+    """Split a log's text into lines; progress bars overwrite themselves with carriage returns."""
+    found = []
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        for part in line.split("\r"):
+            found.append(_line(number, _CONTROL.sub("", part)))
+    return found
+
+
+def _line(number: int, text: str) -> LogLine:
+    rank = ""
+    while match := _PREFIX.match(text):
+        found = next((value for value in match.groupdict().values() if value), "")
+        rank, text = found or rank, text[match.end() :]
+    return LogLine(number, text, rank)

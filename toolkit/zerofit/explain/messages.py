@@ -1,0 +1,221 @@
+"""Find the messages about missing memory in a log, and read their figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from zerofit.explain.log import LogLine
+
+DEVICE, HOST, SHARED, KERNEL = "device", "host", "shared memory", "kernel"
+
+_UNITS = {"bytes": 0, "byte": 0, "b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = r"(-?[\d.]+) ?(bytes|[KMGT]i?B)"  # torch and DeepSpeed mean 1024 by all units
+# torch's messages differ by version: 1.x and 2.0 have one pair of parentheses; 2.1 writes sentences ("capacty"), with
+# the processes on the device; 2.2 mentions expandable segments; 2.5 private pools. XPU, HIP and NPU use the same words.
+_FIGURES = {
+    "asked_bytes": rf"(?:[Tt]ried|[Tt]rying) to allocate {_SIZE}",
+    "total_bytes": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|max allowed: {_SIZE}",
+    "free_bytes": rf"{_SIZE} free|of which {_SIZE} is free",
+    "allocated_bytes": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}",
+    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch|{_SIZE} cached",
+    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "limit_bytes": rf"{_SIZE} allowed",
+    "process_bytes": rf"this process has {_SIZE} memory in use",
+    "private_bytes": rf"{_SIZE} allocated in private pools",
+}
+_PATTERNS = {name: re.compile(pattern) for name, pattern in _FIGURES.items()}
+_TORCH = re.compile(r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory|C10 Out of Memory")
+_OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
+_GPU = re.compile(r"\b(?:GPU|NPU|XPU|MLU|device) (\d+)[ ;]")
+MESSAGE_LINES = 12  # that a message may be wrapped over
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFigures:
+    """The figures of an error message; None where it has none."""
+
+    asked_bytes: int | None = None
+    total_bytes: int | None = None  # of the device, or what a host's control group allows
+    free_bytes: int | None = None
+    allocated_bytes: int | None = None  # by tensors
+    reserved_bytes: int | None = None  # by torch's allocator
+    limit_bytes: int | None = None  # of set_per_process_memory_fraction
+    process_bytes: int | None = None  # this process on the device, with its context and libraries
+    private_bytes: int | None = None  # in pools of CUDA graphs
+    other_bytes: tuple[int, ...] = ()  # other processes on the device
+
+    @property
+    def unallocated_bytes(self) -> int | None:
+        """What torch has reserved and no tensor uses."""
+        if self.reserved_bytes is None or self.allocated_bytes is None:
+            return None
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def beside_bytes(self) -> int | None:
+        """Used on the device by anything but torch's allocator: contexts, libraries, other processes."""
+        if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """One message about missing memory."""
+
+    kind: str  # a name of _SIGNS
+    place: str  # DEVICE, HOST, SHARED or KERNEL
+    message: str
+    line: int  # in the log, from 1
+    rank: str = ""
+    gpu: int | None = None
+    figures: MemoryFigures = field(default_factory=MemoryFigures)
+
+
+# kind -> (place, pattern). The first that matches a line names it, and the first kind in this order explains the log:
+# an error with figures says more than the signal that followed it.
+_SIGNS: dict[str, tuple[str, str]] = {
+    "torch": (DEVICE, _TORCH.pattern),
+    "kernel-oom": (HOST, r"Killed process \d+|oom-kill:constraint|out of memory: Killed|Memory cgroup out of memory"),
+    "scheduler": (
+        HOST,
+        r"oom[_-]kill event|OOM Killed|OOMKilled|task \d+: Out Of Memory|[Ee]xceeded (?:job|step) memory limit"
+        r"|exceeded memory limit|TERM_MEMLIMIT|OUT_OF_ME|cgroup out-of-memory handler|node running low on memory"
+        r"|PBS: job killed: mem",
+    ),
+    "shared-memory": (
+        SHARED,
+        r"out of shared memory|insufficient shared memory|unable to (?:open|resize|write to|allocate) shared memory"
+        r"|creating shared memory segment|No space left on device.*/dev/shm|/dev/shm.*No space left on device"
+        r"|unable to mmap \d+ bytes from file",
+    ),
+    "host-allocator": (
+        HOST,
+        r"(?:can't allocate memory|not enough memory): you tried to allocate|[Cc]annot allocate memory"
+        r"|ArrayMemoryError|Unable to allocate [\d.]+ \w+ for an array|bad_alloc|^MemoryError|ArrowMemoryError"
+        r"|cudaHostAlloc|cudaHostRegister",
+    ),
+    "kernel-resources": (KERNEL, r"out of resource: |OutOfResources|too many resources requested for launch"),
+    "nccl": (
+        DEVICE,
+        r"Failed to CUDA (?:host )?(?:calloc|malloc)|Cuda failure(?: \d+)? '(?:out of memory)|NCCL.*out of memory"
+        r"|ncclUnhandledCudaError.*out of memory",
+    ),
+    "blas": (
+        DEVICE,
+        r"(?:CUBLAS|CUDNN|CUSPARSE|CUSOLVER|CUFFT|HIPBLAS|ROCBLAS|rocblas)_(?:STATUS_)?(?:ALLOC_FAILED|status_memory_error)"
+        r"|(?:CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ),
+    "driver": (
+        DEVICE,
+        r"(?:CUDA|HIP|cuda|hip) ?(?:driver |runtime )?[Ee]rror(?: ?\(2\))?:? ?.*out of memory|[Ee]rror out of memory at"
+        r"|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|out of memory at .*\.cu|outside PyTorch's allocator",
+    ),
+    "dataloader-killed": (
+        HOST,
+        r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:is killed by signal: Killed|exited unexp)",
+    ),
+    "killed": (
+        HOST,
+        r"return code = -9\b|exitcode *: -9|Signal 9 \(SIGKILL\)|signals?\.SIGKILL: 9|exit(?:ed)?(?: with)?(?: exit)?"
+        r"(?: code|[Ss]tatus)?:? ?\(?137\b|exit[Cc]ode[\"']?[:=] ?137\b|^\S*:? ?(?:line \d+: *)?(?:\d+ )?Killed\b"
+        r"|signal (?:9|KILL)\b|code -9\b|was killed \(SIGKILL\)",
+    ),
+}
+_SIGN_PATTERNS = {kind: (place, re.compile(pattern)) for kind, (place, pattern) in _SIGNS.items()}
+# a cheap test before the patterns; logs have millions of lines
+_MAYBE = re.compile(
+    r"memory|Memory|Memlimit|MEMLIMIT|oom|OOM|OUT_OF_ME|alloc|ALLOC|NOT_INIT|[Kk]ill|KILL|137|-9|resource|/dev/shm"
+    r"|mmap|signal"
+)
+
+
+def shortages(lines: Sequence[LogLine]) -> list[Shortage]:
+    """Return all messages about missing memory, in the log's order."""
+    return list(_shortages(lines))
+
+
+def ranked(found: Sequence[Shortage]) -> list[Shortage]:
+    """Return the messages that explain a failure, the most telling first."""
+    order = list(_SIGNS)
+    return sorted(found, key=lambda shortage: (order.index(shortage.kind), shortage.line))
+
+
+def _shortages(lines: Sequence[LogLine]) -> Iterator[Shortage]:
+    for at, line in enumerate(lines):
+        if not _MAYBE.search(line.text) or line.text.lstrip().startswith(("File ", "#")):
+            continue
+        for kind, (place, pattern) in _SIGN_PATTERNS.items():
+            if pattern.search(line.text):
+                yield _shortage(kind, place, lines, at)
+                break
+
+
+def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Shortage:
+    line = lines[at]
+    text = _message(lines, at)
+    found = Shortage(kind=kind, place=place, message=text[:300], line=line.number, rank=line.rank)
+    if kind == "torch":
+        gpu = _GPU.search(text)
+        return replace(found, gpu=int(gpu[1]) if gpu else None, figures=device_figures(text))
+    if place == HOST:
+        return replace(found, figures=_host_figures(text))
+    if asked := re.search(r"(?:calloc|malloc)(?: async)? (\d+) bytes", text):
+        return replace(found, figures=MemoryFigures(asked_bytes=int(asked[1])))
+    return found
+
+
+def _message(lines: Sequence[LogLine], at: int) -> str:
+    """Return a message in one line: it may be wrapped, and lines of other ranks may be between its lines."""
+    rank = lines[at].rank
+    parts = [lines[at].text.strip()]
+    for line in lines[at + 1 : at + MESSAGE_LINES]:
+        if line.rank == rank:
+            text = line.text.strip().strip("│|").strip()
+            if not text or re.match(r"Traceback|File |\[|frame #|Exception raised|During handling|╰", text):
+                break
+            parts.append(text)
+    return re.sub(r"\s+", " ", " ".join(parts))
+
+
+def device_figures(text: str) -> MemoryFigures:
+    """Return the figures of torch's message; a second message in the text does not count."""
+    starts = [match.start() for match in _TORCH.finditer(text)]
+    text = text[: starts[1] if len(starts) > 1 else None]
+    found: dict[str, int] = {}
+    for name, pattern in _PATTERNS.items():
+        if match := pattern.search(text):
+            number, unit = [group for group in match.groups() if group]
+            found[name] = _bytes(number, unit)
+    others = [_bytes(number, unit) for _, number, unit in _OTHERS.findall(text)]
+    unallocated = found.pop("unallocated_bytes", None)
+    if unallocated is not None and "allocated_bytes" in found:
+        found["reserved_bytes"] = found["allocated_bytes"] + unallocated
+    # In a container, torch does not find its own process number on the device, so this process is among the others
+    reserved = found.get("reserved_bytes", 0)
+    if "process_bytes" not in found and (own := [size for size in others if size >= 0.99 * reserved]) and reserved:
+        found["process_bytes"] = min(own)
+        others.remove(min(own))
+    return MemoryFigures(**found, other_bytes=tuple(others))
+
+
+def _host_figures(text: str) -> MemoryFigures:
+    """Return the figures of the kernel's, the CPU allocator's or numpy's message."""
+    if asked := re.search(r"you tried to allocate (\d+) bytes", text):
+        return MemoryFigures(asked_bytes=int(asked[1]))
+    if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):
+        return MemoryFigures(asked_bytes=_bytes(asked[1], asked[2]))
+    resident = [int(size) << 10 for size in re.findall(r"\b(?:anon|file|shmem)-rss:(\d+)kB", text)]
+    limit = re.search(r"\blimit (\d+)kB", text)
+    return MemoryFigures(
+        process_bytes=sum(resident) if resident else None, limit_bytes=int(limit[1]) << 10 if limit else None
+    )
+
+
+def _bytes(number: str, unit: str) -> int:
+    try:
+        return int(float(number) * 1024 ** _UNITS[unit.lower() if unit == "bytes" else unit[0].lower()])
+    except (ValueError, OverflowError):  # "1.2.3"
+        return 0

@@ -1,0 +1,108 @@
+"""Read how far a run got from its log, and DeepSpeed's lines of memory use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zerofit.explain.log import LogLine
+
+GIB = 1 << 30
+GROWING = 4  # readings at one place that must grow each time, before it counts as a leak
+
+_BAR = re.compile(r"^(?P<about>[^|%]*?):?\s*\d+%\|.*?\|\s*(?P<done>\d+)/\d+ \[")
+_NO_TRAINING = re.compile(
+    r"load|shard|map|token|generat|download|fetch|eval|valid|predict|filter|proces|pack|split|saving|sanity|test", re.I
+)
+_STEP = re.compile(
+    r"(?:\b(?:global_)?step(?:s|_?num|_count)?|\biter(?:ation)?s?|\bIter)\b['\"]?\s*[=: \[]\s*(?P<step>\d+)", re.I
+)
+_LOSS = re.compile(r"['\"]?\b(?:train_|train/)?loss['\"]?\s*[:=]\s*['\"]?\d", re.I)
+_MEMORY = re.compile(r"\bMA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB")
+_HOST = re.compile(r"CPU Virtual Memory: *used = ([\d.]+) GB, percent = ([\d.]+)%")
+_LABEL = re.compile(r"see_memory_usage\] *(?P<text>.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReading:
+    """DeepSpeed's see_memory_usage at one place of a run."""
+
+    label: str
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    host_bytes: int = 0
+    host_share: float = 0.0  # of the host's memory that is used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run got before its error."""
+
+    steps: int = 0  # steps or losses in the log; 0 also if it prints none
+    started: bool = False  # whether a training step had begun
+    activity: str = ""  # the last work before training that the log names
+    readings: tuple[MemoryReading, ...] = ()
+
+    @property
+    def leak(self) -> tuple[str, int, int] | None:
+        """A label whose allocated memory grew at each of its last readings: (label, first bytes, last bytes)."""
+        for label in {reading.label for reading in self.readings}:
+            sizes = [r.allocated_bytes for r in self.readings if r.label == label][-10:]
+            later = sizes[1:]  # the first step allocates the optimizer's state
+            rising = all(a < b for a, b in pairwise(later))
+            if len(later) >= GROWING and rising and later[-1] > 1.05 * later[0]:
+                return label, later[0], later[-1]
+        return None
+
+
+# text in a log -> what the program was doing, in the order in which a run does it
+_ACTIVITIES = (
+    (r"[Dd]ownloading|Fetching \d+ files", "downloading"),
+    (r"^(?:Map|Filter|Generating \w+ split|Running tokenizer|Tokenizing|Grouping texts|Packing)\b", "preparing data"),
+    (r"Loading checkpoint shards|Loading weights|Loading safetensors|Instantiating|Loading model", "loading the model"),
+    (
+        r"Before initializing optimizer states|After initializing optimizer states|cpu_adam|CPUAdam|offload_optimizer",
+        "creating the optimizer's states",
+    ),
+    (r"Saving model checkpoint|Saving .*checkpoint|\[Torch\] Saving|Begin Save|save_checkpoint", "saving a checkpoint"),
+    (r"\*+ Running Evaluation|^Evaluating|Running Prediction", "evaluating"),
+)
+_ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACTIVITIES)
+
+
+def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
+    """Return how far the run had got at a line of its log."""
+    steps, losses, activity, label, started = 0, 0, "", "", False
+    readings: list[MemoryReading] = []
+    for line in lines:
+        text = line.text
+        if line.number >= error:
+            break
+        if (bar := _BAR.match(text.strip())) and not _NO_TRAINING.search(bar["about"]):
+            started, steps = True, max(steps, int(bar["done"]))
+        elif _LOSS.search(text):
+            started, losses = True, losses + 1
+            if step := _STEP.search(text):
+                steps = max(steps, int(step["step"]))
+        activity = next((name for pattern, name in _ACTIVITY_PATTERNS if pattern.search(text)), activity)
+        if memory := _MEMORY.search(text):
+            allocated, peak, reserved = (int(float(size) * GIB) for size in memory.groups())
+            readings.append(
+                MemoryReading(label=label, allocated_bytes=allocated, peak_bytes=peak, reserved_bytes=reserved)
+            )
+        elif (host := _HOST.search(text)) and readings:
+            last = readings[-1]
+            readings[-1] = MemoryReading(
+                label=last.label,
+                allocated_bytes=last.allocated_bytes,
+                peak_bytes=last.peak_bytes,
+                reserved_bytes=last.reserved_bytes,
+                host_bytes=int(float(host[1]) * GIB),
+                host_share=float(host[2]) / 100,
+            )
+        elif named := _LABEL.search(text):
+            label = named["text"]
+    return Progress(steps=max(steps, losses), started=started, activity=activity, readings=tuple(readings))

@@ -1,0 +1,190 @@
+"""A memory snapshot of torch: its blocks and its trace, in the formats of torch 1.13 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zerofit.explain.unpickle import read_plain_pickle
+from zerofit.spec.foreign import Unreadable
+
+Frames = Sequence[dict[str, Any]]  # innermost first: "filename", "name", "line"
+ALIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+SWING = 0.3  # share of the range of allocated bytes between a step's highest and lowest moment
+
+
+@dataclass(frozen=True, slots=True)
+class AliveBlock:
+    """An allocation that is alive at a moment."""
+
+    bytes: int
+    frames: Frames
+    event: int  # that allocated it, in the trace; -1 if the trace does not have it
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorCall:
+    """One event of the trace."""
+
+    action: str
+    address: int
+    bytes: int
+    frames: Frames
+    free_bytes: int  # of the device; for "oom" only
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """One device's memory."""
+
+    blocks: dict[int, AliveBlock]  # by address, at the end
+    trace: tuple[AllocatorCall, ...]
+    reserved_bytes: int  # at the end
+    private_bytes: int  # of segments in private pools
+    alloc_conf: dict[str, Any]  # the allocator's settings; {} before torch 2.1
+
+    @cached_property
+    def moment(self) -> int:
+        """The event to explain: the last out of memory, else the highest moment."""
+        failed = [number for number, event in enumerate(self.trace) if event.action == "oom"]
+        if failed:
+            return failed[-1]
+        curve = self.allocated
+        return max(range(len(curve)), key=curve.__getitem__, default=-1)
+
+    @property
+    def ran_out(self) -> AllocatorCall | None:
+        """The out of memory at `moment`."""
+        event = self.trace[self.moment] if self.trace else None
+        return event if event and event.action == "oom" else None
+
+    @cached_property
+    def allocated(self) -> list[int]:
+        """Allocated bytes after each event."""
+        live, found = 0, list[int]()
+        for event in self.trace:
+            live += event.bytes * _SIGN.get(event.action, 0)
+            found.append(live)
+        before = sum(block.bytes for block in self.blocks.values()) - live
+        return [before + size for size in found]
+
+    @property
+    def reserved_at_moment(self) -> int:
+        """Reserved bytes at `moment`: those at the end without the segments that came later."""
+        later = self.trace[self.moment + 1 :]
+        return self.reserved_bytes - sum(event.bytes * _SEGMENT_SIGN.get(event.action, 0) for event in later)
+
+    def alive(self) -> list[AliveBlock]:
+        """Return what was alive at `moment`: it may have been freed before the snapshot was written."""
+        if not self.trace:
+            return list(self.blocks.values())
+        live: dict[int, AliveBlock] = {}
+        seen: set[int] = set()  # addresses that the trace allocates up to the moment
+        for number, event in enumerate(self.trace[: self.moment + 1]):
+            if event.action == "alloc":
+                live[event.address] = AliveBlock(event.bytes, event.frames, number)
+            elif event.action == "free_completed":
+                live.pop(event.address, None)
+            else:
+                continue
+            seen.add(event.address)
+        # blocks from before the trace: still there at the end, or first freed after the moment
+        found = list(live.values())
+        for event in self.trace[self.moment + 1 :]:
+            if event.action == "free_completed" and event.address not in seen:
+                found.append(AliveBlock(event.bytes, (), -1))
+            if event.action in ("free_completed", "alloc"):
+                seen.add(event.address)
+        return found + [block for address, block in self.blocks.items() if address not in seen]
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The events at which allocated memory reached a low point between two steps, up to `moment`."""
+        curve = self.allocated[: self.moment + 1]
+        if not curve:
+            return []
+        swing = SWING * (max(curve) - min(curve))
+        found, high, low, at, falling = list[int](), curve[0], curve[0], 0, False
+        for number, size in enumerate(curve):
+            if falling:
+                if size < low:
+                    low, at = size, number
+                elif size > low + swing:
+                    found.append(at)
+                    high, falling = size, False
+            elif size > high:
+                high = size
+            elif size < high - swing:
+                low, at, falling = size, number, True
+        return found
+
+
+_SIGN = {"alloc": 1, "free_completed": -1}
+_SEGMENT_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+def read_snapshot(path: Path) -> MemorySnapshot:
+    """Return the device of a snapshot that ran out of memory, else the fullest. Raises OSError or Unreadable."""
+    content = read_plain_pickle(path)
+    try:
+        devices = _devices(content)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"it is no memory snapshot: {type(error).__name__} {error}") from None
+    if not devices:
+        raise Unreadable("it has no memory of a device")
+    return max(devices, key=lambda device: (device.ran_out is not None, device.reserved_bytes))
+
+
+def _devices(content: Any) -> list[MemorySnapshot]:
+    if isinstance(content, list):  # torch.cuda.memory_snapshot(), and torch before 2.0
+        content = {"segments": content}
+    if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
+        raise Unreadable("it is no memory snapshot: it has no segments")
+    traces = content.get("device_traces") or []
+    settings = content.get("allocator_settings")
+    numbers = {int(segment.get("device", 0)) for segment in content["segments"]}
+    numbers |= {number for number, events in enumerate(traces) if events}
+    found = []
+    for number in sorted(numbers):
+        segments = [segment for segment in content["segments"] if int(segment.get("device", 0)) == number]
+        trace = tuple(_event(event) for event in (traces[number] if 0 <= number < len(traces) else ()))
+        private = (segment for segment in segments if any(segment.get("segment_pool_id", ())))
+        found.append(
+            MemorySnapshot(
+                blocks=_placed(
+                    {event.address: n for n, event in enumerate(trace) if event.action == "alloc"}, segments
+                ),
+                trace=trace,
+                reserved_bytes=sum(int(segment["total_size"]) for segment in segments),
+                private_bytes=sum(int(segment["total_size"]) for segment in private),
+                alloc_conf=settings if isinstance(settings, dict) else {},
+            )
+        )
+    return found
+
+
+def _event(event: dict[str, Any]) -> AllocatorCall:
+    address = event.get("addr", event.get("address", -1))
+    free = event.get("device_free", 0) or 0
+    return AllocatorCall(
+        str(event["action"]), int(address), int(event.get("size", 0)), event.get("frames") or (), int(free)
+    )
+
+
+def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
+    """Return the blocks in use by address. Older formats have no address: it follows from the blocks before."""
+    found: dict[int, AliveBlock] = {}
+    for segment in segments:
+        address = int(segment.get("address") or 0)
+        for block in segment["blocks"]:
+            address = int(block.get("address", address))
+            if block["state"] in ALIVE:
+                history = block.get("history") or [{}]  # torch 2.0 and before
+                frames = block.get("frames") or history[0].get("frames") or ()
+                size = int(block.get("requested_size") or history[0].get("real_size") or block["size"])
+                found[address] = AliveBlock(size, frames, allocated.get(address, -1))
+            address += int(block["size"])
+    return found

@@ -1,0 +1,144 @@
+"""Read the Python traceback before an error message: the user's line, and the phase of training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerofit.explain.log import LogLine
+
+LOOKED_BACK = 400  # lines; a traceback through a large model and DeepSpeed has some 120
+
+LOADING, INIT, FORWARD, LOSS, BACKWARD, STEP = "loading", "init", "forward", "loss", "backward", "step"
+EVALUATION, KEPT_LOGITS, GENERATION, SAVING, DATA = "evaluation", "kept logits", "generation", "saving", "data"
+
+_STANDARD = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
+_NOTEBOOK = re.compile(
+    r"^\s*(?:File )?(?P<file>(?:~|/|\w:|<ipython|Cell )[^:(]*?)(?::(?P<line>\d+))?,? in (?P<name>.+)$"
+)
+_RICH = re.compile(r"^[│|]\s*(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
+_ARROW = re.compile(r"^\s*(?:-+>|[│|]?\s*❱)\s*(?P<line>\d+)?\s*(?P<code>.*)")
+_ENDS = re.compile(r"Traceback \(most recent call last\)")
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/lib/python3|<frozen |^<(?!ipython)|torch_extensions/|/tmp/torchinductor|zerofit/"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFrame:
+    """One call of a traceback."""
+
+    file: str
+    line: int
+    name: str  # of the function
+    code: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's code, not a library's."""
+        return not _LIBRARY.search(self.file.replace("\\", "/"))
+
+    @property
+    def place(self) -> str:
+        """`train.py:44`, the path as the log has it but for a library's folder."""
+        path = re.sub(r"^.*(?:(?:site|dist)-packages|toolkit)/", "", self.file.replace("\\", "/"))
+        return f"{path}:{self.line}" if self.line else path
+
+
+def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
+    """Return the calls of the traceback that ends at a line (its number), outermost first; [] without one."""
+    at = next((index for index, line in enumerate(lines) if line.number >= error), len(lines))
+    rank = lines[at].rank if at < len(lines) else ""
+    found: list[CodeFrame] = []
+    code = arrow = ""
+    number = 0
+    for line in reversed(lines[max(0, at - LOOKED_BACK) : at]):
+        if line.rank != rank:
+            continue
+        if _ENDS.search(line.text):
+            break
+        match = _STANDARD.match(line.text) or _RICH.match(line.text) or _NOTEBOOK.match(line.text)
+        if match:
+            found.append(
+                CodeFrame(
+                    match["file"].strip(), int(match["line"] or number), (match["name"] or "").strip(), arrow or code
+                )
+            )
+            code, arrow, number = "", "", 0
+        elif (marked := _ARROW.match(line.text)) and not arrow:
+            arrow, number = marked["code"], int(marked["line"] or 0)
+        elif line.text.strip(" ^~│|"):
+            code = line.text.strip(" │|")
+    return found[::-1]
+
+
+def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
+    """Return the innermost call in the user's code; the one that used torch if there is none."""
+    own = [frame for frame in frames if frame.is_own]
+    return own[-1] if own else caller_of_torch(frames)
+
+
+def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
+    """Return the innermost call outside of torch and DeepSpeed, such as a model's; the innermost of all without one."""
+    outside = [frame for frame in frames if not frame.place.startswith(("torch/", "deepspeed/"))]
+    return (outside or list(frames) or [None])[-1]
+
+
+# phase -> what a call looks like: "file:function:code". Calls are read from the outermost on, and each that matches
+# moves the run into its phase, except out of a phase of `_INSIDE`: backward runs a forward again for checkpoints, an
+# evaluation runs it without backward. Lightning runs forward and backward inside of optimizer.step, so `step` does not
+# last.
+_MARKS = {
+    KEPT_LOGITS: r":nested_concat:|:_?pad_across_processes:|:gather_for_metrics:|preds_host|all_(?:logits|preds)"
+    r"|EvalLoopContainer|trainer_pt_utils.py:.*(?:torch\.cat|torch_pad_and_concat)",
+    EVALUATION: r":evaluate:|:evaluation_loop:|:prediction_(?:step|loop):|:(?:\w*_)?valid(?:ate|ation_step|ation)?:"
+    r"|:(?:run_)?eval(?:_\w+)?:|:test_step:|:_run_sanity_check:|:predict:|:test:",
+    GENERATION: r"generation/utils.py:|:generate:|\.generate\(",
+    SAVING: r":_?save(?:_\w+)?:|:_zero3_consolidated_16bit_state_dict:|:_maybe_log_save_evaluate:.*save"
+    r"|:get_state_dict:|:state_dict:|:consolidat\w+:",
+    LOADING: r":from_pretrained:|:_?load_\w*(?:model|state|checkpoint|param)\w*:|:load_state_dict:|:load_checkpoint:"
+    r"|torch/serialization.py:|/nn/modules/module.py:(?:to|cuda|_apply|half|float|bfloat16)\b|:_lazy_init:|:set_module_tensor"
+    r"|(?:model|net|self)\.(?:to|cuda|half)\(|safetensors|:load_model\w*:|:_initialize_weights:|:reset_parameters:",
+    INIT: r"deepspeed/__init__.py:initialize:|:_configure_(?:zero_)?optimizer:|:_prepare_deepspeed:|:prepare_model:"
+    r"|:initialize_optimizer_states:|:_wrap_model:|:_setup_for_real_optimizer:|:_create_fp32_partitions:"
+    r"|fully_sharded_data_parallel.py:__init__|distributed.py:__init__",
+    DATA: r":pin_memory:|:_pin_memory_loop:|data/_utils/|:collate\w*:|:_?prepare_inputs?:|batch\.(?:to|cuda)\(",
+    LOSS: r"loss/loss_utils.py:|cross_entropy|CrossEntropy|log_softmax|lm_head|logits|fused_linear",
+    BACKWARD: r":backward:|\.backward\(|:_engine_run_backward:|:backward_pass:|:_execute_engine_|autograd.grad\(",
+    STEP: r"(?:optim|adam|lion|muon|adafactor)\w*\.py:_?(?:multi_tensor|single_tensor|init_group|step|update)\w*"
+    r"|:_take_model_step:|:_?optimizer_step:|:clip_grad_norm\w*:|optim/\w+\.py:|engine\.step\(|optimizer\.step\("
+    r"|stage\w+\.py:step:|:_step\w*:|:unscale_\w*:",
+    FORWARD: r":forward:|:_call_impl:|:_?training_step:|:compute_loss:|:_inner_training_loop:.*model\(|\bmodel\(",
+}
+_PATTERNS = {phase: re.compile(pattern) for phase, pattern in _MARKS.items()}
+# Phases that last to the end of the traceback, and those that may follow in them
+_INSIDE: dict[str, tuple[str, ...]] = {
+    BACKWARD: (),
+    EVALUATION: (KEPT_LOGITS, GENERATION, SAVING),
+    GENERATION: (),
+    INIT: (LOADING,),
+    KEPT_LOGITS: (),
+    LOADING: (),
+    SAVING: (),
+}
+
+
+def phase_of(frames: Sequence[CodeFrame]) -> str:
+    """Return the phase of training in which a traceback ended; "" if unknown."""
+    phase = ""
+    for frame in frames:
+        text = f"{frame.file}:{frame.name.split('(')[0]}:{frame.code}".replace("\\", "/")
+        for mark, pattern in _PATTERNS.items():
+            if pattern.search(text):
+                within_loss = phase == LOSS and mark == FORWARD and "/torch/" in text  # lm_head's own forward
+                if not within_loss and (phase not in _INSIDE or mark in _INSIDE[phase]):
+                    phase = mark
+                break
+    return phase
+
+
+def gathers(frames: Sequence[CodeFrame]) -> bool:
+    """Return whether ZeRO-3 or FSDP was gathering parameters."""
+    marks = re.compile(r"partition(?:ed)?_param\w+\.py:|:_?all_?gather|:fetch_sub_module:|GatheredParameters|_unshard")
+    return any(marks.search(f"{frame.file}:{frame.name}:{frame.code}") for frame in frames[-8:])

@@ -1,0 +1,90 @@
+"""Read a pickle of plain data without running code: no class or function is looked up."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import pickle
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+from zerofit.spec.foreign import Unreadable
+
+GZIP, PICKLE = b"\x1f\x8b", b"\x80"
+GROWTH = 24  # bytes of Python's objects per byte of a pickle: one byte can be an empty dictionary, most are less
+SPARE_BYTES = 2 << 30
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuses every class, function and persistent object. Without these, a pickle cannot call anything."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it has an object of {module}.{name}, not only plain data")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to objects outside of the file")
+
+
+def is_pickle(path: Path) -> bool:
+    """Return whether a file is a pickle, compressed by gzip or not. Raises OSError."""
+    try:
+        with _opened(path) as file:
+            return file.read(1) == PICKLE
+    except (EOFError, gzip.BadGzipFile):
+        return False
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Return a pickle's plain data. Raises OSError, or Unreadable for anything else in it."""
+    with _opened(path) as file, _limited_memory(path.stat().st_size):
+        try:
+            return _PlainUnpickler(file).load()
+        except OSError as error:
+            if error.errno is not None:  # the disk's; gzip's have no number
+                raise
+            raise Unreadable(str(error)) from None
+        except MemoryError:
+            raise Unreadable("it needs more memory than a snapshot of its size") from None
+        except Exception as error:  # pickle raises most of Python's errors for bytes that are none
+            raise Unreadable(f"it is no pickle of plain data: {error}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with path.open("rb") as file:
+        compressed = file.read(2) == GZIP
+        file.seek(0)
+        if not compressed:
+            yield file
+            return
+        with gzip.open(file) as inner:
+            yield cast(BinaryIO, inner)
+
+
+@contextmanager
+def _limited_memory(size: int) -> Iterator[None]:
+    """Limit this process's address space while it reads, since a few bytes can ask for a table of many GiB.
+
+    Cyclic garbage collection is off: it would look at millions of new objects again and again.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
+    )
+    wanted = used + SPARE_BYTES + GROWTH * size
+    limits = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
+    collecting = gc.isenabled()
+    gc.disable()
+    if used:
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        if used:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if collecting:
+            gc.enable()

@@ -1,0 +1,31 @@
+"""The software of a run that decides how fast its kernels are, besides the layout and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zerofit.spec.model_facts import ATTENTION_KERNELS, AttentionKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Kernels, compiler and threads; defaults are those of the installed DeepSpeed, torch and transformers."""
+
+    attn_implementation: AttentionKernel = "sdpa"
+    compile: bool = False  # torch.compile
+    liger_kernel: bool = False  # Liger's fused RMS norm, rotary embeddings, SwiGLU and cross-entropy
+    tensor_sequence_parallel: bool = False  # tensor parallel ranks also split norms, embedding, head and loss
+    cpu_threads: int | None = None  # of each rank; None: the node's cores, divided among its ranks
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Software:
+        """Return the software that pins of a plan or fields of a run name; None stands for the default."""
+        found = {field.name: given.get(field.name) for field in fields(cls)}
+        kernel = (given.get("model_args") or {}).get("attn_implementation")
+        found["attn_implementation"] = kernel if kernel in ATTENTION_KERNELS else None  # a user's own model has its own
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+
+USUAL = Software()

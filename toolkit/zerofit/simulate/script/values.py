@@ -1,0 +1,55 @@
+"""Decide the values of device tensors that control flow reads, as far as known operands or training decide them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from zerofit.simulate.ops.costs import OpArguments
+
+_aten = torch.ops.aten
+_OR = (_aten.bitwise_or, _aten.bitwise_or_, _aten.logical_or, _aten.logical_or_)
+_AND = (_aten.bitwise_and, _aten.bitwise_and_, _aten.logical_and, _aten.logical_and_, _aten.mul, _aten.mul_)
+_OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
+_NOT_FINITE = (_aten.isnan, _aten.isinf)
+_EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
+_RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL}
+
+
+# `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
+def decided(func: OpOverload, args: OpArguments, known: OpArguments) -> bool | None:
+    """Return the value of every element of a bool output, or False for zeros; None if values decide it.
+
+    One known operand decides: True in an `or`, False or zero in an `and` or product. Unknown floats are finite, as in
+    training that goes on: isnan and isinf are False, and so are their longer forms `x != x` and `abs(x) == inf`.
+    """
+    packet = func._overloadpacket
+    if packet not in _RULES:
+        return None
+    if packet in _NOT_FINITE:
+        return False if known[0] is None else None
+    if packet in _EQUAL:
+        itself = len(args) > 1 and args[0] is args[1]
+        infinite = len(args) > 1 and isinstance(args[1], float) and math.isinf(args[1])
+        unknown = known[0] is None and (itself or infinite)
+        return _EQUAL[packet] is itself if unknown else None
+    same = [value for value in map(_of_all, known) if value is not None]
+    if packet in _OF_ALL:
+        return same[0] if len(args) == 1 and same and isinstance(same[0], bool) else None
+    if packet in _OR:
+        return True if any(value is True for value in same) else None
+    return False if any(value == 0 for value in same) else None
+
+
+def _of_all(value: object) -> bool | float | None:
+    """Return the value that all elements share; None if they differ, or are unknown."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, (bool, int, float)) else None
+    if not value.numel():
+        return None
+    first = value[(0,) * value.dim()]
+    equal = all(stride == 0 for stride in value.stride()) or bool((value == first).all())
+    return first.item() if equal else None
