@@ -27,6 +27,7 @@ from benchmarks.foreign_writer import (
     ds_config,
     make_model,
     parameter_groups,
+    start_engine,
     start_ranks,
     steps,
 )
@@ -38,12 +39,10 @@ def load(folder: Path) -> list[float]:
     case = replace(CASES[how["case"]], **how["change"])
     if how["program"] == "fsdp":
         return load_with_fsdp(case, folder)
-    import deepspeed
-
     model = other_weights(make_model(case))
     groups = parameter_groups(model, case.groups)
     config = ds_config(case) | ({"checkpoint": {"load_universal": True}} if how["program"] == "universal" else {})
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups)
+    engine = start_engine(model, config, groups)
     path, _ = engine.load_checkpoint(str(folder / "saved"))
     assert path is not None
     if how["program"] == "universal" and case.stage == 3:
@@ -64,8 +63,8 @@ def load(folder: Path) -> list[float]:
 
 def load_with_fsdp(case: Case, folder: Path) -> list[float]:
     """Load with FSDP2 and torch.distributed.checkpoint."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
     from torch.distributed.fsdp import fully_shard
 
     model: Any = other_weights(make_model(case))
@@ -75,7 +74,7 @@ def load_with_fsdp(case: Case, folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     weights, states = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": states}
-    dcp.load(saved, checkpoint_id=str(folder / "saved"))
+    load_distributed(saved, checkpoint_id=str(folder / "saved"))
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
     def step() -> torch.Tensor:

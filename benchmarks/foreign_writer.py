@@ -142,6 +142,13 @@ def ds_config(case: Case) -> dict[str, Any]:
     return config
 
 
+def start_engine(model: Any, config: dict[str, Any], groups: Any) -> Any:
+    """Return a DeepSpeed engine."""
+    import deepspeed
+
+    return deepspeed.initialize(model=model, config=config, model_parameters=groups)[0]
+
+
 def steps(step: Callable[[], torch.Tensor], count: int) -> list[float]:
     """Train, and return the mean loss of the ranks at each step."""
     losses = []
@@ -169,7 +176,7 @@ def with_deepspeed(case: Case, folder: Path) -> None:
         return
     model = make_model(case)
     config = ds_config(case)
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameter_groups(model, case.groups))
+    engine = start_engine(model, config, parameter_groups(model, case.groups))
 
     def step() -> torch.Tensor:
         tokens = batch(dist.get_rank())
@@ -211,7 +218,6 @@ class Mixture(torch.nn.Module):
 
 def with_own_layers(case: Case, folder: Path) -> None:
     """Write with DeepSpeed's mixture of experts, or its pipeline."""
-    import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
     from deepspeed.pipe import PipelineModule
 
@@ -225,7 +231,7 @@ def with_own_layers(case: Case, folder: Path) -> None:
     else:
         model = Mixture(min(2, ranks))
         groups = split({"params": list(model.parameters()), "name": "all"})
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups or list(model.parameters()))
+    engine = start_engine(model, config, groups or list(model.parameters()))
 
     def step() -> torch.Tensor:
         if case.model == "pipeline":
@@ -257,9 +263,10 @@ def with_accelerate(case: Case, folder: Path) -> None:
     accelerator = Accelerator(
         deepspeed_plugin=plugin, mixed_precision="no" if case.precision == "fp32" else case.precision
     )
-    model = make_model(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    loader = torch.utils.data.DataLoader([{"input_ids": row} for row in batch(0)], batch_size=2)  # pyright: ignore
+    model: Any = make_model(case)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
+    rows: Any = [{"input_ids": row} for row in batch(0)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
     model, optimizer, _ = accelerator.prepare(model, optimizer, loader)
 
     def step() -> torch.Tensor:
@@ -274,7 +281,8 @@ def with_accelerate(case: Case, folder: Path) -> None:
     accelerator.save_state(str(folder / "saved"))
     state = accelerator.get_state_dict(model)
     if dist.get_rank() == 0:
-        accelerator.unwrap_model(model).save_pretrained(folder / "reference", state_dict=state)
+        plain: Any = accelerator.unwrap_model(model)
+        plain.save_pretrained(folder / "reference", state_dict=state)
     dist.barrier()
     finish(folder, case, steps(step, AFTER))
     reset_accelerate()
@@ -308,7 +316,8 @@ def with_trainer(case: Case, folder: Path) -> None:
     import transformers
 
     reset_accelerate()
-    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # it refuses bf16 on CPUs
+    arguments_of: Any = transformers.training_args
+    arguments_of.is_torch_bf16_gpu_available = lambda: True  # it refuses bf16 on CPUs
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     config = ds_config(case) if case.program == "trainer" else None
     arguments = transformers.TrainingArguments(
@@ -328,7 +337,7 @@ def with_trainer(case: Case, folder: Path) -> None:
         deepspeed=config,
         disable_tqdm=True,
     )
-    rows = [{"input_ids": row, "labels": row} for _ in range(64) for row in batch(0)]
+    rows: Any = [{"input_ids": row, "labels": row} for _ in range(64) for row in batch(0)]
     trainer = transformers.Trainer(model=make_model(case), args=arguments, train_dataset=rows)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -338,13 +347,14 @@ def with_trainer(case: Case, folder: Path) -> None:
 
 def with_fsdp(case: Case, folder: Path) -> None:
     """Write with FSDP2 or FSDP1 and torch.distributed.checkpoint."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model: Any = make_model(case)
     if case.program != "fsdp1":
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -369,7 +379,9 @@ def with_fsdp(case: Case, folder: Path) -> None:
         if dist.get_rank() == 0:
             torch.save({"model": weights, "optimizer": states}, folder / "saved" / "state.pt")
     else:
-        dcp.save({"model": weights, "optimizer": states, "step": BEFORE}, checkpoint_id=str(folder / "saved"))
+        state_dict_saver.save(
+            {"model": weights, "optimizer": states, "step": BEFORE}, checkpoint_id=str(folder / "saved")
+        )
     full, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         plain = make_model(case)

@@ -242,3 +242,25 @@ def test_fsdp_itself_reads_what_is_written_for_it(tmp_path):
 def test_deepspeed_needs_ranks_and_stage(tmp_path):
     with pytest.raises(UserError, match="--ranks"):
         Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")
+
+
+def test_repair_takes_the_weights_of_the_model_states(runs, tmp_path):
+    """A lost rank's master weights become those of the model states, and its optimizer states zero."""
+    saved, own = plain(runs, "zero2", tmp_path)
+    lose_rank(saved)
+    with pytest.raises(UserError, match="pp_rank_1_mp_rank_00_optim_states.pt is missing"):
+        Checkpoint(saved).convert(tmp_path / "out", to="deepspeed", ranks=2, stage=2)
+    Checkpoint(saved).convert(tmp_path / "out", to="deepspeed", ranks=2, stage=2, repair=True)
+    ours, theirs = FullState(own), FullState(tmp_path / "out")
+    for name in ours.names:  # the run is in float32: its model states are the master weights
+        assert torch.equal(theirs.read(name), ours.read(name))
+    lost = [name for name in ours.names if not theirs.read(name, "exp_avg").any()]
+    kept = [name for name in ours.names if torch.equal(theirs.read(name, "exp_avg"), ours.read(name, "exp_avg"))]
+    assert lost and kept and len(lost) + len(kept) >= len(ours.names) - 2  # a partition ends within at most 2
+
+
+def test_a_lost_rank_of_stage_three_cannot_be_repaired(runs, tmp_path):
+    saved, _ = plain(runs, "zero3-bf16", tmp_path)
+    lose_rank(saved)
+    with pytest.raises(UserError, match="no file has its weights"):
+        Checkpoint(saved).export(tmp_path / "out", repair=True)

@@ -200,6 +200,7 @@ class Checkpoint:
         max_shard_size: str = SHARD_SIZE,
         merge: bool = False,
         model: str | Path | None = None,
+        repair: bool = False,
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
@@ -209,7 +210,8 @@ class Checkpoint:
         also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
         precision). `max_shard_size`: limit for the files of a transformers model. A custom model
         `package.module:callable` is imported and called only with `trust_model_code`. `model`: for another program's
-        checkpoint, the folder with config.json and the tokenizer, if they are not beside it.
+        checkpoint, the folder with config.json and the tokenizer, if they are not beside it. `repair` replaces the
+        master weights of a rank whose file is lost with those of DeepSpeed's model states.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
@@ -220,7 +222,7 @@ class Checkpoint:
         merged = merge and (self.path / ADAPTERS).is_file()
         if not is_own(self.path) and not merged and (found := foreign_at(self.path)):
             config = Path(model) if model is not None else None
-            return export_foreign(found, Path(out), dtype, shard_bytes, config=config, report=report)
+            return export_foreign(found, Path(out), dtype, shard_bytes, config=config, repair=repair, report=report)
         adapters = adapters_of(self.path) if merge else None
         path = adapters or locate(self.path, deep=True, report=report)
         how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
@@ -234,13 +236,15 @@ class Checkpoint:
         ranks: int | None = None,
         stage: int | None = None,
         dtype: Precision | None = None,
+        repair: bool = False,
         on_event: OnEvent | None = None,
     ) -> ConvertResult:
         """Write the checkpoint for another program.
 
         `to`: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks` at ZeRO
         `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed checkpoints) or
-        "hf" (weights only, like `export`). `dtype` of the weights (default: the training's).
+        "hf" (weights only, like `export`). `dtype` of the weights (default: the training's). `repair` as in `export`;
+        the optimizer's states of the lost rank become zero.
         """
         report = Reporter(on_event)
         if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):
@@ -248,7 +252,7 @@ class Checkpoint:
             hint = "the number of processes and the ZeRO stage of the run that loads it"
             raise UserError(Problem(kind="usage", message=message, hint=hint, where="--ranks"))
         if to == "hf":
-            result = self.export(out, dtype=dtype, on_event=on_event)
+            result = self.export(out, dtype=dtype, repair=repair, on_event=on_event)
             size = sum((result.out / file).stat().st_size for file in result.files)
             from zerofit.checkpoint.universal import ConvertResult
 
@@ -262,7 +266,7 @@ class Checkpoint:
         if to == "universal":
             return convert(path, Path(out), report)
         target = Target(ranks=ranks or 1, stage=stage or 0) if to == "deepspeed" else None
-        return convert_to(path, Path(out), target, dtype, report)
+        return convert_to(path, Path(out), target, dtype, repair=repair, report=report)
 
     def diff(
         self, other: Checkpoint | str | Path, *, states: bool = False, on_event: OnEvent | None = None

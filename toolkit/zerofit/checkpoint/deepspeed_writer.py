@@ -255,7 +255,7 @@ def _write_stage_three(writer: _Writer, common: dict[str, Any], place: Path) -> 
     for rank in range(target.ranks):
         saved = {
             "zero_stage": 3,
-            "loss_scaler": LossScaler(scale=1.0),
+            "loss_scaler": LossScaler(scale=1),
             "dynamic_loss_scale": False,
             "overflow": False,
             "partition_count": target.ranks,
@@ -307,7 +307,7 @@ def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], Non
 
     FSDP2 loads it with `torch.distributed.checkpoint.load` on any number of ranks.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     target = Target(ranks=1, stage=0, dtype=torch.float32)
     groups = groups_of(state)
@@ -317,19 +317,30 @@ def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], Non
     named = [group.settings | {"params": group.names} for group in groups]
     states = {name: optimizer["state"][number] for number, name in enumerate(names)}
     saved = {"model": _weights(writer), "optimizer": {"state": states, "param_groups": named}}
-    dcp.save(saved | {"step": state.counters["global_steps"]}, checkpoint_id=str(folder), no_dist=True)
+    save(saved | {"step": state.counters["global_steps"]}, checkpoint_id=str(folder), no_dist=True)
 
 
 def convert_to(
-    checkpoint: Path, out: Path, target: Target | None, dtype: Precision | None = None, report: Reporter | None = None
+    checkpoint: Path,
+    out: Path,
+    target: Target | None,
+    dtype: Precision | None = None,
+    *,
+    repair: bool = False,
+    report: Reporter | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint for a DeepSpeed engine of `target`, or (None) to a PyTorch distributed checkpoint.
 
-    `dtype` is that of training (default: the checkpoint's). Raises UserError.
+    `dtype` is that of training (default: the checkpoint's). `repair` replaces what a lost rank had. Raises UserError.
     """
     report = report or Reporter()
     refuse_existing(out)
-    state, precision = _opened(checkpoint)
+    state, precision = _opened(checkpoint, repair)
+    if expert := next((name for name in state.names if ".deepspeed_experts." in name), None):
+        message = f"{checkpoint} has a mixture of experts ({expert}), whose ranks have different parameters"
+        raise UserError(
+            Problem(kind="no-whole-view", message=message, hint="use --to hf for the weights", where="--to")
+        )
     if target:
         target = replace(target, dtype=DTYPES[dtype or precision])
     count = sum(math.prod(state.shape(name)) for name in state.names)
@@ -354,10 +365,10 @@ def convert_to(
     return ConvertResult(out=out, tag=tag if target else "", parameters=count, bytes=written, format=kind)
 
 
-def _opened(checkpoint: Path) -> tuple[FullState, Precision]:
+def _opened(checkpoint: Path, repair: bool) -> tuple[FullState, Precision]:
     """Open a checkpoint with its optimizer's groups; also return the precision of its training."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
-        state, precision = FullState(found.path), facts_of(found).precision
+        state, precision = FullState(found.path, repair=repair), facts_of(found).precision
         named = {"bf16": "bf16", "fp16": "fp16"}.get(precision or "", "fp32")
         return state, cast("Precision", named)
     manifest = manifest_of(checkpoint)

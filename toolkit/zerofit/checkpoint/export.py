@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,15 +134,17 @@ def export_foreign(
     max_shard_bytes: int = SHARD_BYTES,
     *,
     config: Path | None = None,
+    repair: bool = False,
     report: Reporter,
 ) -> ExportResult:
     """Write another program's weights: a Hugging Face folder, peft's adapters, or one safetensors file.
 
     `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or the one above). Without
-    any, names are those in the checkpoint. Raises UserError.
+    any, names are those in the checkpoint. `repair` replaces what a lost rank had. Raises UserError.
     """
-    state, folder = FullState(found.path), config or model_config_folder(found)
-    wanted = dtype or facts_of(found).precision or NAMES.get(state.saved_dtype, "fp32")
+    state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)
+    precision = facts_of(found).precision
+    wanted = dtype or cast("Precision", precision or NAMES.get(state.saved_dtype, "fp32"))
     adapters = next((f for f in (found.path, found.path.parent) if is_adapters(f)), None)
     if adapters is not None:
         return _write_foreign_adapters(state, adapters, out, wanted)

@@ -54,10 +54,10 @@ class FullState:
     without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` what the files lack. Raises UserError "incomplete-checkpoint"
     if the files do not cover every element exactly once or an index is invalid, "no-whole-view" if the layout does not
-    save all state.
+    save all state. With `repair` what a lost rank had is replaced, if other files have the weights.
     """
 
-    def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE):
+    def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
         self._folder, self._open = Path(checkpoint), {}
         self._shards: dict[str, list[Shard]] = defaultdict(list)
         self._buffers: dict[str, list[SavedBuffer]] = defaultdict(list)
@@ -78,6 +78,8 @@ class FullState:
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
+                if index.lost and not repair:
+                    raise self._incomplete(f"{', '.join(index.lost)} is missing")
                 self.notes += index.notes
                 self.groups += index.groups
                 for shard in index.parameters:
@@ -185,6 +187,8 @@ class FullState:
     def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
         where = shard.where[kind]
+        if where.lost:
+            return torch.zeros(numel)
         # mapped, so only the pages of this stretch are read from disk
         if where.raw:  # DeepSpeed's swap files on NVMe
             path, dtype = self._path(where.file), getattr(torch, where.raw)

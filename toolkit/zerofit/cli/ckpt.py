@@ -31,6 +31,27 @@ if TYPE_CHECKING:
     from zerofit.spec.run_folder import Layout
 
 DIFFERENT, DAMAGED = 1, 2
+
+
+def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    if trusted:
+        from zerofit.checkpoint.safe_load import trusted_pickles
+
+        context.with_resource(trusted_pickles(True))
+
+
+TRUST_PICKLE = click.option(
+    "--trust-pickle",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="load files that name other classes than those of checkpoints: their code may run",
+)
+REPAIR = click.option(
+    "--repair",
+    is_flag=True,
+    help="replace what a lost rank of ZeRO-1 or 2 had: weights of the model states, and zeros for the optimizer",
+)
 SHARD = "1GiB"
 FEW = 12  # tensors to print
 LOADING = {
@@ -58,6 +79,7 @@ def ckpt() -> None:
 @ckpt.command()
 @click.argument("path", metavar="RUN|FOLDER", type=PATH)
 @click.option("--deep", is_flag=True, help="read every file and compare checksums, not only sizes")
+@TRUST_PICKLE
 @AS_JSON
 def ls(path: Path, deep: bool, as_json: bool) -> None:
     """List the checkpoints of a run, damaged ones too."""
@@ -66,6 +88,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("path", type=PATH)
+@TRUST_PICKLE
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
     """Print the step, model, layout, precision, versions and size of a checkpoint."""
@@ -74,6 +97,7 @@ def show(path: Path, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("path", type=PATH)
+@TRUST_PICKLE
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
     """Read every file of a checkpoint and compare checksums.
@@ -91,6 +115,8 @@ def verify(path: Path, as_json: bool) -> None:
 @click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
 @click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [that of the training]")
+@REPAIR
+@TRUST_PICKLE
 @AS_JSON
 def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write a checkpoint for another program, with the optimizer's states.
@@ -110,8 +136,10 @@ def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the parameters [the run's precision]")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
+@REPAIR
 @click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")
 @TRUST_MODEL_CODE
+@TRUST_PICKLE
 @AS_JSON
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
@@ -127,6 +155,7 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--states", is_flag=True, help="compare the optimizer's states too")
+@TRUST_PICKLE
 @AS_JSON
 def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
     """Compare two checkpoints or exported folders tensor by tensor.
