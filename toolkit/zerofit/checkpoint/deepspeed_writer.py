@@ -45,7 +45,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Writer:
+class _TargetWriter:
     state: FullState
     groups: list[ParameterGroup]
     target: Target
@@ -103,7 +103,7 @@ def write_deepspeed(
     place = folder / tag
     place.mkdir()
     groups = groups_of(state)
-    writer = _Writer(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
+    writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
     if not writer.kinds() or state.counters["step"] is None:
         message = "it has no optimizer states, which an engine needs to resume"
         raise UserError(Problem(kind="no-optimizer", message=message, hint="use --to hf for the weights", where="PATH"))
@@ -132,7 +132,7 @@ def _optimizer_file(target: Target, rank: int) -> str:
     return f"{bf16}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def _model_states(writer: _Writer) -> dict[str, Any]:
+def _model_states(writer: _TargetWriter) -> dict[str, Any]:
     """Return what all model states files have."""
     counters, target = writer.state.counters, writer.target
     precision = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
@@ -155,7 +155,7 @@ def _model_states(writer: _Writer) -> dict[str, Any]:
     }
 
 
-def _weights(writer: _Writer) -> dict[str, Tensor]:
+def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
     """Return the module's state dict in the type of training, ties included."""
     state, weights = writer.state, {}
     for name in state.names:
@@ -166,11 +166,11 @@ def _weights(writer: _Writer) -> dict[str, Tensor]:
     return weights | buffers | {name: weights[source] for name, source in state.ties.items()}
 
 
-def _shapes(writer: _Writer) -> list[dict[str, torch.Size]]:
+def _shapes(writer: _TargetWriter) -> list[dict[str, torch.Size]]:
     return [{name: torch.Size(writer.state.shape(name)) for name in group.names} for group in writer.groups]
 
 
-def _partition(writer: _Writer, rank: int, release: str) -> dict[str, Any]:
+def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]:
     """Return a rank's optimizer of stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
@@ -208,7 +208,7 @@ def _partition(writer: _Writer, rank: int, release: str) -> dict[str, Any]:
     }
 
 
-def _stretches(writer: _Writer, names: list[str], first: int, end: int) -> Iterator[tuple[str, int, int]]:
+def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) -> Iterator[tuple[str, int, int]]:
     """Yield the parameters of a partition of a flat group: name, first and last element + 1, in the group."""
     place = 0
     for name in names:
@@ -218,7 +218,7 @@ def _stretches(writer: _Writer, names: list[str], first: int, end: int) -> Itera
         place += numel
 
 
-def _unpartitioned(writer: _Writer) -> dict[str, Any]:
+def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
     """Return the optimizer of stage 0: torch's own, or with 16 bits runtime/fp16/unfused_optimizer.py's."""
     number, states, numbered, masters = 0, {}, [], []
     for group in writer.groups:
@@ -239,7 +239,7 @@ def _unpartitioned(writer: _Writer) -> dict[str, Any]:
     return scale | {"optimizer_state_dict": base, "fp32_groups": masters}
 
 
-def _write_stage_three(writer: _Writer, common: dict[str, Any], place: Path) -> None:
+def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Path) -> None:
     """Write each rank's files of stage 3 (runtime/zero/stage3.py, _rigid_state_dict)."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
@@ -277,7 +277,7 @@ def _write_stage_three(writer: _Writer, common: dict[str, Any], place: Path) -> 
         writer.save(optimizer, place / _optimizer_file(target, rank))
 
 
-def _sub_groups(writer: _Writer, names: list[str]) -> list[list[str]]:
+def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
     """Split a group as an engine with the default sub_group_size does (_create_fp16_sub_groups)."""
     subs, size = [[]], 0
     for name in names:
@@ -288,7 +288,7 @@ def _sub_groups(writer: _Writer, names: list[str]) -> list[list[str]]:
     return subs
 
 
-def _share(writer: _Writer, names: list[str], kind: str, rank: int) -> Tensor:
+def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Tensor:
     """Return a rank's equal part of each parameter, one after another."""
     state, ranks = writer.state, writer.target.ranks
     sizes = [-(-math.prod(state.shape(name)) // ranks) for name in names]
@@ -311,7 +311,7 @@ def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], Non
 
     target = Target(ranks=1, stage=0, dtype=torch.float32)
     groups = groups_of(state)
-    writer = _Writer(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
+    writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
     optimizer = _unpartitioned(writer)
     names = [name for group in groups for name in group.names]
     named = [group.settings | {"params": group.names} for group in groups]

@@ -112,7 +112,9 @@ def export(
     reads_tokens = are_tokenized(manifest.inputs)
     exported = ExportedModel(
         published=PublishedModel(model, source.family == "transformers"),
-        tensors=lambda: ((name, state.read(state.ties.get(name, name))) for name in model.state_dict()),
+        tensors=lambda: (
+            (name, state.read(state.ties.get(name, name), dtype=_read_as(wanted))) for name in model.state_dict()
+        ),
         dtype=wanted,
         write_tokenizer=tokenizer_files(run.tokenizer, run.chat_template) if reads_tokens else None,
         info=ModelInfo.of_run(
@@ -164,12 +166,19 @@ def export_foreign(
     _check_names(model, state, found.path, without_frozen=False)
     exported = ExportedModel(
         published=PublishedModel(model, folder is not None),
-        tensors=lambda: ((name, state.read(state.ties.get(name, name))) for name in model.state_dict()),
+        tensors=lambda: (
+            (name, state.read(state.ties.get(name, name), dtype=_read_as(wanted))) for name in model.state_dict()
+        ),
         dtype=wanted,
         write_tokenizer=partial(_copy_tokenizer, folder) if folder else None,
         info=None,
     )
     return _write(exported, out, max_shard_bytes, report)
+
+
+def _read_as(dtype: Precision) -> torch.dtype:
+    """Return the type to read in: half the memory for the largest tensor, but fp16's range is checked in float32."""
+    return torch.bfloat16 if dtype == "bf16" else torch.float32
 
 
 def _named_model(folder: Path) -> nn.Module:

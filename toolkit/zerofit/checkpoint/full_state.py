@@ -128,12 +128,12 @@ class FullState:
             (shard.where[MASTER].file, shard.start, shard.numel) for shard in self._shards_of(name) if not shard.cut
         ]
 
-    def read(self, name: str, kind: str = MASTER) -> Tensor:
-        """Return a parameter or state in full shape as float32, or a buffer; only this tensor is in memory."""
+    def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a parameter or state in full shape as `dtype`, or a buffer; only this tensor is in memory."""
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
-        return self.read_flat(name, kind, 0, math.prod(shape)).view(shape)
+        return self.read_flat(name, kind, 0, math.prod(shape), dtype).view(shape)
 
     @property
     def saved_dtype(self) -> torch.dtype:
@@ -141,20 +141,20 @@ class FullState:
         shard = self._shards_of(self.names[0])[0]
         return self._stored(shard, MASTER, 0, 1).dtype
 
-    def read_flat(self, name: str, kind: str, start: int, numel: int) -> Tensor:
-        """Return a part of the flattened full tensor, float32 (numel,), and read no more than needed.
+    def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a part of the flattened full tensor, (numel,), and read no more than needed.
 
         If the tensor is saved in shares, it is assembled first.
         """
         shards = self._shards_of(name)
         if any(shard.cut for shard in shards):
-            return self._join(shards, kind).view(-1)[start : start + numel]
+            return self._join(shards, kind).view(-1)[start : start + numel].to(dtype)
         parts: list[tuple[int, Tensor]] = []
         for shard in shards:
             first, end = max(start, shard.start), min(start + numel, shard.start + shard.numel)
             if first < end:
                 parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
-        out = torch.empty(numel)
+        out = torch.empty(numel, dtype=dtype)
         for offset, part in parts:
             out[offset : offset + len(part)] = part
         return out
