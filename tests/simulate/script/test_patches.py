@@ -101,6 +101,17 @@ PATCHES = {
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
     ),
+    "higher_order_ops": (
+        ["torch:cond", "torch._higher_order_ops.cond:_get_current_dispatch_mode"],
+        [
+            Reason(
+                "torch._higher_order_ops.cond",
+                "cond_op_dense",
+                "pred true_fn false_fn operands",
+                'AssertionError("Mode should never be enabled for CPU/CUDA key")',
+            )
+        ],
+    ),
     "pretrained": (
         [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
         [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],

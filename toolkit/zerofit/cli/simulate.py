@@ -217,19 +217,30 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
     with EventConsole() as console:
         console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
         from zerofit.app.simulation.scripts import STEPS, simulate_script
-        from zerofit.simulate.script.command import read_command
 
-        command = problems.attempt(lambda: read_command(words))
-        if command and hardware["gpus"] is None:
-            hardware["gpus"] = command.gpus
-        if command and hardware["nodes"] is None:
-            hardware["nodes"] = command.nodes
-        cluster = problems.attempt(lambda: single_cluster(hardware))
+        cluster = problems.attempt(lambda: command_cluster(words, hardware))
         problems.raise_if_any()
+        assert cluster
         settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace", "snapshot")}
         settings |= {"steps": options["steps"] or STEPS}
         result = simulate_script(words, cluster, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
+
+
+def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
+    """Return the hardware from the options, with the command's numbers of GPUs and nodes unless they are given.
+
+    Raises UserError with all problems.
+    """
+    from zerofit.simulate.script.command import read_command
+
+    problems = Problems()
+    command = problems.attempt(lambda: read_command(words))
+    named = {name: getattr(command, name) for name in ("gpus", "nodes") if command and hardware[name] is None}
+    cluster = problems.attempt(lambda: single_cluster({**hardware, **named}))
+    problems.raise_if_any()
+    assert cluster
+    return cluster
 
 
 def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:

@@ -146,6 +146,17 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScriptFault:
+    """A fault of a script, and what to change."""
+
+    code: str  # in `script.faults.FAULTS`
+    line: str  # "file:line" in the script; "" if unknown
+    bytes: int  # that it costs a rank; 0 if it costs something else
+    problem: str
+    mend: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScriptFacts:
     """Facts that a simulation found in a user's script."""
 
@@ -164,6 +175,7 @@ class ScriptFacts:
     trainer: bool  # whether transformers' Trainer or a subclass trains
     accelerate: bool  # whether an Accelerator was made
     zero_stage: int
+    sharding: str  # how its ranks divide the work, by the name of what does it; "" if none does
     precision: str
     optimizer: str  # its class
     micro_batch: int
@@ -175,6 +187,7 @@ class ScriptFacts:
     allowed_by: str  # the setting that limits it
     ended: str  # how the simulation ended
     notes: tuple[Note, ...]
+    faults: tuple[ScriptFault, ...] = ()  # those that cost most memory first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ def simulate_script(
         device=cluster.device,
         gpus=cluster.gpus,
         nodes=cluster.nodes,
+        host_bytes=cluster.host_bytes,
         rank=rank or 0,
         workspace_bytes=blas_workspace_bytes(cluster.device),
         alloc_conf=alloc_conf,

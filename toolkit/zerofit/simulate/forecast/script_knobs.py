@@ -97,7 +97,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
     changes += [checkpointing] if checkpointing else []
     if _takes_eight_bits(facts, on_gpu):
         changes += [_EIGHT_BITS, *([{**checkpointing, **_EIGHT_BITS}] if checkpointing and ranks == 1 else [])]
-    if not facts.engines and not facts.model.startswith("FSDP"):
+    if not facts.engines and not facts.sharding.startswith("FSDP"):
         sharded, offloaded = _SHARDED if ranks > 1 else (), _OFFLOADED
         changes += [{"deepspeed": name} for name in sharded]
         changes += [_FSDP2] if sharded else []
@@ -118,7 +118,7 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: 
 
 def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:
     """Return whether bitsandbytes is installed and has the script's optimizer with moments of 8 bits."""
-    plain = facts.optimizer in ("Adam", "AdamW") and not facts.engines and not facts.model.startswith("FSDP")
+    plain = facts.optimizer in ("Adam", "AdamW") and not facts.engines and not facts.sharding.startswith("FSDP")
     return on_gpu and plain and find_spec("bitsandbytes") is not None
 
 

@@ -151,6 +151,8 @@ KERNEL_SCRATCH: dict[str, dict[str, Callable[[OpArguments, OpOutput], int]]] = {
         "c10d::_allgather_base_": lambda args, out: bytes_of(args[0]),
         "c10d::allgather_": lambda args, out: bytes_of(args[0]),
         "c10d::_reduce_scatter_base_": lambda args, out: bytes_of(args[1]),
+        "_c10d_functional::all_gather_into_tensor": lambda args, out: bytes_of(out),
+        "_c10d_functional::reduce_scatter_tensor": lambda args, out: bytes_of(args[0]),
         "aten::native_batch_norm": lambda args, out: 8 * args[0].shape[1],
         "aten::native_batch_norm_backward": lambda args, out: bytes_of(args[1]),
         "aten::_safe_softmax": _softmax_mask,

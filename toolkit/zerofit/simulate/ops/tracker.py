@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence import layer as ulysses_layer
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,14 @@ from zerofit.spec.memory_kinds import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.spec.overhead import CUBLASLT_BYTES, CUBLASLT_SHARES_FROM
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
+FUNCTIONAL = "_c10d_functional::"  # collectives that return their result, as DTensor's; c10d's names for them
+_IN_PLACE = {
+    "all_reduce": "allreduce",
+    "all_gather_into_tensor": "allgather_base",
+    "reduce_scatter_tensor": "reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "broadcast": "broadcast",
+}
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
 _SIMULATE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MODELS = os.path.dirname(os.path.abspath(models.__file__))
@@ -61,6 +70,8 @@ class AllocationTracker(TorchDispatchMode):
     and keeps for matrix products, per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp). Autograd runs
     backward in a thread of its own, so it gets its own workspace.
     """
+
+    own_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
 
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__()
@@ -174,8 +185,8 @@ class AllocationTracker(TorchDispatchMode):
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
         out = shortcuts.run(func, args, kwargs)
-        if name.startswith("c10d::") or name == _ULYSSES:
-            self._note_collective(name, args)
+        if is_collective(name) or name == _ULYSSES:
+            self._note_collective(name, args, out)
         if is_counted(func):
             self._note_storages(name, func, args, kwargs, out)
         return out
@@ -256,7 +267,7 @@ class AllocationTracker(TorchDispatchMode):
         noted.stream = self.streams.current.number
         if self.stacks is not None and where == DEVICE:
             noted.stack = self.stacks.here(code, line)
-        if where == DEVICE and self.live() + size >= self.peak():
+        if (where == DEVICE and self.live() + size >= self.peak()) or size >= self.own_line_bytes:
             own = code is not None and is_own(code.co_filename)
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
         self._watch(storage, self.ledger.allocated(noted, instead))
@@ -296,17 +307,33 @@ class AllocationTracker(TorchDispatchMode):
         self._last = here
         return here
 
-    def _note_collective(self, name: str, args: OpArguments) -> None:
+    def _note_collective(self, name: str, args: OpArguments, out: OpOutput) -> None:
         group: Any
         if name == _ULYSSES:  # DeepSpeed's own op (deepspeed/sequence/layer.py), which gets the name of its group
-            name, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # from DeepSpeed 0.19.7 on
+            op, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # from DeepSpeed 0.19.7 on
         else:
-            group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch._C.ScriptObject)), None)
-        op, ranks = name.removeprefix("c10d::").strip("_"), group.size() if group else 1
+            op, group = collective_of(name, args)
+        ranks = group.size() if group else 1
         sent = self.sent[op, ranks, self._phase, self._step]
         sent[0] += 1
-        sent[1] += max(map(bytes_of, args), default=0)
+        sent[1] += max(map(bytes_of, (*args, out)), default=0)
         self.groups.setdefault(group.group_name if group else "", (ranks, set()))[1].add(op)
+
+
+def is_collective(name: str) -> bool:
+    """Return whether an op sends to other ranks."""
+    return name.startswith("c10d::") or (name.startswith(FUNCTIONAL) and not name.endswith("::wait_tensor"))
+
+
+def collective_of(name: str, args: OpArguments) -> tuple[str, dist.ProcessGroup | None]:
+    """Return a collective as c10d names it, and its process group if it has one."""
+    boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
+    op = name.partition("::")[2].strip("_")
+    if name.startswith(FUNCTIONAL):
+        op = next((_IN_PLACE[base] for base in _IN_PLACE if op.startswith(base)), op)
+        if boxed is None:
+            return op, _resolve_process_group(args[-1])
+    return op, None if boxed is None else dist.ProcessGroup.unbox(boxed)
 
 
 def is_counted(func: OpOverload) -> bool:

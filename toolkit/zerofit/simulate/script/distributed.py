@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.target import ScriptTarget
@@ -87,11 +89,20 @@ def reductions(meter: ScriptTracker) -> None:
 def handles(meter: ScriptTracker) -> None:
     """Record which stream waits for a collective: the current one when its handle's `wait` is called.
 
-    (torch.distributed.Work.wait of the backend that sends nothing)
+    The future of a handle has the tensors of the last collective. (torch.distributed.Work.wait and get_future of the
+    backend that sends nothing)
     """
+
+    def get_future(_: object) -> torch.futures.Future[Any]:
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(tree_map(lambda received: received(), meter.received))
+        return done
+
     for kind in (c10d.Work, *c10d.Work.__subclasses__()):
         if "wait" in vars(kind):
             replace_in(kind, "wait", _noted(kind.wait, meter))
+        if "get_future" in vars(kind):
+            replace_in(kind, "get_future", get_future)
 
 
 def _noted(original: Any, meter: ScriptTracker) -> Any:
@@ -117,31 +128,43 @@ def fetched_parameters(meter: ScriptTracker) -> None:
 def data_parallel(meter: ScriptTracker) -> None:
     """Reduce gradient buckets in a hook: the C++ reducer waits for results of collectives, which do not exist.
 
-    The check of the other ranks' shapes is skipped. (torch.nn.parallel.DistributedDataParallel,
-    torch/csrc/distributed/c10d/comm.cpp)
+    A hook of the script, or a built-in one, runs inside it. The check of the other ranks' shapes is skipped.
+    (torch.nn.parallel.DistributedDataParallel, torch/csrc/distributed/c10d/comm.cpp)
     """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.nn.parallel import DistributedDataParallel, distributed
 
     original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+    chosen: dict[int, tuple[object, Callable[[Any, Any], Any]]] = {}  # id of a model -> its hook's state, its hook
 
-    def sent(model, bucket):  # no annotations: torch compares them with types, and here they would be text
-        # the reducer allocates its buckets when the model is wrapped; gradients may be views of them
-        meter.tag(bucket.buffer(), GRADIENTS if model.gradient_as_bucket_view else BUCKETS)
+    def reduced(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         c10d.all_reduce(bucket.buffer())
         done.set_result(bucket.buffer())
         return done
 
+    def sent(model, bucket):  # no annotations: torch compares them with types, and here they would be text
+        # the reducer allocates its buckets when the model is wrapped; gradients may be views of them
+        meter.tag(bucket.buffer(), GRADIENTS if model.gradient_as_bucket_view else BUCKETS)
+        state, hook = chosen.get(id(model), (None, reduced))
+        return hook(state, bucket)
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         register(self, self, sent)
 
-    def register_comm_hook(self: Any, state: object, hook: object) -> None:
-        meter.note(f"DistributedDataParallel's communication hook {getattr(hook, '__name__', hook)}: left out")
+    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
+        self._check_comm_hook(hook)
+        chosen[id(self)] = state, hook
+
+    def register_builtin(self: Any, kind: c10d.BuiltinCommHookType) -> None:
+        if kind == c10d.BuiltinCommHookType.FP16_COMPRESS:
+            chosen[id(self)] = None, fp16_compress_hook
 
     replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
     replace_in(DistributedDataParallel, "__init__", init)
     replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
+    replace_in(DistributedDataParallel, "_register_builtin_comm_hook", register_builtin)
 
 
 def resized_storages(meter: ScriptTracker) -> None:
@@ -186,8 +209,8 @@ def flat_sharding() -> None:
     replace_in(_init_utils, "_get_compute_device", current)
 
 
-def sharded_shapes(meter: ScriptTracker) -> None:
-    """Do not count the fakes of full tensors that a DTensor's op makes to compute its result's shape.
+def sharded_shapes() -> None:
+    """Compute the shape of a DTensor op's result apart from the script's tensors, which are real on the host.
 
     (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
     """
@@ -196,11 +219,8 @@ def sharded_shapes(meter: ScriptTracker) -> None:
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(self: Any, *args: Any) -> Any:
-        meter.unseen = True
-        try:
+        with _disable_current_modes():
             return original(self, *args)
-        finally:
-            meter.unseen = False
 
     replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -72,6 +75,7 @@ def script_facts(
         trainer=lengths.has_trainer,
         accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
+        sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
         precision=_precision(engine, parameters, meter.autocast),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
@@ -90,6 +94,18 @@ def _elements(parameter: Any) -> int:
     """Return a parameter's number of elements, also if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _sharding(model: nn.Module) -> str:
+    """Return what of torch.distributed wraps a model, with the dimensions of its mesh as the script names them."""
+    kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
+    name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    if mesh is None or not mesh.mesh_dim_names:
+        return name
+    dimensions = " x ".join(f"{dim} {size}" for dim, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return f"{name} ({dimensions})" if name else dimensions
 
 
 def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:

@@ -67,7 +67,7 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
 
     Before torch 2.14 `fake_device` is an entry in each tensor's dictionary, not a property. Making a fake also
     initialises the device's context, which does not exist.
-    (FakeTensor.device, fake_device, is_cuda, get_device, init_gpu_context)
+    (torch.Tensor.device, is_cuda, get_device; FakeTensor.device, fake_device, init_gpu_context)
     """
     replace_in(fake_tensor, "init_gpu_context", lambda of: None)
     seen: Any = FakeTensor.device
@@ -76,20 +76,21 @@ def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     )
     here = torch.device(SHOWN, target.rank % target.gpus)
 
-    def shown(self: FakeTensor) -> torch.device:
-        found = seen.fget(self)
+    def as_shown(found: torch.device) -> torch.device:
         return here if found.type in (device.NAME, SIMULATED.type) else found
 
     def take(self: FakeTensor, value: torch.device) -> None:
         taken.fset(self, on_simulated(value))
 
-    def index(self: FakeTensor) -> int:
+    def index(self: Tensor) -> int:
         return here.index if self.device.type == SHOWN else -1
 
-    replace_in(FakeTensor, "device", property(shown, seen.fset))
+    replace_in(FakeTensor, "device", property(lambda self: as_shown(seen.fget(self)), seen.fset))
     replace_in(FakeTensor, "fake_device", property(taken.fget, take))
-    replace_in(FakeTensor, "is_cuda", property(lambda self: self.device.type == SHOWN))
-    replace_in(FakeTensor, "get_device", index)
+    wrapped: Any = torch._C.TensorBase.device  # of subclasses that wrap fakes, such as DTensor
+    replace_in(Tensor, "device", property(lambda self: as_shown(wrapped.__get__(self))))
+    replace_in(Tensor, "is_cuda", property(lambda self: self.device.type == SHOWN))
+    replace_in(Tensor, "get_device", index)
 
 
 def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:

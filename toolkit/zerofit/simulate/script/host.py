@@ -7,6 +7,7 @@ The docstring of each explains why it is needed and names what it replaces; `tes
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -155,16 +156,21 @@ def compiling(meter: ScriptTracker) -> None:
 
     (torch.compile, torch.nn.Module.compile)
     """
+    of_torch = os.path.dirname(torch.__file__) + os.sep
+
+    def note(what: str, of_model: bool) -> None:
+        # libraries decorate their own functions with it, and torch its own ops; a model was the user's choice
+        caller = sys._getframe(2).f_code.co_filename
+        if is_own(caller) or (of_model and not caller.startswith(of_torch)):
+            meter.compiles = True
+            meter.note(f"{what}: simulated as eager", bound=True, here=True)
 
     def compile(model: object = None, *_: object, **__: object) -> object:
-        # libraries decorate their own functions with it; a model that they compile was the user's choice
-        of_model = isinstance(getattr(model, "__self__", model), nn.Module)
-        if of_model or is_own(sys._getframe(1).f_code.co_filename):
-            meter.note("torch.compile: simulated as eager", bound=True, here=True)
+        note("torch.compile", isinstance(getattr(model, "__self__", model), nn.Module))
         return model if model is not None else lambda function: function
 
     def compile_module(self: nn.Module, *_: object, **__: object) -> None:
-        meter.note("Module.compile: simulated as eager", bound=True, here=True)
+        note("Module.compile", of_model=True)
 
     torch.compile = compile
     replace_in(nn.Module, "compile", compile_module)
@@ -204,6 +210,29 @@ def triton_kernels(meter: ScriptTracker) -> None:
 
     for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
         replace_in(kind, "run", run)
+
+
+def higher_order_ops(meter: ScriptTracker) -> None:
+    """Run the bodies of higher-order ops op by op. torch.cond keeps what its branch computes, instead of the operands.
+
+    Their eager kernels assert that no mode is active, and torch.cond needs a compiler for gradients.
+    (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
+    """
+    from torch._higher_order_ops import cond as conditions
+
+    def cond(pred: Any, true_fn: Callable[..., object], false_fn: Callable[..., object], operands: Any = ()) -> object:
+        known = known_value(pred)
+        if known is None:
+            meter.note("torch.cond of an unknown value: taken as True", here=True)
+        if torch.is_grad_enabled():
+            meter.note("torch.cond: keeps the activations of its branch", bound=True)
+        return (true_fn if known is None or known else false_fn)(*operands)
+
+    name = "_get_current_dispatch_mode"
+    for module in [m for key, m in sys.modules.items() if key.startswith("torch._higher_order_ops.")]:
+        if hasattr(module, name):
+            replace_in(module, name, lambda: None)
+    torch.cond = conditions.cond = cond
 
 
 class _Unknown(_Mixin):

@@ -24,6 +24,7 @@ class ScriptTarget:
     device: Device
     gpus: int  # per node
     nodes: int
+    host_bytes: int = 0  # of a node
     rank: int = 0
     workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process

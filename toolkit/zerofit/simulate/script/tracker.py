@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._C import DispatchKey
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,15 +36,25 @@ from zerofit.simulate.costs.layers import is_kernel
 from zerofit.simulate.ops.costs import OpArguments, OpKeywords, OpOutput, Scratch, bytes_of
 from zerofit.simulate.ops.issued import COPY, HOOKS, HOST_STEP, KERNEL, ON_HOST, STEP, CommunicatingRanks, IssuedWork
 from zerofit.simulate.ops.shortcuts import as_stored
-from zerofit.simulate.ops.tracker import AllocationTracker, is_counted, is_own, own_line
+from zerofit.simulate.ops.tracker import (
+    FUNCTIONAL,
+    AllocationTracker,
+    collective_of,
+    is_collective,
+    is_counted,
+    is_own,
+    own_line,
+)
 from zerofit.simulate.script.values import decided
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
@@ -64,16 +78,22 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
+    supports_higher_order_operators = True
+    own_line_bytes = OWN_LINE_BYTES
+
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
         self.fakes = fakes
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
-        self.unseen = False  # True while ops run that only compute shapes
+        self.ops_on_fakes = 0  # how many have run
+        self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
+        self.received: Any = []  # weak references to the tensors of the last collective
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
     def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
@@ -89,6 +109,8 @@ class ScriptTracker(AllocationTracker):
     ) -> OpOutput:
         """Run the op for real or on fakes, and note what it did."""
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
         if DTensor in types:
             return NotImplemented  # its ops on the local tensor arrive here later
         if func is _DEVICE_OF:
@@ -98,6 +120,13 @@ class ScriptTracker(AllocationTracker):
         self.last = (name, self._module)
         if name in _PINNING and self.device == "cuda":
             return self._pinning(name, args[0])
+        if _is_composite(func):  # seen only below autograd: in inference mode and in bodies of higher-order ops
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is _WAIT:  # its rule for shapes would return a copy
+            if self.streams.issued is not None:
+                self.streams.issued.wait_for(args[0], self.streams.current.number)
+            return args[0]
         pins = self.device == "cuda" and kwargs.get("pin_memory")
         kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -107,24 +136,47 @@ class ScriptTracker(AllocationTracker):
         else:
             with unset_fake_temporarily():
                 out = func(*args, **kwargs)
-                if name.startswith("c10d::"):
+                if name.startswith(FUNCTIONAL):
+                    out = _alike(name, args)
+                elif name.startswith("c10d::"):
                     replicate(name, args, self.reduction == dist.ReduceOp.SUM)
         sends = name.startswith("c10d::")
-        if sends:
-            self._note_collective(name, args)
-        if self.streams.issued is not None and not self.unseen:
-            if sends:
+        if is_collective(name):
+            self._note_collective(name, args, out)
+            self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
+        if self.streams.issued is not None:
+            if is_collective(name):
                 self._note_sent(name, args, out)
             elif faked and is_kernel(func):
                 self._note_kernel(func, args, kwargs, out)
         written = (out, next(iter(leaves), None)) if faked and (sends or func._schema.is_mutable) else ()
         overwritten = any(map(is_real, written))
-        if is_counted(func) and not self.unseen and (sends or not overwritten):
+        if is_counted(func) and (sends or not overwritten):
             # a fake that replaced a real tensor for this call has no memory of its own
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
         if pins:
             self.pin(out)
+        if func is _TO_COPY and faked and out.dtype is torch.float32 and args[0].itemsize == 2:
+            index = self._index.get(out.untyped_storage()._cdata)
+            self.widened += [(index, out.shape[-1])] if index is not None and out.dim() else []
         return out
+
+    def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
+        """Run the ops of a higher-order op's body, as torch's eager kernel does; without one, its rule for shapes.
+
+        If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
+        """
+        rules: Mapping[Any, Callable[..., OpOutput]] = registered_hop_fake_fns
+        run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
+        if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
+            run = shapes
+        if run is None:
+            raise NotImplementedError(f"{op.name()} has neither an eager kernel nor a rule for shapes (no fake impl)")
+        with self:
+            row_sums = args[4].new_empty(args[4].shape) if run is shapes and op is flex_attention_backward else None
+            out = run(*args, **kwargs)
+            del row_sums  # of the output's gradient, in float32
+            return out
 
     def _placed(self, value: object) -> object:
         """Replace a CUDA device by the simulated one, and "cpu:0" by "cpu"; return anything else unchanged."""
@@ -165,16 +217,16 @@ class ScriptTracker(AllocationTracker):
     def _note_sent(self, name: str, args: OpArguments, out: OpOutput) -> None:
         """Record a collective and the handles that wait for it."""
         assert self.streams.issued is not None
-        boxed = next((a for a in args if isinstance(a, torch._C.ScriptObject)), None)
-        if boxed is None:
+        op, group = collective_of(name, args)
+        if group is None:
             return
-        group = dist.ProcessGroup.unbox(boxed)
         members = dist.get_process_group_ranks(group)
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
-        handles = [Work.unbox(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch._C.ScriptObject)]
-        moved = max(map(bytes_of, args), default=0)
-        self.streams.issued.send(self._issued(name.removeprefix("c10d::").strip("_"), bytes=moved), ranks, handles)
+        # a functional collective returns no handle: its result is waited for
+        handles = [Work.unbox(t) if isinstance(t, torch._C.ScriptObject) else t for t in tree_leaves(out)]
+        moved = max(map(bytes_of, (*args, out)), default=0)
+        self.streams.issued.send(self._issued(op, bytes=moved), ranks, handles)
 
     def note_hooks(self, parameters: int) -> None:
         """Record that ZeRO-3's hooks gather the parameters of a module."""
@@ -207,6 +259,7 @@ class ScriptTracker(AllocationTracker):
     def _on_fakes(
         self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor]
     ) -> OpOutput:
+        self.ops_on_fakes += 1
         if func is _VALUE_OF:
             known = known_value(args[0])
             if known is None:
@@ -306,11 +359,15 @@ class ScriptTracker(AllocationTracker):
                     forget(t)
             return
         try:
-            if name.startswith("c10d::"):
+            if name.startswith(FUNCTIONAL):
+                with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+                    real = _alike(name, tree_map(known_value, args))
+            elif name.startswith("c10d::"):
                 with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
                     replicate(name, tree_map(known_value, args), self.reduction == dist.ReduceOp.SUM)
                 return
-            real = _computed(func, args, kwargs)
+            else:
+                real = _computed(func, args, kwargs)
         except Exception:  # the host has no kernel for it, so its values are unknown
             for t in outs:
                 forget(t)
@@ -384,11 +441,33 @@ def on_simulated(value: object) -> object:
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
+@cache
+def _is_composite(func: OpOverload) -> bool:
+    """Return whether an op only calls other ops."""
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return func.namespace != "prim" and kernel(func.name(), "CompositeImplicitAutograd")
+
+
 def _computed(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
     """Run an op on the host with the known values of its arguments."""
     host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         return func(*tree_map(known_value, args), **tree_map(known_value, host))
+
+
+def _alike(name: str, args: OpArguments) -> Tensor:
+    """Return the result of a functional collective of real tensors if other ranks have this rank's values."""
+    (op, group), value = collective_of(name, args), args[0]
+    assert group is not None
+    ranks = group.size()
+    total = value * ranks if args[1] == "sum" else value.clone()
+    if op == "allgather_base":
+        return value.repeat(ranks, *[1] * (value.dim() - 1))
+    if op == "reduce_scatter_base":
+        return total.chunk(ranks)[group.rank()].clone()
+    if op == "alltoall_base":
+        return value.chunk(ranks)[group.rank()].repeat(ranks, *[1] * (value.dim() - 1))
+    return total
 
 
 def replicate(name: str, args: OpArguments, summed: bool) -> None:
