@@ -32,7 +32,6 @@ _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_b
 _FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
 _EIGHT_BITS = {"optim": "adamw_bnb_8bit"}  # of TrainingArguments
 _LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
-_DDP = "DistributedDataParallel"
 _MAX_STAGE = 3
 _SHOWN = {
     STATE: "offload_optimizer to the host",
@@ -62,7 +61,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarge
     """
     ranks, on_gpu = target.world_size, target.on_gpu
     found = _of_trainer(command, facts, ranks, on_gpu) if facts.trainer else _of_lines(command, facts, ranks, on_gpu)
-    if facts.accelerate and not facts.trainer and facts.wrapper == _DDP:
+    if facts.accelerate and not facts.trainer and facts.sharding == "DDP":
         found += _of_accelerate(command, facts, target, folder)
     stages = range(facts.zero_stage + 1, _MAX_STAGE + 1) if facts.engines and ranks > 1 else range(0)
     file = named_config([*command.arguments, *command.launcher_words])
@@ -138,7 +137,7 @@ def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bo
     recomputes = not facts.checkpointing and facts.pipeline_stages == 1 and (facts.checkpointing_switch or facts.blocks)
     found += [(CHECKPOINTS,)] if recomputes else []
     found += [(EIGHT_BITS,)] if _takes_eight_bits(facts, on_gpu) else []
-    if ranks > 1 and facts.wrapper == _DDP and not facts.accelerate:
+    if ranks > 1 and facts.sharding == "DDP" and not facts.accelerate:
         found += [(SHARDED_STATES,)] if facts.optimizer in ("Adam", "AdamW") else []
         found += [(SHARDED,), *([(SHARDED, CHECKPOINTS)] if recomputes else [])]
     elif ranks == 1 and recomputes and (EIGHT_BITS,) in found:
