@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -166,7 +166,7 @@ class ScriptTracker(AllocationTracker):
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
-        rules: Mapping[Any, Callable[..., OpOutput]] = registered_hop_fake_fns
+        rules: Any = registered_hop_fake_fns  # its keys are such ops too
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
         if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
             run = shapes
