@@ -219,7 +219,7 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 def _kept_outputs(script: Script) -> Iterator[Found]:
     """Find lines whose tensors of more than one micro batch live at the end."""
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
-    if script.log.retained_at:
+    if script.log.retained_at or not starts:
         return
     for begin, end in zip(starts, [*starts[1:], script.lives.end], strict=True):
         sizes = Counter[tuple[str, str]]()
