@@ -38,6 +38,7 @@ from zerofit.plan.search import timer_of
 from zerofit.plan.space import space_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import find_device
+from zerofit.spec.errors import ModelError, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import AttentionKernel
@@ -78,6 +79,7 @@ def main() -> None:
     os.environ["ZEROFIT_CACHE"] = str(arguments.cache)
     cases: list[Case] = json.loads(arguments.cases.read_text())["cases"]
     judge = Judge(cases, arguments.cache)
+    cases = judge.cases
     ratios, left_out = judge.ratios(FITTED), judge.left_out()
     print("fitted to all:", judge.fit(cases))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
@@ -100,16 +102,21 @@ class Judge:
     """Forecasts of all cases for given coefficients, and coefficients fitted to some of the cases."""
 
     def __init__(self, cases: list[Case], cache: Path):
-        self._cases = cases
-        self._planned = [planned(case, cache) for case in cases]
-        self._rows = [rows_of(case, *pair) for case, pair in zip(cases, self._planned, strict=True)]
+        self.cases: list[Case] = []  # those that plan forecasts
+        self._planned: list[tuple[SearchSetup, Cluster, list[PlannedLayout]]] = []
+        for case in cases:
+            try:
+                self._planned.append(planned(case, cache))
+                self.cases.append(case)
+            except (UserError, ModelError) as error:
+                print(f"{case['id']}: no forecast: {error}")
         self._known: dict[Coefficients, dict[str, float]] = {}
 
     def ratios(self, coefficients: Coefficients) -> dict[str, float]:
         """Return forecast / published speed of each case: the fastest of the layouts that its source leaves open."""
         if coefficients not in self._known:
             found = self._known.setdefault(coefficients, {})
-            for case, (setup, cluster), rows in zip(self._cases, self._planned, self._rows, strict=True):
+            for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
                 timer = timer_of(setup.profile, cluster, setup.request, fitted=coefficients)
                 speed = max(row.global_batch / timer.step(row).step_s for row in rows)
                 found[case["id"]] = speed / case["published_samples_per_s"]
@@ -118,16 +125,16 @@ class Judge:
     def classes(self) -> dict[str, str]:
         """Return the class of each case, as the plan gives it."""
         found = {}
-        for case, (setup, cluster), rows in zip(self._cases, self._planned, self._rows, strict=True):
+        for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
             found[case["id"]] = class_of(rows[0], setup.profile.task, setup.profile.seq_len, cluster.nodes)
         return found
 
     def left_out(self) -> dict[str, float]:
         """Return each case's ratio by coefficients that were fitted without its source's figures."""
         ratios = {}
-        for source in dict.fromkeys(map(source_of, self._cases)):
-            fitted = self.fit([case for case in self._cases if source_of(case) != source])
-            mine = [case["id"] for case in self._cases if source_of(case) == source]
+        for source in dict.fromkeys(map(source_of, self.cases)):
+            fitted = self.fit([case for case in self.cases if source_of(case) != source])
+            mine = [case["id"] for case in self.cases if source_of(case) == source]
             ratios |= {key: self.ratios(fitted)[key] for key in mine}
         return ratios
 
@@ -157,15 +164,29 @@ class Judge:
         )
 
 
-def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster]:
-    """Return the plan's request for a case, as options of `zerofit plan` make it."""
-    cluster, options = cluster_of(case), options_of(case)
+def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster, list[PlannedLayout]]:
+    """Return the plan's request for a case, as options of `zerofit plan` make it, and its rows with the case's layout.
+
+    FSDP is planned as FSDP2 where that is forecast, else as ZeRO-3. Raises UserError and ModelError.
+    """
+    cluster, options, file = cluster_of(case), options_of(case), profile_of(case, cache)
     image = f"image:{case['image']}" if case["image"] else None
-    engine = "fsdp2" if "FSDP" in case["framework"] and case["tp"] == 1 else "deepspeed"
-    if engine == "fsdp2":
-        del options["zero_stage"]
-    request = PlanningRequest(profile=profile_of(case, cache), image=image, engines=(engine,), pins=options)
-    return setup_of(cluster, request, Reporter())[0], cluster
+    left_out: dict[str, tuple[Problem, int]] = {}
+    for engine in ("fsdp2", "deepspeed") if "FSDP" in case["framework"] else ("deepspeed",):
+        pins: Any = {name: value for name, value in options.items() if engine == "deepspeed" or name != "zero_stage"}
+        request = PlanningRequest(profile=file, image=image, engines=(engine,), pins=pins)
+        setup = setup_of(cluster, request, Reporter())[0]
+        space = space_of(setup.profile, cluster, setup.request)
+        if rows := [row for family in space.families for row in family if is_row(case, row)]:
+            return setup, cluster, rows
+        left_out |= space.left_out
+    raise UserError(*(problem for problem, _ in left_out.values()))
+
+
+def is_row(case: Case, row: PlannedLayout) -> bool:
+    """Return whether a row has the case's sharding: buckets and overlap are open, FSDP2's resharding is not."""
+    reshard = "SHARD_GRAD_OP" not in case["framework"]
+    return not row.by_layer or (row.replicas == 1 and row.reshard == reshard)
 
 
 def options_of(case: Case) -> LayoutPins:
@@ -193,20 +214,6 @@ def options_of(case: Case) -> LayoutPins:
     if case["table"] in ONE_THREAD:
         options["cpu_threads"] = 1
     return options
-
-
-def rows_of(case: Case, setup: SearchSetup, cluster: Cluster) -> list[PlannedLayout]:
-    """Return the rows of the plan with the case's layout: buckets and overlap are open, FSDP2's resharding is not.
-
-    Raises ValueError if the plan has none.
-    """
-    space = space_of(setup.profile, cluster, setup.request)
-    reshard = "SHARD_GRAD_OP" not in case["framework"]
-    every = [row for family in space.families for row in family if not row.by_layer or row.replicas == 1]
-    rows = [row for row in every if not row.by_layer or row.reshard == reshard]
-    if not rows:
-        raise ValueError(f"{case['id']}: {space.left_out}")
-    return rows
 
 
 def attention_of(case: Case) -> AttentionKernel:
@@ -269,7 +276,7 @@ def summary(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:
     right, pairs = order(cases, ratios)
     return {
         "all": errors(cases, ratios),
-        **{kind: errors([case for case in cases if belongs(case)], ratios) for kind, belongs in KINDS.items()},
+        **{kind: errors(mine, ratios) for kind, belongs in KINDS.items() if (mine := list(filter(belongs, cases)))},
         "median_of_tables": round(statistics.median(row["median"] for row in by_table.values()), 4),
         "pairs_in_order": right,
         "pairs": pairs,
@@ -299,7 +306,7 @@ def order(cases: list[Case], ratios: dict[str, float]) -> tuple[int, int]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the summary."""
-    kinds = ("all", *KINDS)
+    kinds = [kind for kind in ("all", *KINDS) if kind in result]
     left_out = {f"{kind}, left out": result["left_out"][kind] for kind in kinds}
     rows = {**{kind: result[kind] for kind in kinds}, **left_out, **result["tables"]}
     for name, row in rows.items():

@@ -25,23 +25,29 @@ def intervals(cases: list[Case], ratios: Mapping[str, float], class_by_id: Mappi
     time where another of the same model and machine is known.
     """
     classed = {name: [case for case in cases if class_by_id[case["id"]] == name] for name in CLASSES}
+    classed = {name: found for name, found in classed.items() if found}
     wider = {name: _wider(classed, ratios, name) for name in classed}
-    spans = {name: span(pool(classed, name), ratios, wider[name]) for name in classed}
+    spans = {name: span(pool(classed, name), ratios, wider[name]) for name in classed if len(pool(classed, name)) > 1}
     inside = {name: covered(classed, ratios, name, wider[name]) for name in classed}
     pairs = [ratios[a["id"]] / ratios[b["id"]] for group in alike(cases) for a, b in itertools.permutations(group, 2)]
-    tenths = statistics.quantiles(pairs, n=10, method="inclusive")
+    tenths = statistics.quantiles(pairs, n=10, method="inclusive") if pairs else [1.0]
     every = [within for found in inside.values() for within in found]
     return {
         "classes": {name: [len(classed[name]), round(low, 2), round(high, 2)] for name, (low, high) in spans.items()},
         "wider": wider,
-        "coverage": {name: round(statistics.mean(found), 3) for name, found in {**inside, "all": every}.items()},
+        "coverage": {name: round(mean(found), 3) for name, found in {**inside, "all": every}.items()},
         "pairs_interval": [len(pairs) // 2, round(tenths[0], 2), round(tenths[-1], 2)],
     }
 
 
+def mean(inside: list[bool]) -> float:
+    """Return the share of figures inside; all of none."""
+    return statistics.mean(inside) if inside else 1.0
+
+
 def _wider(classed: Classed, ratios: Mapping[str, float], name: str) -> float:
     """Return the factor with which a class covers 80 % of its figures."""
-    shares = {wider: statistics.mean(covered(classed, ratios, name, wider)) for wider in WIDER}
+    shares = {wider: mean(covered(classed, ratios, name, wider)) for wider in WIDER}
     return min(shares, key=lambda wider: (abs(shares[wider] - COVERED), wider))
 
 
@@ -65,6 +71,8 @@ def covered(classed: Classed, ratios: Mapping[str, float], name: str, wider: flo
     """Return for each figure of a class whether the interval that is made without its source contains it."""
     inside: list[bool] = []
     for source in dict.fromkeys(map(source_of, classed[name])):
+        if len(pool(classed, name, source)) < 2:
+            continue
         low, high = span(pool(classed, name, source), ratios, wider)
         inside += [low <= ratios[case["id"]] <= high for case in classed[name] if source_of(case) == source]
     return inside

@@ -82,7 +82,8 @@ def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
         words = f"{row.layout}: {row.step_s:.3g} s; its peak leaves {shown_bytes(room)} of the margin's "
-        yield CLOSE, f"{words}{shown_bytes(row.fit.margin_bytes)}; --confirm {len(result.close)} simulates it"
+        simulated = f"--confirm {len(result.close)} simulates it"
+        yield "close", f"{CLOSE}: {words}{shown_bytes(row.fit.margin_bytes)}; {simulated}"
 
 
 def show_end(plan: Plan, details: bool) -> None:
