@@ -144,5 +144,6 @@ def test_files_for_accelerate_are_those_that_were_simulated(folder, monkeypatch)
         changed = simulated(ACCELERATED, f"accelerate launch --config_file {name} train.py")
         assert (row.peak_bytes, row.reserved_bytes) == (changed.peak_bytes, changed.reserved_bytes)
         assert row.peak_bytes != result.peak_bytes
-    assert rows["accelerate launch --config_file fsdp2.yaml"].file["fsdp_config"]["fsdp_version"] == 2
+    file = rows["accelerate launch --config_file fsdp2.yaml"].file
+    assert file and file["fsdp_config"]["fsdp_version"] == 2
     assert "accelerate launch --config_file fsdp2.yaml and model.gradient_checkpointing_enable()" in rows

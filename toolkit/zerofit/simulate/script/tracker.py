@@ -228,9 +228,10 @@ class ScriptTracker(AllocationTracker):
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
         # a functional collective returns no handle: its result is waited for
-        handles = [Work.unbox(t) if isinstance(t, torch._C.ScriptObject) else t for t in tree_leaves(out)]
+        handles = [Work.unbox(t) for t in tree_leaves(out) if isinstance(t, torch._C.ScriptObject)]
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         moved = max(map(bytes_of, (*args, out)), default=0)
-        self.streams.issued.send(self._issued(op, bytes=moved), ranks, handles)
+        self.streams.issued.send(self._issued(op, bytes=moved), ranks, handles, results)
 
     def note_hooks(self, parameters: int) -> None:
         """Record that ZeRO-3's hooks gather the parameters of a module."""
