@@ -54,7 +54,7 @@ def script_facts(
     engine = next(filter(has_optimizer, phases.engines), None)
     models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
     parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
-    sizes = [_elements(p) for p in parameters]
+    sizes = [elements_of(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
     model = unwrapped(models[0])
@@ -89,7 +89,7 @@ def script_facts(
     )
 
 
-def _elements(parameter: Any) -> int:
+def elements_of(parameter: Any) -> int:
     """Return a parameter's number of elements, also if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))

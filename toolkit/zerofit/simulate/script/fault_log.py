@@ -29,7 +29,7 @@ class FaultLog:
     def __init__(self, meter: ScriptTracker):
         self.meter = meter
         self.names: dict[int, str] = {}  # id of a parameter that was trainable when its model was first seen -> name
-        self.updated: set[int] = set()  # ids of parameters that got a gradient
+        self.updated: Counter[int] = Counter()  # id of a parameter -> the gradients that it got
         self.plain_bytes = 0  # of parameters that were not partitioned before DeepSpeed's engine got them
         self.plain_at = self.engine_at = ""  # where the largest of them was built; where the engine was
         self.starts: list[int] = []  # number of the ledger's event at which each micro batch begins
@@ -100,7 +100,7 @@ class FaultLog:
                 continue
             if parameter.requires_grad:
                 self.names[id(parameter)] = name
-                parameter.register_post_accumulate_grad_hook(lambda p: self.updated.add(id(p)))
+                parameter.register_post_accumulate_grad_hook(lambda p: self.updated.update((id(p),)))
             if not hasattr(parameter, "ds_id"):
                 self.plain_bytes += parameter.nbytes
                 storage = self.meter.storage_of(parameter)

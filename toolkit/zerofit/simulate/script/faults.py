@@ -30,6 +30,7 @@ from zerofit.simulate.memory.host import highest, host_moments
 from zerofit.simulate.memory.ledger import DEVICE, Storage
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.record import ScriptFault
+from zerofit.simulate.script.facts import elements_of
 from zerofit.simulate.script.fault_log import FaultLog, Lives
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
@@ -69,10 +70,6 @@ class Script:
     def is_worth(self, size: int) -> bool:
         """Return whether this much memory is worth a change."""
         return size >= max(WORTH_BYTES, WORTH_SHARE * self.peak_bytes)
-
-    def live_bytes(self, *kinds: str) -> int:
-        """Return the bytes of these kinds that live on device and host."""
-        return sum(s.bytes for s in self.log.meter.live_storages() if _kind(s) in kinds)
 
 
 Found = tuple[str, int, str]  # line, bytes, a detail for the text
@@ -146,7 +143,7 @@ def _second_copy(script: Script) -> Iterator[Found]:
     """Find storages with the sizes of the weights, made by one line, that no training engine or optimizer owns."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
-    elements = Counter(int(getattr(p, "ds_numel", p.numel())) for p in parameters)
+    elements = Counter(map(elements_of, parameters))
     owners = {id(storage): storage for p in parameters if (storage := meter.storage_of(p)) is not None}
     flat = Counter(storage.bytes for storage in owners.values())
     made: defaultdict[str, Counter[int]] = defaultdict(Counter)
@@ -188,9 +185,10 @@ def _frozen_states(script: Script) -> Iterator[Found]:
     for engine in script.engines:
         grouped = _grouped(engine.optimizer)
         frozen = [p for p in grouped if id(p) not in script.log.updated]
-        still = sum(_elements(p) for p in frozen if "expert" not in script.log.names.get(id(p), ""))
-        share = still / max(1, sum(map(_elements, grouped)))
-        size = round(share * script.live_bytes(MASTER, STATE))
+        still = sum(elements_of(p) for p in frozen if "expert" not in script.log.names.get(id(p), ""))
+        share = still / max(1, sum(map(elements_of, grouped)))
+        live = sum(s.bytes for s in script.log.meter.live_storages() if _kind(s) in (MASTER, STATE))
+        size = round(share * live)
         if still and script.is_worth(size):
             yield script.log.engine_at, size, f"{still:,}"
 
@@ -200,10 +198,6 @@ def _grouped(optimizer: Any) -> list[Any]:
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((found for name in names if (found := getattr(optimizer, name, None))), [])
     return [p for p in tree_leaves(groups) if isinstance(p, nn.Parameter)]
-
-
-def _elements(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _kept_graph(script: Script) -> Iterator[Found]:
@@ -281,15 +275,15 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
-        yield script.log.checkpointed_at or script.log.batch_at, 0, f"{sum(map(_elements, lost)):,}"
+        yield script.log.checkpointed_at or script.log.batch_at, 0, f"{sum(map(elements_of, lost)):,}"
 
 
 def _unused_search(script: Script) -> Iterator[Found]:
-    """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all got gradients."""
+    """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all get gradients in each batch."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
-        used = all(id(p) in script.log.updated for p in model.parameters() if p.requires_grad)
-        if used and None not in chosen:  # the Trainer's own default
+        least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
+        if least >= len(script.log.starts) and None not in chosen:  # the Trainer's own default
             yield line, 0, ""
 
 
