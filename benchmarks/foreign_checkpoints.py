@@ -87,7 +87,7 @@ def exported(place: Path, out: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"case": place.name}
     errors = sorted(place.glob("error-*.txt"))
     found = foreign_in(place / "saved")
-    if errors or not found:
+    if errors or not found or not (place / "facts.json").is_file():
         return row | {"result": "not written", "why": errors[0].read_text().splitlines()[-1] if errors else "no files"}
     entry = found[0]
     reference, target = reference_of(place, entry), out / place.name
@@ -136,6 +136,8 @@ def converted(work: Path) -> list[dict[str, Any]]:
         place = loading / f"{number:02}"
         place.mkdir(parents=True)
         options = {"ranks": 2, **options} if options["to"] == "deepspeed" else options
+        if not (work / source / "facts.json").is_file():
+            continue
         path = foreign_in(work / source / "saved")[0].path
         Checkpoint(path).convert(place / "saved", **options)
         program = {"dcp": "fsdp"}.get(options["to"], options["to"])
@@ -143,6 +145,8 @@ def converted(work: Path) -> list[dict[str, Any]]:
     run("benchmarks.foreign_reader", loading, 2)
     rows = []
     for number, (source, _, _, options) in enumerate(CONVERSIONS):
+        if not (work / source / "facts.json").is_file():
+            continue
         wanted = json.loads((work / source / "facts.json").read_text())["next"]
         file = loading / f"{number:02}" / "next.json"
         losses = json.loads(file.read_text()) if file.is_file() else []

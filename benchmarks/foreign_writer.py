@@ -292,7 +292,7 @@ def with_accelerate(case: Case, folder: Path) -> None:
 def reset_accelerate() -> None:
     """Forget the state of the previous case."""
     from accelerate.state import AcceleratorState, PartialState
-    from transformers.integrations import unset_hf_deepspeed_config
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
     AcceleratorState._reset_state(True)

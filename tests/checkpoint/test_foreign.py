@@ -141,12 +141,23 @@ def other_step(saved: Path) -> None:
     torch.save(content, file)
 
 
+def text(saved: Path) -> None:
+    next(saved.glob("*/*pp_rank_1_*optim_states.pt")).write_text("<html>404</html>")
+
+
 def half_written(saved: Path) -> None:
     (saved / "global_step4").mkdir()
     (saved / "latest").write_text("global_step4")
 
 
-DAMAGE = {lose_rank: "missing", truncate: "truncated", flip: "changed", other_step: "mixed", half_written: "misplaced"}
+DAMAGE = {
+    text: "unreadable",
+    lose_rank: "missing",
+    truncate: "truncated",
+    flip: "changed",
+    other_step: "mixed",
+    half_written: "misplaced",
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
