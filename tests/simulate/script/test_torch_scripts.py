@@ -416,3 +416,40 @@ def test_bodies_of_higher_order_ops_run(folder, compiled):
     peak = max(p.peak_bytes for p in result.phases if p.name == "forward")
     assert (peak > 2 * CUBLAS_HOPPER_BYTES + 2 * scores) != compiled
     assert any("torch.cond of an unknown value" in note.text for note in facts(result).facts.notes)
+
+
+PIPELINE = """\
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleKIND
+
+dist.init_process_group("nccl")
+device, rank, ranks = torch.device("cuda", int(os.environ["LOCAL_RANK"])), dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(device)
+numbers = range(rank, OF_RANK * ranks, ranks)
+layers = [nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(2 + number)]).to(device) for number in numbers]
+stages = [PipelineStage(layer, n, OF_RANK * ranks, device) for n, layer in zip(numbers, layers)]
+schedule = ScheduleKIND(stages if OF_RANK > 1 else stages[0], 4, loss_fn=nn.functional.mse_loss)
+optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()])
+for i in range(50):
+    x = torch.randn(32, 1024, device=device)
+    inputs, target = (x,) if rank == 0 else (), {"target": x} if rank == ranks - 1 else {}
+    schedule.step(*inputs, **target, losses=[]) if target else schedule.step(*inputs)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("kind", "of_rank"), [("1F1B", 1), ("Interleaved1F1B", 2)])
+def test_stages_of_torchs_pipelines(folder, kind, of_rank):
+    """Each rank receives what the one before was seen to send; real ranks of gloo allocate the same."""
+    text = PIPELINE.replace("KIND", kind).replace("OF_RANK", str(of_rank))
+    result = simulated(text, TWO)
+    assert result.rank == 1 and [stage.rank for stage in result.stages] == [0, 1]  # the later one has more layers
+    layers = sum(2 + number for number in range(1, 2 * of_rank, 2))
+    assert facts(result).facts.parameters == layers * 1025 * 1024
+    micro, both = 8 * 1024 * 4, 2 * of_rank - 1  # bytes that stages exchange, and how often with each micro batch
+    sent = [row for row in result.comm if (row.op, row.step) == ("send", 1)]
+    assert sum(row.count for row in sent) == 4 * both and sum(row.bytes for row in sent) == 4 * both * micro

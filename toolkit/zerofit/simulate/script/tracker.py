@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -61,6 +61,7 @@ _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _COPIES = ("_to_copy", "copy_")
 _IS_PINNED = "aten::is_pinned"
 _PINNING = (_IS_PINNED, "aten::_pin_memory")
+_PEER_TO_PEER = ("c10d::send", "c10d::recv_")
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
@@ -89,6 +90,9 @@ class ScriptTracker(AllocationTracker):
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
+        # handle of a send or receive -> its tensors, which it keeps alive (WorkNCCL::outputs_)
+        self._held: weakref.WeakKeyDictionary[Work, object] = weakref.WeakKeyDictionary()
+        self._handle: Work | None = None  # the last one, until its caller has it
         self.received: Any = []  # weak references to the tensors of the last collective
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
@@ -113,7 +117,7 @@ class ScriptTracker(AllocationTracker):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
         name = func._overloadpacket._qualified_op_name
-        self.last = (name, self._module)
+        self.last, self._handle = (name, self._module), None
         if name in _PINNING and self.device == "cuda":
             return self._pinning(name, args[0])
         if _is_composite(func):  # seen only below autograd: in inference mode and in bodies of higher-order ops
@@ -139,6 +143,10 @@ class ScriptTracker(AllocationTracker):
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)
+            if name in _PEER_TO_PEER:
+                boxed: Any = out
+                self._handle = Work.unbox(boxed)
+                self._held[self._handle] = args[0]
             self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
         if self.streams.issued is not None:
             if is_collective(name):
@@ -159,7 +167,7 @@ class ScriptTracker(AllocationTracker):
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
-        rules: Mapping[object, Callable[..., OpOutput]] = registered_hop_fake_fns
+        rules: Any = registered_hop_fake_fns  # its type names another kind of key
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
         if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
             run = shapes
