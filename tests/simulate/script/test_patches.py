@@ -16,7 +16,18 @@ from tests.simulate.test_patches import C10D, Reason, definition, value_of
 from zerofit.simulate.fakes import quantized as bits
 from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.streams import Streams
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lengths, pretrained, writes
+from zerofit.simulate.script import (
+    cuda,
+    distributed,
+    gpu,
+    host,
+    kernels,
+    launchers,
+    lengths,
+    pretrained,
+    recurrent,
+    writes,
+)
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
@@ -100,6 +111,17 @@ PATCHES = {
     "sharded_shapes": (
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
+    ),
+    "sparse_gradients": (["torch:embedding", "torch:embedding_bag", "torch.optim:SparseAdam.step"], []),
+    "recurrent_layers": (
+        [
+            *(f"torch._VF:{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence")),
+            "torch.nn:RNNBase.flatten_parameters",
+        ],
+        [
+            Reason("torch.nn.modules.rnn", "LSTM.forward", "self input hx", "result = _VF.lstm("),
+            Reason("torch.nn.modules.rnn", "GRU.forward", "self input hx", "result = _VF.gru("),
+        ],
     ),
     "higher_order_ops": (
         ["torch:cond", "torch._higher_order_ops.cond:_get_current_dispatch_mode"],
@@ -209,7 +231,7 @@ def test_every_patch_is_listed():
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lengths):
+    for module in (host, distributed, kernels, recurrent, pretrained, bits, writes, gpu, cuda, launchers, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

@@ -453,3 +453,34 @@ def test_stages_of_torchs_pipelines(folder, kind, of_rank):
     micro, both = 8 * 1024 * 4, 2 * of_rank - 1  # bytes that stages exchange, and how often with each micro batch
     sent = [row for row in result.comm if (row.op, row.step) == ("send", 1)]
     assert sum(row.count for row in sent) == 4 * both and sum(row.bytes for row in sent) == 4 * both * micro
+
+
+ROUTED = """\
+import torch
+from torch import nn
+
+gate, experts = nn.Linear(64, 4), nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+nn.ModuleList([gate, experts]).cuda()
+optimizer = torch.optim.SGD([*gate.parameters(), *experts.parameters()], lr=0.1)
+for i in range(50):
+    x = torch.randn(32, 64, device="cuda")
+    out, (weights, chosen) = torch.zeros_like(x), gate(x).softmax(-1).topk(2, -1)
+    for number, expert in enumerate(experts):
+        rows, places = torch.where(chosen == number)
+        assert rows.shape == (64,)  # all choices
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, places, None])
+    known = torch.tensor([0, 1, 1, 0], device="cuda")
+    assert known.nonzero().flatten().tolist() == [1, 2] and known.unique().tolist() == [0, 1]
+    assert torch.randint(9, (5, 3), device="cuda").unique().shape == (15,) and x[x > 0].shape == (32 * 64,)
+    out.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_shapes_that_depend_on_unknown_values_are_bounded(folder):
+    seen = facts(simulated(ROUTED, gpus=1))
+    assert seen.is_upper_bound
+    assert any(
+        note.text.startswith("aten.nonzero of unknown values: taken as its largest") for note in seen.facts.notes
+    )

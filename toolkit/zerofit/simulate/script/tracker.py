@@ -56,6 +56,13 @@ _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+_BOUNDED = (
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.unique_dim.default,
+    torch.ops.aten.unique_consecutive.default,
+)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _COPIES = ("_to_copy", "copy_")
@@ -319,9 +326,16 @@ class ScriptTracker(AllocationTracker):
     def _by_values(
         self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], error: Exception
     ) -> OpOutput:
-        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown."""
-        if any(known_value(t) is None for t in leaves):
-            raise error
+        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown.
+
+        The largest output is a bound for some ops: of a mask that is all True, of elements that all differ.
+        """
+        known = all(known_value(t) is not None for t in leaves)
+        if not known:
+            if func not in _BOUNDED or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES:
+                raise error
+            self.note(f"{func._overloadpacket} of unknown values: taken as its largest output", bound=True, here=True)
+            args, kwargs = tree_map(_largest, (args, kwargs))
         real = _computed(func, args, kwargs)
         where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
 
@@ -330,7 +344,8 @@ class ScriptTracker(AllocationTracker):
                 return t
             made = torch.empty(t.shape, dtype=t.dtype, device=where)
             made = made if isinstance(made, FakeTensor) else self.fakes.from_tensor(made)
-            keep(made, t)
+            if known:
+                keep(made, t)
             return made
 
         return tree_map(faked, real)
@@ -439,6 +454,14 @@ def is_real(value: object) -> bool:
 def on_simulated(value: object) -> object:
     """Return the simulated device for a CUDA device; anything else unchanged."""
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _largest(value: object) -> object:
+    """Return real values for a fake of unknown ones: masks are all True, other elements are distinct, and not zero."""
+    if not isinstance(value, FakeTensor) or known_value(value) is not None:
+        return value
+    with unset_fake_temporarily(), _disable_current_modes():
+        return torch.arange(1, value.numel() + 1).to(value.dtype).reshape(value.shape)
 
 
 @cache
