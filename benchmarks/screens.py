@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 WIDTH, LINES = 80, 24  # columns; lines of an answer that are shown
+SHORT = {"doctor --quick": 10, "calibrate --seconds 0.05": 8, "schema": 4}  # of lists
 FAULTY = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2},\n  "fp16": {"enabled": true},\n'
 FAULTY += '  "bf16": {"enabled": true}\n}\n'
 # for `generate`: README's quickstart, two minutes or more
@@ -67,11 +68,12 @@ def shown(words: str) -> str:
     for place, short in places.items():
         text = text.replace(place, short)
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    if words == "schema":
-        lines = [line[:WIDTH] for line in lines[:4]]
-    more = ["..."] if len(lines) > LINES or words == "schema" else []
+    count = SHORT.get(words, LINES)
+    if words == "schema":  # one long line
+        lines = [line[:WIDTH] for line in lines]
+    more = ["..."] if len(lines) > count else []
     print(f"{done.exit_code}  zerofit {words}", file=sys.stderr)
-    return "\n".join(["```console", f"$ zerofit {words}", *lines[:LINES], *more, "```"])
+    return "\n".join(["```console", f"$ zerofit {words}", *lines[:count], *more, "```"])
 
 
 def write(page: Path) -> None:

@@ -16,40 +16,36 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from time_intervals import Case, alike, intervals, source_of
 
+from zerofit.app.planning.layout_pins import LayoutPins
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.app.planning.search_setup import SearchSetup, setup_of
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
-from zerofit.plan.space import LARGE_BUCKET, stage3_sizes
-from zerofit.plan.time import StepParts, Timer
+from zerofit.plan.rates import FITTED, Coefficients
+from zerofit.plan.search import timer_of
+from zerofit.plan.space import space_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import find_device
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
-from zerofit.spec.model_facts import bucket_elements
-from zerofit.spec.profile import Kernel, LayerCost, Linear, Profile
+from zerofit.spec.model_facts import AttentionKernel
 
 # where a fit begins, and what holds it where few sources speak: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8
 # GB/s), hooks as `zerofit calibrate` measures them on an H100
 PRIOR = Coefficients(memory=0.7, network=0.8, network_hop_s=30e-6, exposed_between=0.5, hook_s=379e-6)
 STIFF = 0.01  # a coefficient twice as large is as bad as half a percent of error; 0.001 to 0.03 were tried
 MOST = {"exposed_between": 1.0, "memory": 1.0, "network": 1.0}  # of coefficients that are shares
-COMPILED, FUSED = 0.5, 0.6  # share of the traffic between products that fused kernels leave, assumed
-# share of the peak, by the papers of FlashAttention (2022), FlashAttention-3 (2024) and FlashAttention-4's release
-FLASH_ATTENTION = {
-    ("FA1", "A100"): 0.33,
-    ("FA1", "H100"): 0.21,
-    ("FA3", "H200"): 0.63,
-    ("FA3", "B200"): 0.57,
-}
+# kernels as fused as Liger's
+FUSED = ("triton", "Transformer Engine", "Liger", "fused softmax", "fused LayerNorm")
+ONE_THREAD = ("deepcompile-offload",)  # `accelerate launch` sets OMP_NUM_THREADS=1 (benchmarks/deepcompile/run.sh)
 # tables whose own script asks for page-locked memory (insights/when-to-upgrade-gpus/benchmark.py:141 in their source);
 # DeepSpeed's default is pageable before 0.19.5, which no source has
 PINNED = ("stas-h200", "stas-b200")
@@ -88,20 +84,20 @@ class Judge:
 
     def __init__(self, cases: list[Case], cache: Path):
         self._cases = cases
-        self._profiles = [profile_of(case, cache) for case in cases]
-        self._layouts = [list(layouts_of(*pair)) for pair in zip(cases, self._profiles, strict=True)]
+        self._planned = [planned(case, cache) for case in cases]
         self._known: dict[Coefficients, dict[str, float]] = {}
 
     def ratios(self, coefficients: Coefficients) -> dict[str, float]:
         """Return forecast / published speed of each case: the fastest of the layouts that its source leaves open."""
         if coefficients not in self._known:
             found = self._known.setdefault(coefficients, {})
-            for case, profile, layouts in zip(self._cases, self._profiles, self._layouts, strict=True):
-                cluster = cluster_of(case)
-                kind = BlockTimer if "FSDP" in case["framework"] else Timer
-                timer = kind(profile, cluster, rates_for(case, cluster, coefficients))
-                step_s = min(timer.step(layout).step_s for layout in layouts)
-                found[case["id"]] = layouts[0].global_batch / step_s / case["published_samples_per_s"]
+            for case, (setup, cluster) in zip(self._cases, self._planned, strict=True):
+                timer = timer_of(setup.profile, cluster, setup.request, fitted=coefficients)
+                space = space_of(setup.profile, cluster, setup.request)
+                rows = [row for family in space.families for row in family if is_row(case, row)]
+                speeds = [row.global_batch / timer.step(row).step_s for row in rows]
+                assert speeds, (case["id"], space.left_out)
+                found[case["id"]] = max(speeds) / case["published_samples_per_s"]
         return self._known[coefficients]
 
     def left_out(self) -> dict[str, float]:
@@ -139,33 +135,81 @@ class Judge:
         )
 
 
-class BlockTimer(Timer):
-    """Times of FSDP's steps, which gather each block in one call."""
-
-    def parts(self, layout: PlannedLayout) -> StepParts:
-        """Return what a step consists of."""
-        parts = super().parts(layout)
-        if not parts.fetches:
-            return parts
-        both = (parts.fetches.forward, parts.fetches.backward)
-        forward, backward = (tuple((size, min(1.0, calls)) for size, calls in found) for found in both)
-        return replace(parts, fetches=parts.fetches._replace(forward=forward, backward=backward))
+def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster]:
+    """Return the plan's request for a case, as options of `zerofit plan` make it."""
+    cluster, options = cluster_of(case), options_of(case)
+    image = f"image:{case['image']}" if case["image"] else None
+    engine = "fsdp2" if "FSDP" in case["framework"] and case["tp"] == 1 else "deepspeed"
+    if engine == "fsdp2":
+        del options["zero_stage"]
+    request = PlanningRequest(profile=profile_of(case, cache), image=image, engines=(engine,), pins=options)
+    return setup_of(cluster, request, Reporter())[0], cluster
 
 
-def profile_of(case: Case, cache: Path) -> Profile:
-    """Trace the case's model, or take the kept profile."""
-    checkpointing = case["activation_checkpointing"] is True  # "selective" recomputes attention's scores alone
+def options_of(case: Case) -> LayoutPins:
+    """Return the case's options of `zerofit plan`: what its source says; the fastest of the rest is taken."""
+    kernels, split = case["kernels"], case["stack"] == "other" and case["tp"] > 1
+    options: LayoutPins = {
+        "precision": case["precision"],
+        "zero_stage": case["zero_stage"],
+        "micro_batch": case["micro_batch"],
+        "gradient_accumulation_steps": case["accumulation"],
+        "activation_checkpointing": case["activation_checkpointing"] is True,  # "selective" keeps products
+        "tensor_parallel": case["tp"],
+        "pipeline": case["pp"],
+        "sequence_parallel": case["sp"],
+        "offload": case["offload_optimizer"],
+        "offload_param": case["offload_param"],
+        "pin_memory": case["table"] in PINNED,
+        "attn_implementation": attention_of(case),
+        "compile": case["torch_compile"],
+        "liger_kernel": any(word in kernels for word in FUSED),
+        "tensor_sequence_parallel": split,
+    }
+    if case["overlap_comm"] is False:
+        options["overlap_comm"] = False
+    if case["table"] in ONE_THREAD:
+        options["cpu_threads"] = 1
+    return options
+
+
+def is_row(case: Case, row: PlannedLayout) -> bool:
+    """Return whether a row of the plan has the sharding of a case: FSDP2 resharded or not, in one group."""
+    return row.engine == "deepspeed" or (
+        row.replicas == 1 and row.reshard == ("SHARD_GRAD_OP" not in case["framework"])
+    )
+
+
+def attention_of(case: Case) -> AttentionKernel:
+    """Return the attention kernel of a case; torch's SDPA was FlashAttention-2 in the releases of the sources."""
+    if is_unfused(case):
+        return "eager"
+    if "FA3" in case["framework"]:
+        return "flash_attention_4" if case["gpu"] == "b200" else "flash_attention_3"
+    if "llm-foundry" in case["framework"]:
+        return "flash_attention_1"
+    return "sdpa" if "Transformer Engine" in case["kernels"] else "flash_attention_2"
+
+
+def is_unfused(case: Case) -> bool:
+    """Return whether attention makes the whole matrix of scores."""
+    return not case["flash_attention"] and case["image"] is None
+
+
+def profile_of(case: Case, cache: Path) -> Path:
+    """Trace the case's model, or take the stored profile."""
     wanted = ProfileRequest(
         model=model_file(case, cache),
         precision=case["precision"],
         device="cuda",
         seq_len=case["seq_len"],
         image=f"image:{case['image']}" if case["image"] else None,
-        checkpointings=(checkpointing,),
+        checkpointings=(case["activation_checkpointing"] is True,),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(case["tp"], 1, case["sp"])))),
     )
-    profile = get_profile(wanted, Reporter())[0]
-    return split_everything(profile, case["tp"]) if case["tp"] > 1 else profile
+    file = get_profile(wanted, Reporter())[1]
+    assert file
+    return file
 
 
 def model_file(case: Case, cache: Path) -> str:
@@ -181,87 +225,12 @@ def model_file(case: Case, cache: Path) -> str:
     return str(path)
 
 
-def is_unfused(case: Case) -> bool:
-    """Return whether attention makes the whole matrix of scores."""
-    return not case["flash_attention"] and case["image"] is None
-
-
 def cluster_of(case: Case) -> Cluster:
-    """Return the case's machines, with what its source says of them."""
+    """Return the case's machines, with what its source says of them, as a device file would."""
     device, given = find_device(case["gpu"]), case["device_overrides"]
     device = replace(device, **{key: given[key] for key in ("link", "bandwidth", "memory_bytes") if key in given})
-    if "network" in given:
-        device = replace(device, node=replace(device.node, network=given["network"]))
-    return Cluster(device, gpus=case["gpus_per_node"], nodes=case["nodes"])
-
-
-def layouts_of(case: Case, profile: Profile) -> Iterable[PlannedLayout]:
-    """Yield the case's layout with the buckets and overlap that its source leaves open."""
-    layout = PlannedLayout(
-        **{key: case[key] for key in ("zero_stage", "micro_batch", "accumulation", "tp", "pp", "sp", "precision")},
-        **{key: case[key] for key in ("offload_optimizer", "offload_param")},
-        dp=case["gpus_per_node"] * case["nodes"] // (case["tp"] * case["pp"] * case["sp"]),
-        pin_optimizer=case["table"] in PINNED,
-        pin_param=case["table"] in PINNED,
-        checkpointing=case["activation_checkpointing"] is True,
-        **(stage3_sizes(profile)._asdict() if case["zero_stage"] == 3 else {}),
-    )
-    if "FSDP" in case["framework"]:  # a block is whole from its recomputation to its backward, and nothing longer
-        block = max(sum(layer.matrices + layer.vectors) for layer in profile.layers)
-        layout = replace(layout, prefetch=block, reuse=2 * block, persistence=0)
-    overlaps = (
-        (False, True) if case["zero_stage"] and case["pp"] == 1 and case["overlap_comm"] is not False else (False,)
-    )
-    for bucket, overlap in itertools.product((bucket_elements(profile.parameters), LARGE_BUCKET), overlaps):
-        yield replace(layout, bucket=bucket, overlap=overlap)
-
-
-def split_everything(profile: Profile, tp: int) -> Profile:
-    """Return the profile as Megatron's tensor parallel frameworks run it, which split what DeepSpeed repeats.
-
-    The kernels between products work on a share of the sequence, and embedding, head and loss on one of the vocabulary.
-    """
-
-    def shared(line: Linear) -> Linear:
-        return Linear(fixed=line.fixed / tp, per_sample=line.per_sample / tp)
-
-    def kernels(whole: tuple[Kernel, ...], mine: tuple[Kernel, ...], name: str) -> tuple[Kernel, ...]:
-        split = (k for k in whole if name != "block" or not k.shape)
-        products = (k for k in mine if name == "block" and k.shape)
-        return (*(replace(k, moved_bytes=shared(k.moved_bytes), flops=shared(k.flops)) for k in split), *products)
-
-    def layer(whole: LayerCost, mine: LayerCost, name: str) -> LayerCost:
-        return replace(
-            mine,
-            forward_kernels=kernels(whole.forward_kernels, mine.forward_kernels, name),
-            backward_kernels=kernels(whole.backward_kernels, mine.backward_kernels, name),
-        )
-
-    costs = dict(profile.costs)
-    for key in [key for key in costs if f"/tp={tp}/" in key]:
-        whole = costs[key.replace(f"/tp={tp}/", "/tp=1/")]
-        rows = zip(whole, costs[key], profile.layers, strict=True)
-        costs[key] = tuple(layer(one, mine, run.name) for one, mine, run in rows)
-    return replace(profile, costs=costs)
-
-
-def rates_for(case: Case, cluster: Cluster, coefficients: Coefficients) -> Rates:
-    """Return the rates of what ran: zerofit's own are those of DeepSpeed, and of torch's kernels, one an op."""
-    rates = rates_of(cluster, case["precision"], fitted=coefficients)
-    kernels, device = case["kernels"], cluster.device
-    if case["torch_compile"]:
-        rates = replace(rates, unfused=COMPILED)
-    elif any(word in kernels for word in ("triton", "Transformer Engine", "Liger", "fused softmax", "fused LayerNorm")):
-        rates = replace(rates, unfused=FUSED)
-    generation = "FA3" if "FA3" in case["framework"] else "FA1" if "llm-foundry" in case["framework"] else ""
-    share = FLASH_ATTENTION.get((generation, device.name))
-    if share:
-        rates = replace(rates, attention=share * (device.peak(case["precision"]) or 0.0))
-    return (
-        rates
-        if case["stack"] != "other"
-        else replace(rates, hook_s=0.0, gradient_s=0.0, engine_launch_s=0.0, streaming=math.inf)
-    )
+    network = int(given["network"]) if "network" in given else None
+    return Cluster(device, gpus=case["gpus_per_node"], nodes=case["nodes"], network=network)
 
 
 def summary(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:

@@ -64,6 +64,25 @@ def test_the_best_layouts_are_confirmed_on_request(plan, monkeypatch):
     assert [one.layout for one in found.confirmed] == [0, 1, 2] and len(found.to_dict()["confirmed"]) == 3
 
 
+def test_a_layout_that_only_the_margin_excludes_is_simulated_and_joins_the_plan_if_it_fits(plan, monkeypatch):
+    """The device is made so small that the best layout's peak fits, and its margin does not."""
+    best = plan.result.layouts[0]
+    memory = best.memory.peak_bytes + round(best.fit.margin_bytes / 2)
+    cluster = zf.Cluster("h100-80gb", gpus=8, host_memory="2TiB", device_memory=memory)
+    small = zf.plan(profile=plan.request.profile, cluster=cluster, global_batch=64, top=20)
+    close = small.result.close[0]
+    assert close.fit.verdict == close.to_dict()["verdict"] == "close to the limit"
+    assert close.memory.peak_bytes <= memory < close.fit.device_bytes
+    assert not small.layouts or close.samples_per_s > small.layouts[0].samples_per_s
+    monkeypatch.setattr(confirm, "_simulate", lambda planned, _: simulated(planned.layout == close.layout))
+    found = confirm.confirm(small, 3, Reporter(None))
+    assert found.result.layouts[0] is close and close not in found.result.close
+    assert found.confirmed[0].fits and not any(one.fits for one in found.confirmed[1:])
+    monkeypatch.setattr(confirm, "_simulate", lambda *_: simulated(False))
+    refused = confirm.confirm(small, 3, Reporter(None)).result
+    assert refused.layouts == small.result.layouts and refused.close == small.result.close[3:]
+
+
 @pytest.mark.parametrize("most", [0, 1, 7, 8, 19, 20])
 def test_the_largest_value_is_one_that_a_simulation_lets_fit(plan, monkeypatch, most):
     asked = []

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerofit.checkpoint.full_state import FullState, TensorSlice
+from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.index import TensorSlice
 from zerofit.spec.errors import UserError
 
 torch.manual_seed(0)

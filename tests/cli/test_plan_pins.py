@@ -66,6 +66,23 @@ def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, 
     assert values(found, *names) == {(3, "none", False, 12_345_678, 4, 64)}
 
 
+@pytest.mark.parametrize(
+    ("zero", "sizes"),
+    [
+        ({"stage": 2}, (500_000_000, False, 0, 0)),
+        ({"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": True}, (50_000_000, True, 0, 0)),
+        ({"stage": 3}, (500_000_000, True, 50_000_000, 100_000)),
+        ({"stage": 3, "stage3_prefetch_bucket_size": "auto"}, (500_000_000, True, int(0.9 * 1024**2), 100_000)),
+    ],
+)
+def test_sizes_of_a_deepspeed_json_are_those_of_training(stored, tmp_path, zero, sizes):
+    """DeepSpeed's defaults (runtime/zero/config.py) without the key, what zerofit fills in for "auto"."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}))
+    found = asked(*stored, "--ds-config", file, "--top", 100)
+    assert values(found, "bucket_elements", "overlap_comm", "prefetch_elements", "persistence_elements") == {sizes}
+
+
 def test_a_bundled_file_leaves_the_run_its_batch(stored):
     found = asked(*stored, "--ds-config", "zero2", "--global-batch", 64, "--top", 100)
     assert values(found, "zero_stage", "micro_batch") > {(2, 8), (2, 4)}

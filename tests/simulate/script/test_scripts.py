@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from tests.simulate.script.scripts import CONFIG, facts, refused, simulated
 from zerofit.app.simulation.scripts import simulate_script
 from zerofit.config.ds_json import write_for_trainer
+from zerofit.simulate.forecast.result import ALIKE
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 
@@ -396,7 +399,8 @@ Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows).train(
 
 def test_a_trainer_without_deepspeed_is_tried_with_it(folder):
     """Each change of TrainingArguments is what the script with these arguments needs; it is written with "auto"."""
-    rows = {row.change: row for row in simulated(TRAINER).knobs()}
+    plain = simulated(TRAINER, trace="plain.json")
+    rows = {row.change: row for row in plain.knobs()}
     changes = ("gradient_checkpointing=True", "deepspeed='zero3.json'")
     assert {f"TrainingArguments({change})" for change in changes} < set(rows)
     best = rows["TrainingArguments(gradient_checkpointing=True, deepspeed='zero3.json')"]
@@ -407,9 +411,13 @@ def test_a_trainer_without_deepspeed_is_tried_with_it(folder):
     result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {sharded}"))
     assert result.peak_bytes == rows[f"TrainingArguments({sharded})"].peak_bytes
     assert not any("fsdp" in row.change for row in result.knobs())
+    costs = sorted(rows.values(), key=lambda row: row.cost_rank)
+    assert all(one.slowdown < other.slowdown + 2 * ALIKE for one, other in pairwise(costs))
     for changed, row in ((changes[0], rows[f"TrainingArguments({changes[0]})"]), (", ".join(changes), best)):
-        result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {changed}"))
+        result = simulated(TRAINER.replace("bf16=True", f"bf16=True, {changed}"), trace=f"{len(changed)}.json")
         assert (result.peak_bytes, result.reserved_bytes) == (row.peak_bytes, row.reserved_bytes)
+        before, after = (json.loads(Path(x.trace).read_text())["otherData"]["step_s"] for x in (plain, result))
+        assert row.slowdown == pytest.approx(after / before - 1, abs=1e-3)
     assert not any("deepspeed" in row.change for row in result.knobs())  # it has it
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.script.scripts import facts, simulated
+from tests.simulate.script.scripts import facts, refused, simulated
 
 LOOP = """\
 import math, torch
@@ -83,3 +83,20 @@ def test_generation_reaches_its_limit_in_a_few_tokens(folder):
         # the tokens themselves: 6 fewer of 8 bytes in each row of 8, in a few tensors
         assert few.peak_bytes - few.start_bytes == pytest.approx(every.peak_bytes - every.start_bytes, abs=4096)
         assert few.end_bytes - few.start_bytes == every.end_bytes - every.start_bytes
+
+
+ENDLESS = """\
+import sys, time, torch
+progress = sys.modules["zerofit.simulate.script.progress"]
+progress.LIMIT_S = 2.0
+x = torch.randn(4, device="cuda")
+while LOOP:
+    x = x + 1
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("loop", ["not (x > 9).all()", "True"])
+def test_a_phase_that_does_not_end_is_named_with_its_line(folder, loop):
+    problem = refused(ENDLESS.replace("LOOP", loop), gpus=1)
+    assert problem.message.startswith("build did not end within") and problem.where in ("train.py:6", "train.py:7")

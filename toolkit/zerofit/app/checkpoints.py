@@ -1,17 +1,20 @@
-"""Checkpoints of runs, for the command line (`zerofit ckpt`) and from Python."""
+"""Checkpoints of runs and of other programs, for the command line (`zerofit ckpt`) and from Python."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerofit.checkpoint.foreign import Foreign, foreign_at, foreign_in
 from zerofit.checkpoint.model_folder import refuse_existing
 from zerofit.checkpoint.store import (
     CheckpointEntry,
     Damage,
     Manifest,
     Store,
+    is_own,
     locate,
     manifest_of,
     quick_look,
@@ -26,6 +29,7 @@ from zerofit.spec.units import parse_bytes
 if TYPE_CHECKING:
     from zerofit.checkpoint.diff import CheckpointDiff
     from zerofit.checkpoint.export import ExportResult
+    from zerofit.checkpoint.foreign_facts import ForeignFacts
     from zerofit.checkpoint.universal import ConvertResult
     from zerofit.spec.run import Precision
 
@@ -44,6 +48,7 @@ class CheckpointSummary:
     bytes: int | None
     layout: Layout | None
     problems: list[Damage]
+    program: str = "zerofit"  # that wrote it, e.g. "Trainer (DeepSpeed)"
 
     @property
     def whole(self) -> bool:
@@ -73,18 +78,19 @@ class CheckpointList:
 class CheckpointDescription(CheckpointSummary):
     """A checkpoint with its model, data and training settings."""
 
-    model: str
+    model: str | None  # of other programs the class in config.json
     model_args: dict[str, Any]
     parameters: int
-    task: str
+    task: str | None  # other programs save neither task, data, batch nor steps
     data: str | None
     precision: str | None
     optimizer: str | None
-    batch: Batch
-    steps: int  # total of the run
+    batch: Batch | None
+    steps: int | None  # total of the run
     figures: dict[str, Any]  # of the last step: loss, lr, ...
     versions: dict[str, str]
     files: dict[str, int]  # bytes, by path within the checkpoint
+    name: str = ""  # of other programs' checkpoints: "a checkpoint by DeepSpeed: ZeRO-3, 2 ranks, step 3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,8 @@ class VerifyResult:
 
 class Checkpoint:
     """A checkpoint of a run: a `checkpoints/step-...` folder, or a run folder for its newest complete checkpoint.
+
+    Or one of another program: a folder by DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch DCP.
 
     No method needs a GPU or the ranks and layout that wrote the checkpoint. No method runs code from the checkpoint.
     `on_event` gets progress and warnings. Bad input raises UserError.
@@ -133,6 +141,14 @@ class Checkpoint:
     def list(run_folder: str | Path, *, deep: bool = False, on_event: OnEvent | None = None) -> CheckpointList:
         """List the checkpoints of a run, including damaged ones; with `deep` check every byte against its checksum."""
         path, report = Path(run_folder), Reporter(on_event)
+        if not is_own(path) and (found := foreign_in(path)):
+            report.status("importing torch ...")
+            from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
+
+            seen = [facts_of(entry) for entry in found]
+            checks = [facts.damage or (verify_foreign(facts.found, report.status) if deep else []) for facts in seen]
+            foreign = [CheckpointSummary(**_foreign_summary(f, d)) for f, d in zip(seen, checks, strict=True)]
+            return CheckpointList(folder=path, checked="checksums" if deep else "sizes", checkpoints=foreign)
         store = store_of(path, "RUN") or Store(path.absolute().parent)
         rows = []
         for entry in store.entries():
@@ -142,6 +158,8 @@ class Checkpoint:
 
     def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
         """Return step, model, layout, precision, versions and size of the checkpoint."""
+        if not is_own(self.path) and (found := foreign_at(self.path)):
+            return _foreign_description(found)
         path = locate(self.path, report=Reporter(on_event))
         manifest = manifest_of(path)
         job, facts, run = manifest.job, manifest.job.facts, manifest.job.run
@@ -160,6 +178,11 @@ class Checkpoint:
 
     def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
         """Compare every file with its checksum; a run folder stands for its newest checkpoint, damaged or not."""
+        if not is_own(self.path) and (found := foreign_at(self.path)):
+            from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
+
+            damage = verify_foreign(found, Reporter(on_event).status)
+            return VerifyResult(path=found.path, step=facts_of(found).step, problems=damage)
         store = store_of(self.path)
         path = self.path if store is None else store.entries()[-1].path
         manifest, _ = quick_look(path)
@@ -215,6 +238,46 @@ class Checkpoint:
         from zerofit.checkpoint.diff import diff
 
         return diff(self.path, other.path if isinstance(other, Checkpoint) else Path(other), states, report)
+
+
+def _foreign_summary(facts: ForeignFacts, damage: list[Damage]) -> dict[str, Any]:
+    """Return the fields of a CheckpointSummary of another program's checkpoint."""
+    known = facts.stage is not None and facts.ranks is not None
+    return {
+        "step": facts.step if facts.step is not None else 0,
+        "path": facts.found.path,
+        "samples": facts.samples,
+        "created": facts.created,
+        "world_size": facts.ranks,
+        "bytes": facts.bytes,
+        "layout": Layout(dp=facts.ranks or 1, zero_stage=facts.stage or 0) if known else None,
+        "problems": damage,
+        "program": facts.found.program,
+    }
+
+
+def _foreign_description(found: Foreign) -> CheckpointDescription:
+    """Describe another program's checkpoint. Raises UserError if its tensors cannot be found."""
+    from zerofit.checkpoint.foreign_facts import facts_of
+    from zerofit.checkpoint.full_state import FullState
+
+    facts, state = facts_of(found), FullState(found.path)
+    return CheckpointDescription(
+        **_foreign_summary(facts, facts.damage),
+        name=facts.name,
+        model=facts.model,
+        model_args={},
+        parameters=sum(math.prod(state.shape(name)) for name in state.names),
+        task=None,
+        data=None,
+        precision=facts.precision,
+        optimizer=facts.optimizer,
+        batch=None,
+        steps=None,
+        figures={},
+        versions=facts.versions,
+        files=facts.files,
+    )
 
 
 def _summary(entry: CheckpointEntry, damage: list[Damage]) -> dict[str, Any]:

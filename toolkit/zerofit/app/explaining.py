@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zerofit.explain.from_log import explain_log
-from zerofit.explain.from_snapshot import explain_snapshot
+from zerofit.explain.from_snapshot import FRAGMENTS, explain_snapshot
 from zerofit.explain.log import MOST_BYTES, LogLine, decoded_log, lines_of, read_log
-from zerofit.explain.result import UNKNOWN, Explanation
+from zerofit.explain.result import UNKNOWN, Change, Explanation, ForecastAtMoment
+from zerofit.explain.tracebacks import BACKWARD, FORWARD, INIT, LOADING, LOSS, STEP
 from zerofit.explain.unpickle import is_pickle
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.foreign import refused
+from zerofit.spec.files import read_jsonl
+from zerofit.spec.foreign import Unreadable, read_json, refused
+from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from zerofit.simulate.forecast.result import Simulation
+    from zerofit.spec.cluster import Cluster
 
 STANDARD_INPUT = "-"
 HINT = "give a log, a memory snapshot (torch.cuda.memory._dump_snapshot), a run folder, or - for standard input"
+# phase of a traceback -> phase of a forecast
+PHASES = {LOADING: "build", INIT: "init", FORWARD: "forward", LOSS: "forward", BACKWARD: "backward", STEP: "step"}
+APART = 0.05  # share of the forecast's bytes from which run and forecast differ
+LEAST_BYTES = 64 << 20  # smaller differences are no cause
+# kind of memory -> what makes a run need more of it than its forecast
+_MORE_OF = {
+    "parameters": "each rank has the full model, or there is a second one",
+    "optimizer state": "the states have a wider type than in the forecast, or are not split",
+    "gradients": "gradients are kept, or not split",
+    "activations": "the batch was longer or larger, or outputs are kept",
+    "logits and loss": "the batch was longer, or logits are kept",
+    "communication buckets": "buckets are larger",
+    FRAGMENTS: "the allocator's memory is fragmented",
+}
 
 
-def explain(what: str | Path, *, on_event: OnEvent | None = None) -> Explanation:
+def explain(
+    what: str | Path,
+    command: Sequence[str] | None = None,
+    cluster: Cluster | None = None,
+    *,
+    on_event: OnEvent | None = None,
+) -> Explanation:
     """Explain why a run went out of memory: the cause, the line that asked, and what makes room.
 
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder; "-" is a log on standard input.
+        command: what started the run; it is simulated, and compared with what was measured.
+        cluster: its hardware; None: this machine.
         on_event: gets progress.
 
-    Raises UserError if the file cannot be read.
+    Raises UserError if the file cannot be read, or the command cannot be simulated.
 
     >>> import zerofit as zf
     >>> from pathlib import Path
@@ -35,26 +69,133 @@ def explain(what: str | Path, *, on_event: OnEvent | None = None) -> Explanation
     >>> explanation.cause, explanation.changes[0].change
     ('fragmentation', 'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command (costs no speed)')
     """
-    if str(what) != STANDARD_INPUT and _is_snapshot(Path(what)):
-        Reporter(on_event).status("reading the snapshot ...")
-        with refused(Path(what), hint=HINT, where="WHAT"):
-            return explain_snapshot(Path(what))
-    return explain_log(_lines(what)) or Explanation(
-        source="log",
+    report = Reporter(on_event)
+    found = _explained(what, report)
+    if command is None:
+        return found
+    from zerofit.app.simulation.scripts import simulate_script
+
+    simulation = simulate_script(command, cluster, on_event=on_event)
+    simulation.knobs(on_event)
+    return _with_simulation(found, simulation)
+
+
+def _explained(what: str | Path, report: Reporter) -> Explanation:
+    path = Path(what)
+    if str(what) == STANDARD_INPUT:
+        return _of_log(lines_of(decoded_log(sys.stdin.buffer.read(MOST_BYTES))))
+    if path.is_dir():
+        return _of_run_folder(RunFolder(path))
+    with refused(path, hint=HINT, where="WHAT"):
+        if not is_pickle(path):
+            return _of_log(read_log(path))
+        report.status("reading the snapshot ...")
+        return explain_snapshot(path)
+
+
+def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
+    return explain_log(lines, source) or Explanation(
+        source=source,
         cause=UNKNOWN,
         place="",
-        summary="The log has no message about missing memory.",
+        summary=f"The {source} has no message about missing memory.",
         run_next="give the output of every rank, with standard error: COMMAND 2>&1 | tee train.log",
     )
 
 
-def _is_snapshot(path: Path) -> bool:
-    with refused(path, hint=HINT, where="WHAT"):
-        return is_pickle(path)
+# A rank that fails writes its error into its own file, and its traceback into its log. A rank that the kernel kills
+# writes neither: the command's file of faults has it.
+def _of_run_folder(folder: RunFolder) -> Explanation:
+    """Explain a run folder of zerofit by its ranks' logs, with the forecast that the run was started with."""
+    if not folder.plan.is_file():
+        message = f"{folder.path} is no run folder of zerofit: it has no plan.json"
+        raise UserError(Problem(kind="run-folder", message=message, hint=HINT, where="WHAT"))
+    lines = list[LogLine]()
+    for text, rank in _texts(folder):
+        start = len(lines)
+        lines += [LogLine(start + line.number, line.text, line.rank or rank) for line in lines_of(text)]
+    found = _of_log(lines, "run folder")
+    job = Job.read(folder)
+    measured = read_jsonl(folder.metrics)[-1:] if folder.metrics.is_file() else []
+    found = replace(found, steps=max(found.steps, *(int(row.get("step", 0)) for row in measured), 0))
+    if job.forecast is None:
+        return found
+    return replace(found, forecast=_of_plan(found, job, [int(row.get("memory_bytes") or 0) for row in measured]))
 
 
-def _lines(what: str | Path) -> list[LogLine]:
-    if str(what) == STANDARD_INPUT:
-        return lines_of(decoded_log(sys.stdin.buffer.read(MOST_BYTES)))
-    with refused(Path(what), hint=HINT, where="WHAT"):
-        return read_log(Path(what))
+def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
+    """Yield the folder's logs and errors, each with its rank."""
+    for log in sorted(folder.logs.glob("*.log")):
+        with refused(log):
+            yield "\n".join(line.text for line in read_log(log)), log.stem.removeprefix("rank-")
+    for file in sorted(folder.logs.glob("rank-*.error.json")):
+        try:
+            problems = read_json(file).get("problems", [])
+        except (OSError, Unreadable):
+            continue
+        messages = [str(problem.get("message", "")) for problem in problems if isinstance(problem, dict)]
+        yield "\n".join(messages), file.name.removeprefix("rank-").split(".")[0]
+    faults = read_jsonl(folder.faults) if folder.faults.is_file() else []
+    yield "\n".join(str(fault.get("message", "")) for fault in faults), ""
+
+
+def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastAtMoment:
+    """Return the forecast that the run was started with, and where its last measurement parts from it."""
+    forecast = job.forecast
+    assert forecast is not None
+    phase = PHASES.get(found.phase, "")
+    expected = forecast.phases.get(phase, max(forecast.phases.values(), default=0))
+    process = forecast.reserved_bytes + forecast.beside_bytes
+    parts = [
+        f"at step {found.steps} a rank used {shown_bytes(size)}; forecast {shown_bytes(process)}" for size in measured
+    ]
+    if forecast.free_bytes is not None and forecast.free_bytes < process:
+        parts.append(f"{shown_bytes(forecast.free_bytes)} were free on the device when it started")
+    return ForecastAtMoment(phase=phase, kinds={}, allocated_bytes=expected, fits=True, parts=tuple(parts))
+
+
+def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
+    """Return the explanation with what the simulation has for its moment, and with simulated changes."""
+    phase = PHASES.get(found.phase, simulation.peak_phase)
+    peaks = {row.name: row.peak_bytes for row in simulation.phases}
+    forecast = ForecastAtMoment(
+        phase=phase,
+        kinds=simulation.breakdown,
+        allocated_bytes=peaks.get(phase, simulation.peak_bytes),
+        fits=simulation.fits,
+        parts=tuple(_parts(found, simulation, peaks.get(phase, simulation.peak_bytes))),
+    )
+    tried = sorted(simulation.tried, key=lambda row: (not row.fits, row.cost_rank))
+    changes = [
+        Change(change=row.change, reserved_bytes=row.reserved_bytes, fits=row.fits, slowdown=row.slowdown)
+        for row in tried
+    ]
+    smaller = [row for row in changes if (row.reserved_bytes or 0) < simulation.reserved_bytes]
+    return replace(found, forecast=forecast, changes=tuple(smaller) or found.changes)
+
+
+def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterator[str]:
+    """Yield where the run parts from its simulation; what agrees is said, too."""
+    figures = found.figures
+    if not simulation.fits:
+        needed, total = shown_bytes(simulation.smi_bytes), shown_bytes(simulation.device_total_bytes)
+        yield f"the forecast does not fit either: it needs {needed} of {total} on {simulation.device}"
+    if found.alive:
+        for kind in found.alive.keys() | simulation.breakdown.keys():
+            more = found.alive.get(kind, 0) - simulation.breakdown.get(kind, 0)
+            if kind != FRAGMENTS and more > max(APART * simulation.peak_bytes, LEAST_BYTES):
+                reason = f": {_MORE_OF[kind]}" if kind in _MORE_OF else ""
+                yield f"{shown_bytes(more)} more {kind} than forecast{reason}"
+    elif figures.allocated_bytes is not None:
+        needed = figures.allocated_bytes + (figures.asked_bytes or 0)
+        if needed > (1 + APART) * expected:
+            yield f"tensors need {shown_bytes(needed)}, {shown_bytes(needed - expected)} more than the forecast"
+        else:
+            yield f"tensors need {shown_bytes(needed)}, not more than the forecast's {shown_bytes(expected)}"
+    unused, usual = figures.unallocated_bytes or 0, simulation.reserved_bytes - simulation.peak_bytes
+    if unused - usual > max(APART * expected, LEAST_BYTES):
+        yield f"{shown_bytes(unused)} are fragments, {shown_bytes(max(0, usual))} in the forecast"
+    outside = sum(overhead.high_bytes for overhead in simulation.overheads)
+    beside = figures.beside_bytes or 0
+    if beside - outside > LEAST_BYTES:
+        yield f"{shown_bytes(beside)} are outside of torch, at most {shown_bytes(outside)} in the forecast"

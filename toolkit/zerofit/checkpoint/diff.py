@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.full_state import MASTER, FullState, full_model
-from zerofit.checkpoint.store import locate, manifest_of
+from zerofit.checkpoint.full_state import FullState, full_model
+from zerofit.checkpoint.index import MASTER
+from zerofit.checkpoint.store import locate
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 
@@ -106,7 +107,7 @@ def open_side(path: Path, where: str) -> TensorSource:
     if files:
         return SafetensorsFiles(files, where)
     checkpoint = locate(path, where)
-    return full_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
+    return full_model(checkpoint)
 
 
 class SafetensorsFiles:

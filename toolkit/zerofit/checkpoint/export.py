@@ -92,7 +92,7 @@ def export(
         return _write(_of_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
     manifest = manifest_of(checkpoint)
     wanted: Precision = dtype or manifest.job.precision
-    state = full_model(checkpoint, manifest.job.facts.task)
+    state = full_model(checkpoint)
     model, source = _meta_model(manifest, checkpoint / MANIFEST, trust_model_code)
     _check_names(model, state, checkpoint, without_frozen=source.partial is not None)
     run = manifest.job.run

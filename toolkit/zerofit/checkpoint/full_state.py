@@ -8,111 +8,41 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.store import STATE, Count
+from zerofit.checkpoint.deepspeed_files import deepspeed_index
+from zerofit.checkpoint.foreign import Foreign, foreign_at
+from zerofit.checkpoint.index import (
+    MASTER,
+    Location,
+    RankIndex,
+    SavedBuffer,
+    Shard,
+    TensorSlice,
+    incomplete,
+    read_ranks,
+)
+from zerofit.checkpoint.store import MANIFEST, STATE, manifest_of
+from zerofit.checkpoint.torch_files import distributed_index, state_dict_index, universal_index
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import stays_inside
-from zerofit.spec.foreign import Unreadable, read_json, shaped
 
 # How a full tensor is assembled from the files of many ranks, in two levels:
 #
 #     full tensor   =  cuts of tensor or expert parallel ranks, each some ranges of rows or columns (`TensorSlice`)
-#     a flat cut    =  stretches of data parallel ranks, one after another (`_Shard`: start, numel)
+#     a flat cut    =  stretches of data parallel ranks, one after another (`Shard`: start, numel)
 #
 # Without cuts, a part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. With
 # cuts the tensor is assembled first, since a part of it may touch all of them.
-MASTER = "fp32"  # the weights, in the optimizer's precision
-HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
 ONE_ENGINE = {STATE: ""}
 # each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair
 GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """A rank's share of a weight: (start, length) ranges of the full tensor's `dim`, concatenated.
-
-    Used for tensor and expert parallelism.
-    """
-
-    dim: Count
-    ranges: tuple[tuple[Count, Count], ...]
-    joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
-
-    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the share of a tensor with shape `whole`."""
-        rest = full[self.dim + self.joined + 1 :]
-        return (*full[: self.dim], sum(length for _, length in self.ranges), *rest)
-
-    def length(self, full: tuple[int, ...]) -> int:
-        """Return the total length of the ranges of all shares."""
-        return math.prod(full[self.dim : self.dim + self.joined + 1])
-
-    def take(self, full: Tensor) -> Tensor:
-        """Return the share of a full tensor."""
-        rows = full.flatten(self.dim, self.dim + self.joined)
-        return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
-
-    def put(self, full: Tensor, share: Tensor) -> None:
-        """Copy a share into its place in the full tensor, which must be contiguous."""
-        rows = full.view(*full.shape[: self.dim], -1, *full.shape[self.dim + self.joined + 1 :])
-        parts = share.split([length for _, length in self.ranges], self.dim)
-        for (start, length), part in zip(self.ranges, parts, strict=True):
-            rows.narrow(self.dim, start, length).copy_(part)
-
-
-@dataclass(frozen=True)
-class _Location:
-    """The place of a tensor: under these keys of a torch file, or in a `raw` file of numbers."""
-
-    file: str
-    keys: list[str | int]
-    offset: Count = 0  # in elements of the flattened tensor
-    raw: Literal["float32", "bfloat16", "float16"] | None = None
-
-
-@dataclass(frozen=True)
-class _Shard:
-    name: str
-    shape: tuple[Count, ...]  # of the full tensor
-    cut: TensorSlice | None
-    start: Count  # in the flattened share
-    numel: Count
-    where: dict[str, _Location]  # by kind: "fp32", and the optimizer's states
-
-
-@dataclass(frozen=True)
-class _SavedBuffer:
-    name: str
-    file: str
-    keys: list[str | int]
-
-
-@dataclass(frozen=True)
-class _EngineIndex:
-    names: list[str]
-    parameters: list[_Shard]
-    buffers: list[_SavedBuffer]
-    ties: dict[str, str]
-    counters: dict[str, Any]
-    unsupported: str | None
-
-
-@dataclass(frozen=True)
-class _RankIndex:
-    """A rank's index of its files."""
-
-    world_size: int
-    engines: dict[str, _EngineIndex]
 
 
 class FullState:
@@ -120,18 +50,20 @@ class FullState:
 
     `engines` maps engines to the prefix of their names in the model. `names` are the parameters in the model's order,
     without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
-    (`global_steps`, `step`, `loss_scaler`, ...). Raises UserError "incomplete-checkpoint" if the files do not cover
-    every element exactly once or an index is invalid, "no-whole-view" if the layout does not save all state.
+    (`global_steps`, `step`, `loss_scaler`, ...); `notes` what the files lack. Raises UserError "incomplete-checkpoint"
+    if the files do not cover every element exactly once or an index is invalid, "no-whole-view" if the layout does not
+    save all state.
     """
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE):
         self._folder, self._open = Path(checkpoint), {}
-        self._shards: dict[str, list[_Shard]] = defaultdict(list)
-        self._buffers: dict[str, list[_SavedBuffer]] = defaultdict(list)
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
+        self._buffers: dict[str, list[SavedBuffer]] = defaultdict(list)
         self.ties: dict[str, str] = {}
         self.counters: dict[str, Any] = {}
         order: dict[str, None] = {}
-        for rank in self._read_ranks():
+        self.notes: list[str] = []
+        for rank in _indexes(self._folder):
             for engine, prefix in engines.items():
                 if engine not in rank.engines:
                     raise self._incomplete(f"it has no engine {engine!r}, only {', '.join(rank.engines)}")
@@ -143,6 +75,7 @@ class FullState:
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
+                self.notes += index.notes
                 for shard in index.parameters:
                     self._shards[prefix + shard.name].append(shard)
                 for buffer in index.buffers:
@@ -168,6 +101,12 @@ class FullState:
     def kinds(self, name: str) -> list[str]:
         """List the kinds of a tensor: "fp32", and after the first step a parameter's optimizer states."""
         return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
+
+    def places(self, name: str) -> list[tuple[str, int, int]]:
+        """Return the file, first element and number of elements of each stretch of a parameter."""
+        return [
+            (shard.where[MASTER].file, shard.start, shard.numel) for shard in self._shards_of(name) if not shard.cut
+        ]
 
     def read(self, name: str, kind: str = MASTER) -> Tensor:
         """Return a parameter or state in full shape as float32, or a buffer; only this tensor is in memory."""
@@ -196,17 +135,17 @@ class FullState:
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer; for batch norm's running statistics the mean over the ranks."""
-        copies = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
+        copies = [self._tensor(entry) for entry in self._buffers[name]]
         if len(copies) == 1 or not copies[0].is_floating_point():
             return copies[0].clone()
         if any(tensor.shape != copies[0].shape for tensor in copies):
             raise self._incomplete(f"the ranks saved {name} in different shapes")
         return torch.stack([tensor.double() for tensor in copies]).mean(0).to(copies[0].dtype)
 
-    def _shards_of(self, name: str) -> list[_Shard]:
+    def _shards_of(self, name: str) -> list[Shard]:
         return self._shards[self.ties.get(name, name)]
 
-    def _join(self, shards: list[_Shard], kind: str) -> Tensor:
+    def _join(self, shards: list[Shard], kind: str) -> Tensor:
         """Assemble a full tensor from shares."""
         shape = shards[0].shape
         shares = [
@@ -219,7 +158,7 @@ class FullState:
             cut.put(full, share.view(cut.shape(shape)))
         return full
 
-    def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
+    def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
         where = shard.where[kind]
         # mapped, so only the pages of this stretch are read from disk
@@ -229,47 +168,36 @@ class FullState:
                 raise self._incomplete(f"{where.file} is missing")
             tensor = torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
         else:
-            tensor = self._tensor(where.file, where.keys).detach().reshape(-1)
+            tensor = self._tensor(where).detach().reshape(-1)
         first = where.offset + start
         if first + numel > tensor.numel():
             raise self._incomplete(f"{where.file} has {tensor.numel()} elements at {where.keys}, not {first + numel}")
         return tensor[first : first + numel]
 
-    def _tensor(self, file: str, keys: list[str | int]) -> Tensor:
-        if file not in self._open:
-            self._open[file] = safe_load.load(self._path(file))
-        value = self._open[file]
-        for key in keys:
+    def _tensor(self, where: Location | SavedBuffer) -> Tensor:
+        value = self._opened(where)
+        for key in where.keys:
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):
-                raise self._incomplete(f"{file} has nothing at {keys}") from None
+                raise self._incomplete(f"{where.file} has nothing at {where.keys}") from None
         if not isinstance(value, Tensor):
-            raise self._incomplete(f"{file} has no tensor at {keys}")
+            raise self._incomplete(f"{where.file} has no tensor at {where.keys}")
         return value
 
+    def _opened(self, where: Location | SavedBuffer) -> Any:
+        if where.span:  # a tensor of its own: it is not kept, so that only one is in memory
+            return safe_load.load(self._path(where.file), span=where.span)
+        if where.file not in self._open:
+            self._open[where.file] = safe_load.load(self._path(where.file))
+        return self._open[where.file]
+
     def _path(self, file: str) -> Path:
-        path = self._folder / file
-        if not stays_inside(file) or not path.resolve().is_relative_to(self._folder.resolve()):
+        root = self._folder if self._folder.is_dir() else self._folder.parent
+        path = root / file
+        if not stays_inside(file) or not path.resolve().is_relative_to(root.resolve()):
             raise self._incomplete(f"the index names {file!r}, which is outside the checkpoint")
         return path.resolve()
-
-    def _read_ranks(self) -> Iterator[_RankIndex]:
-        """Read the index of each rank, in order."""
-        files = sorted((self._folder / "ranks").glob("rank-*.json"))
-        if not files:
-            raise self._incomplete("it has no index (ranks/rank-*.json)")
-        schema = TypeAdapter(_RankIndex)
-        for file in files:
-            try:
-                index = shaped(read_json(file), schema)
-            except (OSError, Unreadable) as error:
-                first = " ".join(str(error).split())[:200]
-                raise self._incomplete(f"the index ranks/{file.name} cannot be read: {first}") from None
-            if len(files) != index.world_size:
-                message = f"it was written by {index.world_size} ranks, but has {len(files)} indexes"
-                raise self._incomplete(message)
-            yield index
 
     def _check_names(self) -> None:
         """Refuse names that point outside the folder, since `convert` writes files with these names."""
@@ -295,18 +223,35 @@ class FullState:
                     raise self._incomplete(f"the shards of {name} do not cover its {total} elements exactly once")
 
     def _incomplete(self, reason: str) -> UserError:
-        message = f"{self._folder} is not complete: {reason}"
-        return UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where=str(self._folder)))
+        return incomplete(self._folder, reason)
 
 
-def full_model(checkpoint: Path, task: str) -> FullState:
+# how the index of another program's checkpoint is built, by its format
+FOREIGN: dict[str, Callable[[Foreign], RankIndex]] = {
+    "deepspeed": deepspeed_index,
+    "dcp": distributed_index,
+    "universal": universal_index,
+    "torch": state_dict_index,
+    "safetensors": state_dict_index,
+}
+
+
+def _indexes(checkpoint: Path) -> Iterable[RankIndex]:
+    """Return the index of each rank: zerofit's own files, or one that is built for another program's."""
+    found = None if (checkpoint / "ranks").is_dir() else foreign_at(checkpoint)
+    return [FOREIGN[found.format](found)] if found else read_ranks(checkpoint)
+
+
+def full_model(checkpoint: Path) -> FullState:
     """Open a checkpoint with tensors named as in the model's state_dict."""
-    return FullState(checkpoint, GAN_ENGINES if task == "gan" else ONE_ENGINE)
+    own = (checkpoint / MANIFEST).is_file()
+    gan = own and manifest_of(checkpoint).job.facts.task == "gan"
+    return FullState(checkpoint, GAN_ENGINES if gan else ONE_ENGINE)
 
 
-def _by_cut(shards: list[_Shard]) -> dict[TensorSlice | None, list[_Shard]]:
+def _by_cut(shards: list[Shard]) -> dict[TensorSlice | None, list[Shard]]:
     """Group shards by share, each group in order."""
-    shares: dict[TensorSlice | None, list[_Shard]] = defaultdict(list)
+    shares: dict[TensorSlice | None, list[Shard]] = defaultdict(list)
     for shard in sorted(shards, key=lambda s: s.start):
         shares[shard.cut].append(shard)
     return shares

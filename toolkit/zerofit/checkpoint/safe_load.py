@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from enum import EnumType
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.process import deepspeed_quiet
@@ -29,6 +33,16 @@ class InertLossScaler:
     """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
 
 
+class Inert:
+    """Whatever a file has beside tensors: arguments of a script, numpy's random states. Nothing of it is kept."""
+
+    def __init__(self, *values: object, **named: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 # Classes in DeepSpeed's files, and their replacements, so reading a checkpoint does not import DeepSpeed (which
 # takes seconds). Creating a replacement runs no code.
 REPLACEMENTS: dict[str, type] = {
@@ -39,7 +53,11 @@ REPLACEMENTS: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": InertLossScaler,
     # the ZeRO optimizers' `zero_stage`: an enum of integers
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    # arguments and random states in the files of Megatron-DeepSpeed, Accelerate and the Trainer
+    **dict.fromkeys(("argparse.Namespace", "numpy.ndarray", "numpy.dtype", "_codecs.encode"), Inert),
+    **{f"numpy.{core}.multiarray.{name}": Inert for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
 }
+SAFETENSORS = ".safetensors"
 ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # members of ZeroStageEnum
 
 
@@ -52,11 +70,25 @@ def _member(kind: Any, name: str) -> Any:
     raise pickle.UnpicklingError("GLOBAL getattr was not an allowed global")
 
 
-def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
+_TRUSTED = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trusted_pickles(trusted: bool) -> Iterator[None]:
+    """Within this context load any class that a file names, if `trusted`: its code may run (--trust-pickle)."""
+    token = _TRUSTED.set(trusted)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tuple[int, int] | None = None) -> Any:
     """Load a torch file with its tensors on the CPU; with `mmap` they stay on disk until they are read.
 
     Only tensors, plain values and the classes above are loaded. With `for_engine` DeepSpeed's own classes are used,
-    which its engine needs to resume.
+    which its engine needs to resume. `span` (first byte, bytes) is the place of a torch file within a larger one. A
+    safetensors file is a mapping of its tensors.
 
     Raises UserError: "unsafe-file" if the file needs other classes, "damaged-file" if it cannot be parsed,
     "missing-file" if it cannot be read.
@@ -65,12 +97,21 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
     with deepspeed_quiet() if for_engine else nullcontext():
         for name, replacement in REPLACEMENTS.items():
             module, _, attribute = name.rpartition(".")
-            allowed.append((getattr(importlib.import_module(module), attribute) if for_engine else replacement, name))
+            real = for_engine and replacement is not Inert
+            allowed.append((getattr(importlib.import_module(module), attribute) if real else replacement, name))
     allowed.append((_member, "builtins.getattr"))
     try:
+        if str(path).endswith(SAFETENSORS):
+            return Safetensors(path)
+        if span:
+            with open(path, "rb") as file:
+                file.seek(span[0])
+                part = io.BytesIO(file.read(span[1]))
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(part, map_location="cpu", weights_only=not _TRUSTED.get())
         in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be memory-mapped
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
+            return torch.load(path, map_location="cpu", weights_only=not _TRUSTED.get(), mmap=in_place)
     except OSError as error:
         raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
     except pickle.UnpicklingError as error:
@@ -79,12 +120,93 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
+class _MetadataReader(pickle.Unpickler):
+    """An unpickler for the metadata of torch.distributed.checkpoint, which names only these classes.
+
+    Its dataclasses become plain objects. torch's weights-only unpickler does not read the newer protocol of this file.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        kind = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(kind, torch.dtype):
+            return kind
+        if (module, name) in PLAIN:
+            return PLAIN[module, name]
+        if module == "torch.distributed.checkpoint.metadata" and name in METADATA_CLASSES:
+            return _Fields
+        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return _Fields
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} was not an allowed global")
+
+
+class _Fields:
+    """The fields of a dataclass, as attributes."""
+
+    def __init__(self, *values: object):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        # TensorProperties gives a tuple, whose first field is the dtype
+        self.__dict__.update({"dtype": state[0]} if isinstance(state, tuple) else state)
+
+
+METADATA_CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")
+METADATA_CLASSES += ("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")
+PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib", "PurePosixPath"): PurePosixPath,
+}
+
+
+def load_metadata(path: Path) -> Any:
+    """Load the `.metadata` of a PyTorch distributed checkpoint, without running code. Raises like `load`."""
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataReader(file).load()
+        if not isinstance(metadata.storage_data, dict) or not isinstance(metadata.state_dict_metadata, dict):
+            raise ValueError("no storage_data")
+    except OSError as error:
+        raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
+    except pickle.UnpicklingError as error:
+        raise _refused(path, str(error)) from None
+    except Exception as error:  # a damaged file can raise anything
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    return metadata
+
+
+class Safetensors(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file by name, read on demand."""
+
+    def __init__(self, path: Path | str):
+        self._file = safe_open(path, framework="pt")
+        self._names = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, from the header."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+
 def _refused(path: Path | str, reason: str) -> UserError:
     match = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)
     if match is None:
         return _damaged(path, reason)
     message = f"{path} contains {match[1]}, which could run code and does not belong in a checkpoint"
-    return _error("unsafe-file", message, "use a checkpoint that you trust; nothing in this one was run", path)
+    hint = "use a checkpoint that you trust; nothing in this one was run (--trust-pickle of `zerofit ckpt` runs it)"
+    return _error("unsafe-file", message, hint, path)
 
 
 def _damaged(path: Path | str, reason: str) -> UserError:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter
 
+from zerofit.checkpoint.foreign import foreign_at
 from zerofit.models.checksums import WORD
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
@@ -326,6 +327,12 @@ def sync_folders(folder: Path) -> None:
         sync_folder(path)
 
 
+def is_own(path: Path) -> bool:
+    """Return whether zerofit wrote a path: a checkpoint, a run's folder, or its checkpoints folder."""
+    own = path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.absolute()) is not None)
+    return own or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
+
+
 def store_of(path: Path, where: str = "PATH") -> Store | None:
     """Return the store for a run's folder or its checkpoints folder, or None for a single checkpoint.
 
@@ -338,16 +345,21 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
             return Store(folder)
     if not path.exists():
         raise _no_checkpoint(f"folder {path} does not exist", where)
-    raise _no_checkpoint(f"{path} is neither a checkpoint nor a run's folder with one", where)
+    found = foreign_at(path)
+    message = "neither a checkpoint nor a run's folder with one"
+    raise _no_checkpoint(f"{path} is {f'{found.name}, not one of zerofit' if found else message}", where)
 
 
 def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Reporter | None = None) -> Path:
     """Return a checkpoint's folder, or a run's newest complete one, with a warning for each newer damaged one.
 
-    With `deep` every byte is checked, else only that the files exist and have the right sizes. Raises UserError
+    Another program's checkpoint is returned as it is: without checksums, only reading its tensors shows damage. With
+    `deep` every byte is checked, else only that the files exist and have the right sizes. Raises UserError
     "no-checkpoint", or "damaged-checkpoint" for a named checkpoint that is damaged.
     """
     report = report or Reporter()
+    if not is_own(path) and (found := foreign_at(path)):
+        return found.path
     store = store_of(path, where)
     if store is None:
         damage = verify(path, report.status) if deep else quick_look(path)[1]
@@ -380,5 +392,5 @@ def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:
 
 
 def _no_checkpoint(message: str, where: str) -> UserError:
-    hint = "give a run's folder, or one of its checkpoints/step-... folders"
+    hint = "give a run's folder, one of its checkpoints/step-... folders, or DeepSpeed's, Accelerate's or the Trainer's"
     return UserError(Problem(kind="no-checkpoint", message=message, hint=hint, where=where))

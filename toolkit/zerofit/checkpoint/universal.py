@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.full_state import GAN_ENGINES, HINT, ONE_ENGINE, FullState
+from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
+from zerofit.checkpoint.index import HINT
 from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, Manifest, folder_name, manifest_of
 from zerofit.spec.errors import Problem, UserError

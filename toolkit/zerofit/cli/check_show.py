@@ -85,7 +85,7 @@ def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
 
 
 def github(results: Iterable[CheckResult | UnreadFile]) -> str:
-    """Return workflow commands of GitHub, one a finding, which it shows at the lines of a change."""
+    """Return a workflow command for each finding; GitHub shows it at the changed line."""
     return "\n".join(
         workflow_command(severity, text, file=file, line=line, col=column, title=f"zerofit {code}")
         for severity, file, line, column, code, text in _rows(results)

@@ -40,6 +40,8 @@ def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
     PATH is a checkpoint's folder (checkpoints/step-...), or a run's, for its newest complete checkpoint.
+
+    Or another program's: DeepSpeed, the Trainer, Accelerate, Lightning, PyTorch DCP and FSDP, a state dict.
     """
 
 
@@ -135,16 +137,17 @@ def show_list(result: CheckpointList) -> None:
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        known = row.layout is not None
+        known = row.created is not None
         rows.append(
             {
                 "step": str(row.step),
                 "state": "complete" if row.whole else f"damaged: {wrong[0]}{others}",
                 "saved": _moment(row.created) if known else "?",
                 "size": shown_bytes(row.bytes or 0) if known else "?",
-                "ranks": str(row.world_size) if known else "?",
+                "ranks": str(row.world_size) if row.world_size else "?",
                 "layout": _layout(row.layout) if row.layout else "?",
-                "samples": f"{row.samples:,}" if known else "?",
+                "samples": f"{row.samples:,}" if row.samples is not None else "?",
+                "program": row.program,
             }
         )
         # a damaged checkpoint is skipped by a resume, so it must stand out
@@ -156,6 +159,8 @@ def show_list(result: CheckpointList) -> None:
     print_verdict(console, verdict, f"{words} {result.folder}", good=not damaged)
     if rows:
         keep = ("step", "state", "saved", "size", "layout", "ranks", "samples")
+        if any(row["program"] != "zerofit" for row in rows):
+            keep = ("step", "program", *keep[1:])
         console.print(fitting_table(console, rows, ("step", "size", "ranks", "samples"), keep, "state", styles))
     if result.checked == "sizes":
         print_facts(console, [("checked", "names and sizes of all files; --deep compares checksums")], 9)
@@ -164,6 +169,9 @@ def show_list(result: CheckpointList) -> None:
 def show_description(result: CheckpointDescription) -> None:
     """Print the facts of one checkpoint."""
     console = out()
+    if result.batch is None:
+        _show_foreign(result)
+        return
     console.print(f"STEP {result.step} of {result.steps}  {result.path}", style="bold", soft_wrap=True)
     layout = _layout(result.layout) if result.layout else "?"
     losses = {name: value for name, value in result.figures.items() if name == "loss" or name.startswith("valid")}
@@ -178,6 +186,20 @@ def show_description(result: CheckpointDescription) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
     print_facts(console, lines.items(), indent=11)
+
+
+def _show_foreign(result: CheckpointDescription) -> None:
+    """Print the facts of another program's checkpoint that its files contain."""
+    console = out()
+    console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
+    lines = {
+        "what": result.name,
+        "saved": f"{_moment(result.created)}, {shown_bytes(result.bytes or 0)} in {len(result.files)} files",
+        "model": f"{result.model or 'without config.json'} ({result.parameters:,} parameters)",
+        "training": ", ".join(filter(None, (result.precision, result.optimizer))) or None,
+        "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()) or None,
+    }
+    print_facts(console, [(name, text) for name, text in lines.items() if text], indent=11)
 
 
 def show_verdict(result: VerifyResult) -> None:

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
 from zerofit.app.explaining import explain as explain_what
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
-from zerofit.cli.options import AS_JSON
+from zerofit.cli.options import AS_JSON, hardware_options
+from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster
+from zerofit.cli.simulate_show import CHANGES, cost
 from zerofit.explain.result import Change, Explanation
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.units import shown_bytes
 
 NOT_KNOWN = 1
 CANNOT_KNOW = "CANNOT KNOW"
 
 
-@click.command()
-@click.argument("what", metavar="LOG | SNAPSHOT | RUN_FOLDER | -")
+@click.command(cls=CommandAfterDashes)
+@click.argument("what", metavar="LOG | SNAPSHOT | RUN_FOLDER | -  [-- COMMAND]")
+@hardware_options(*HARDWARE_FIELDS, kinds="hardware of COMMAND, such as h100-80gb [this machine]")
 @AS_JSON
-def explain(what: str, as_json: bool) -> None:
+@click.pass_context
+def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> None:
     """Explain why a run went out of memory.
 
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
     of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
 
+    With the command that started the run after --, it is simulated as by `zerofit simulate`: the answer compares run
+    and forecast, and lists simulated changes. This needs torch.
+
     Exit code 0: it names a cause; 1: the evidence does not show one, and the answer has what to run next; 2: bad input.
     """
 
     def work() -> Explanation:
+        words = ctx.meta[SCRIPT]
+        if words is None and any(value for value in hardware.values()):
+            hint = "put the command that started the run after --"
+            raise UserError(Problem(kind="usage", message="hardware without a command", hint=hint, where="--gpu"))
         with EventConsole() as console:
-            return explain_what(what, on_event=console)
+            cluster = command_cluster(words, hardware) if words is not None else None
+            return explain_what(what, words, cluster, on_event=console)
 
     result = answer(work, as_json, show)
     sys.exit(0 if result.is_known else NOT_KNOWN)
@@ -68,7 +82,11 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     yield from _labelled("alive", parts)
     lines = [f"{shown_bytes(line.bytes):<9} {line.place} ({line.function}), {line.kind}" for line in result.lines]
     yield from _labelled("lines", lines)
-    yield from _labelled("to make room", [_change(change) for change in result.changes])
+    if result.forecast:
+        at = f" in {result.forecast.phase}" if result.forecast.phase else ""
+        yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}"
+        yield from _labelled("they part", result.forecast.parts)
+    yield from _labelled("to make room", list(_changes(result.changes)))
 
 
 def _memory(result: Explanation) -> Iterator[str]:
@@ -86,8 +104,14 @@ def _memory(result: Explanation) -> Iterator[str]:
             yield f"{shown_bytes(size)} {name}"
 
 
-def _change(change: Change) -> str:
-    return change.change
+def _changes(changes: Sequence[Change]) -> Iterator[str]:
+    """Yield what makes room; a simulated change with its memory and its cost in speed."""
+    simulated = [change for change in changes if change.reserved_bytes is not None]
+    fitting = [change for change in simulated if change.fits] or simulated
+    for change in (fitting or changes)[:CHANGES]:
+        size = f"{shown_bytes(change.reserved_bytes):<8}  " if change.reserved_bytes is not None else ""
+        price = f"{cost(change.slowdown)}  " if change.slowdown is not None else ""
+        yield f"{size}{price}{change.change}" + ("  (does not fit alone)" if change.fits is False else "")
 
 
 def _labelled(label: str, texts: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
+from zerofit.features.engines import ENGINES
 from zerofit.plan.layout import OFFLOADS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import PRECISIONS
@@ -65,13 +66,14 @@ FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
-WRITE_HELP = "write ds_config.json and run.yaml of the simplest layout about as fast as the best to this folder"
+WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the simplest of the fastest layouts"
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
 LIGER_HELP = "time Liger's fused norms, rotary embeddings, SwiGLU and cross-entropy"
 TENSOR_HELP = "time tensor parallel ranks that also split norms, embedding, head and loss, as Megatron's"
 THREADS_HELP = "OMP_NUM_THREADS of each rank, for an offloaded optimizer; torchrun and accelerate set 1 [all cores]"
+ENGINE_HELP = "engines whose layouts are ranked: deepspeed, fsdp2 (Accelerate) [deepspeed]"
 PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 
@@ -82,6 +84,14 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str | No
     if unknown := [word for word in words if word not in names]:
         raise click.BadParameter(f"no column {unknown[0]!r}; there are: {', '.join(COLUMNS)}")
     return tuple(dict.fromkeys(names[word] for word in words))
+
+
+def _engines(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """Return the named engines. Raises BadParameter with those that there are."""
+    names = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise click.BadParameter(f"no engine {unknown[0]!r}; there are: {', '.join(ENGINES)}")
+    return names
 
 
 @click.command()
@@ -107,6 +117,7 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str | No
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="number of layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
+@click.option("--engine", "engines", metavar="NAMES", default="deepspeed", callback=_engines, help=ENGINE_HELP)
 @click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage [all that fit]")
 @click.option("--offload", type=click.Choice(OFFLOADS), help="device of the optimizer states [all that fit]")
 @click.option("--offload-param", type=click.Choice(OFFLOADS), help="device of parameters at stage 3 [all that fit]")
@@ -174,7 +185,10 @@ def _read_request(model: str | None, options: dict[str, Any]) -> tuple[PlanningR
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
     arguments = {
         name: options[name]
-        for name in ("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm")
+        for name in (
+            *("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm"),
+            "engines",
+        )
     }
     measured = options["measured"]
     arguments["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None

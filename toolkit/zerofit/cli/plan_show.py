@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerofit.cli.console import fitting_table, out, print_facts, stage_table
+from zerofit.plan.fit import CLOSE
 from zerofit.plan.pipeline import planned_stages
 from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.mesh import AXES, mesh_table
@@ -72,7 +73,16 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         _print_mesh(console, best)
         if stages := planned_stages(plan.profile, best):
             console.print(stage_table(console, [asdict(stage) for stage in stages]))
+    print_facts(console, _close(result))
     print_facts(console, _rejected(result, details))
+
+
+def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
+    """Yield the fastest layout that only the margin excludes."""
+    for row in result.close[:1]:
+        room = row.fit.device_available_bytes - row.memory.peak_bytes
+        words = f"{row.layout}: {row.step_s:.3g} s; its peak leaves {shown_bytes(room)} of the margin's "
+        yield CLOSE, f"{words}{shown_bytes(row.fit.margin_bytes)}; --confirm {len(result.close)} simulates it"
 
 
 def show_end(plan: Plan, details: bool) -> None:
@@ -133,7 +143,8 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
     yield "", f"step time: {shares}{span}"
     overlap = "with" if layout.overlap else "without"
-    yield "", f"{layout.optimizer}, buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    buckets = f"buckets of {layout.bucket:,} elements, {overlap} overlap_comm"
+    yield "", f"{layout.optimizer}, {'float32 weights and moments' if layout.by_layer else buckets}"
     yield from _outlook(best.outlook) if best.outlook else ()
     if result.plainest:
         slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
@@ -198,7 +209,10 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     for path in plan.written:
         yield "written", str(path)
     if plan.written:
-        yield "", f"layout {(plan.chosen or 0) + 1}; fill in `data` in run.yaml, as its comment explains"
+        own = plan.layouts[plan.chosen or 0].layout.by_layer
+        started = f"accelerate launch --config_file {plan.written[-1]} SCRIPT"
+        words = started if own else "fill in `data` in run.yaml, as its comment explains"
+        yield "", f"layout {(plan.chosen or 0) + 1}; {words}"
     if plan.traced:
         words = f"layout {plan.shown + 1}" if plan.layouts else "the first layout, which does not fit"
         yield "trace", f"{plan.traced}, a step of {words} (opens in https://ui.perfetto.dev)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -31,6 +32,7 @@ from zerofit.cli.simulate_show import show, show_knobs
 from zerofit.config.ds_json import write_for_trainer
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event, Reporter
+from zerofit.spec.files import write_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
@@ -95,7 +97,9 @@ def _share(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--longest", is_flag=True, help="script (--): also simulate the longest batches that it allows")
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="use this release of DeepSpeed, installed separately")
 @click.option("--transformers-version", metavar="X.Y.Z", help="use this release of transformers, installed separately")
-@click.option("--write-config", type=PATH, help="write the DeepSpeed JSON of the first change that fits")
+@click.option(
+    "--write-config", type=PATH, help="write the file of the first change that fits, for DeepSpeed, Accelerate or FSDP"
+)
 @click.option("--plot", type=PATH, help="write a picture of the memory over time (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--snapshot", type=PATH, help=SNAPSHOT_HELP)
@@ -169,14 +173,20 @@ def _refuse_place(path: Path, knobs: bool) -> None:
 
 
 def _write_config(result: Simulation, path: Path) -> None:
-    """Write the DeepSpeed JSON of the fitting change that costs least speed."""
-    fitting = [row for row in result.tried if row.fits and row.config]
-    best = min(fitting, key=lambda row: row.cost_rank, default=None)
-    if best is None or best.config is None:
-        click.echo("note: no DeepSpeed JSON written, since no change that fits modifies the JSON", err=True)
+    """Write the DeepSpeed JSON of the fitting change that costs least speed; without such a change, its other file."""
+    fitting = [row for row in result.tried if row.fits and (row.config or row.file)]
+    best = min(fitting, key=lambda row: (row.config is None, row.cost_rank), default=None)
+    if best is None:
+        click.echo("note: no file written, since no change that fits needs one", err=True)
         return
-    write_for_trainer(best.config, path)
-    click.echo(f"wrote {path}, the DeepSpeed JSON of {best.change}", err=True)
+    if best.config:
+        write_for_trainer(best.config, path)
+    else:
+        import yaml
+
+        as_yaml = path.suffix in (".yaml", ".yml")
+        write_text(path, yaml.safe_dump(best.file) if as_yaml else json.dumps(best.file, indent=2) + "\n")
+    click.echo(f"wrote {path}, {'the DeepSpeed JSON' if best.config else 'the file'} of {best.change}", err=True)
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
@@ -207,19 +217,30 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
     with EventConsole() as console:
         console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
         from zerofit.app.simulation.scripts import STEPS, simulate_script
-        from zerofit.simulate.script.command import read_command
 
-        command = problems.attempt(lambda: read_command(words))
-        if command and hardware["gpus"] is None:
-            hardware["gpus"] = command.gpus
-        if command and hardware["nodes"] is None:
-            hardware["nodes"] = command.nodes
-        cluster = problems.attempt(lambda: single_cluster(hardware))
+        cluster = problems.attempt(lambda: command_cluster(words, hardware))
         problems.raise_if_any()
+        assert cluster
         settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf", "trace", "snapshot")}
         settings |= {"steps": options["steps"] or STEPS}
         result = simulate_script(words, cluster, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
+
+
+def command_cluster(words: list[str], hardware: dict[str, Any]) -> Cluster:
+    """Return the hardware from the options, with the command's numbers of GPUs and nodes unless they are given.
+
+    Raises UserError with all problems.
+    """
+    from zerofit.simulate.script.command import read_command
+
+    problems = Problems()
+    command = problems.attempt(lambda: read_command(words))
+    named = {name: getattr(command, name) for name in ("gpus", "nodes") if command and hardware[name] is None}
+    cluster = problems.attempt(lambda: single_cluster({**hardware, **named}))
+    problems.raise_if_any()
+    assert cluster
+    return cluster
 
 
 def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerofit.cli.console import fitting_table, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
-from zerofit.simulate.forecast.result import KnobResult, SimulatedRun, SimulatedScript, Simulation
+from zerofit.simulate.forecast.result import SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.forecast.verdict import FITS, NOT
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
@@ -63,9 +63,12 @@ def _needed(result: Simulation) -> int:
 def _facts(result: Simulation) -> Iterator[tuple[str, str]]:
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1)
     place = f" ({describe_rank(result.rank, result.layout)})" if result.layout.combined else ""
-    ranks = f"rank {result.rank} of {result.world_size}{place}, ZeRO-{result.layout.zero_stage}"
+    words = [f"rank {result.rank} of {result.world_size}{place}", f"ZeRO-{result.layout.zero_stage}", layout]
+    if isinstance(result.run, SimulatedScript) and not result.run.facts.engines:
+        words[1:] = [result.run.facts.sharding]
+    ranks = ", ".join(filter(None, words))
     seen = _run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run)
-    yield "run", f"{result.run.model}, {ranks}{f', {layout}' if layout else ''}"
+    yield "run", f"{result.run.model}, {ranks}"
     yield "", seen
     step = f" of step {result.peak_step + 1}" if result.peak_step >= 0 else ""
     module = f", {result.peak_at.module}" if result.peak_at.module else ""
@@ -123,6 +126,9 @@ def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]
     if longest:
         fits = "fits" if longest.fits else "does not fit"
         yield f"{longest.tokens} tokens", f"peak {shown_bytes(longest.peak_bytes)} in {longest.peak_phase}, {fits}"
+    for fault in run.facts.faults:
+        yield "fault", f"{fault.line}: {fault.problem}" if fault.line else fault.problem
+        yield "", fault.mend
     exact = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
     yield "script", f"{run.facts.ended}; {exact}"
     notes = run.facts.notes if every else run.facts.notes[:NOTES]
@@ -198,22 +204,24 @@ def show_knobs(result: Simulation, details: bool) -> None:
     for label, rows in lists.items():
         ranked = sorted(rows, key=lambda row: row.cost_rank)
         ranked = ranked if details else ranked[:CHANGES]
-        width = max((len(_cost(row)) + 2 for row in ranked if row.slowdown is not None), default=0)
+        width = max((len(cost(row.slowdown)) + 2 for row in ranked if row.slowdown is not None), default=0)
         sizes = [shown_bytes(row.reserved_bytes + row.outside_bytes) for row in ranked]
-        facts = [f"{size:<8}  {_cost(row):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)]
+        facts = [
+            f"{size:<8}  {cost(row.slowdown):<{width}}{row.change}" for size, row in zip(sizes, ranked, strict=True)
+        ]
         print_facts(console, zip([label, *[""] * len(facts)], facts, strict=False), hang=10 + width)
     if not details:
         how = "as a picture: --plot memory.png    " if isinstance(result.run, SimulatedRun) else ""
         print_facts(console, [("details", f"--details    {how}as JSON: --json")])
 
 
-def _cost(row: KnobResult) -> str:
-    """Return the forecast of how much slower a change makes a step; "" if unknown."""
-    if row.slowdown is None:
+def cost(slowdown: float | None) -> str:
+    """Return the forecast of how much slower a change makes a step, a share of its time; "" if unknown."""
+    if slowdown is None:
         return ""
-    if row.slowdown >= 1:
-        return f"~{1 + row.slowdown:.2g} x the time"
-    percent = round(100 * abs(row.slowdown))
+    if slowdown >= 1:
+        return f"~{1 + slowdown:.2g} x the time"
+    percent = round(100 * abs(slowdown))
     if percent < ALIKE:
         return "as fast"
-    return f"~{percent}% {'slower' if row.slowdown > 0 else 'faster'}"
+    return f"~{percent}% {'slower' if slowdown > 0 else 'faster'}"

@@ -36,7 +36,7 @@ def name_hash(name: str) -> int:
 
 # Held out by hash instead of at random: a file stays in its split if others are added or removed, on every machine.
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
-    """Return the hash up to which (inclusive) samples are held out: a share of them, at least one.
+    """Return the largest hash of a held-out sample: a share of the samples is held out, at least one.
 
     `hashes` (uint64) must not be empty.
     """

@@ -72,7 +72,7 @@ def _of(path: str | None, work: Any) -> Any:
 def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
     """Return facts of the run folder: `same` (it has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
 
-    The mark is a file that the asking command looks for; it is removed when the stack closes.
+    The command that asks looks for the file `mark`. The file is removed when the stack closes.
     """
     there = folder.is_dir()
     same = there and (folder / token).is_file()

@@ -113,7 +113,7 @@ def together(ranks: Sequence[Figures]) -> Figures:
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Return bytes a second of writing one large file to the disk and of reading it without the page cache."""
+    """Return the speeds of writing one large file and of reading it without the page cache, in bytes per second."""
     path, block = folder / "disk", os.urandom(BLOCK)
     start = time.perf_counter()
     with path.open("wb") as file:

@@ -26,6 +26,7 @@ _FIGURES = {
     "private_bytes": rf"{_SIZE} allocated in private pools",
 }
 _PATTERNS = {name: re.compile(pattern) for name, pattern in _FIGURES.items()}
+_TORCH = re.compile(r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory|C10 Out of Memory")
 _OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU|MLU|device) (\d+)[ ;]")
 MESSAGE_LINES = 12  # that a message may be wrapped over
@@ -76,7 +77,7 @@ class Shortage:
 # kind -> (place, pattern). The first that matches a line names it, and the first kind in this order explains the log:
 # an error with figures says more than the signal that followed it.
 _SIGNS: dict[str, tuple[str, str]] = {
-    "torch": (DEVICE, r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory.*?(?:Tried|$)|C10 Out of Memory"),
+    "torch": (DEVICE, _TORCH.pattern),
     "kernel-oom": (HOST, r"Killed process \d+|oom-kill:constraint|out of memory: Killed|Memory cgroup out of memory"),
     "scheduler": (
         HOST,
@@ -181,8 +182,8 @@ def _message(lines: Sequence[LogLine], at: int) -> str:
 
 def device_figures(text: str) -> MemoryFigures:
     """Return the figures of torch's message; a second message in the text does not count."""
-    second = text.find("out of memory", text.find("out of memory") + 1)
-    text = text[: second if second > 0 else None]
+    starts = [match.start() for match in _TORCH.finditer(text)]
+    text = text[: starts[1] if len(starts) > 1 else None]
     found: dict[str, int] = {}
     for name, pattern in _PATTERNS.items():
         if match := pattern.search(text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from zerofit.features.optimizer import UNSTEPPED_BYTES
 from zerofit.plan.layout import PlannedLayout
 
 
@@ -38,8 +39,14 @@ DIVIDED = 2  # reads and writes of a gradient to divide it by the number of rank
 UNSCALED = 8, 10  # further bytes and kernels of the step with a loss scale, at stage 3
 
 
+CLIPPED = 12  # reads and writes of a gradient in float32, for its norm and to scale it
+
+
 def engine_work(layout: PlannedLayout) -> EngineWork:
     """Return the engine's own work for a layout, by its ZeRO stage and precision."""
+    if layout.by_layer:  # parameters are copied out of the gathered buffer, gradients into the scattered one
+        copied, scattered = (1 + layout.reshard) * 2 * layout.element_bytes, layout.element_bytes + layout.reduced_bytes
+        return EngineWork(copied + scattered, 0, 0, UNSTEPPED_BYTES + CLIPPED, 0, 30)
     half, stage = layout.element_bytes == 2, layout.zero_stage
     work = (_HALF if half else _FULL)[stage]
     if stage == 0 and layout.zero_ranks > 1:

@@ -27,6 +27,7 @@ from zerofit.spec.overhead import (
 from zerofit.spec.units import shown_bytes
 
 Forecast = Callable[[PlannedLayout], LayoutMemory]
+CLOSE = "close to the limit"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,15 @@ class Fit:
         if self.host_bytes > self.host_available_bytes:
             return "host"
         return "nvme" if self.nvme_bytes > self.nvme_available_bytes else None
+
+    @property
+    def verdict(self) -> str:
+        """ "fits", "close to the limit" if only the margin exceeds the device, or "does not fit"."""
+        if self.exceeded is None:
+            return "fits"
+        host_fits = self.host_bytes <= self.host_available_bytes and self.nvme_bytes <= self.nvme_available_bytes
+        within = self.device_bytes - self.margin_bytes <= self.device_available_bytes
+        return CLOSE if host_fits and within else "does not fit"
 
     @property
     def lacking_bytes(self) -> float:
@@ -116,7 +126,7 @@ def margin_bytes(
 def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: int) -> int:
     """Sum context and communicators, each at the upper end of its sources."""
     device = cluster.device
-    divided = (layout.zero_ranks > 1) + (layout.tp > 1)
+    divided = (layout.zero_ranks > 1) + (layout.tp > 1) + (layout.replicas > 1)
     # a pipeline has three: the stages (losses), stages and tensor ranks (norm), all ranks (activations)
     # (runtime/pipe/engine.py:629, :153, p2p.py:60); experts have two: ranks with all, and ranks with the same experts
     beside = 3 if layout.pp > 1 else divided > 1
@@ -170,7 +180,9 @@ def _changes(layout: PlannedLayout, cluster: Cluster) -> list[tuple[str, Planned
     if layout.pp == 1:
         changes += [(f"ZeRO stage {s}", replace(layout, zero_stage=s)) for s in range(layout.zero_stage + 1, 4)]
     if layout.offload_optimizer == "none" and layout.zero_stage >= 2 and not cluster.on_cpu:
-        changes.append(("offloading the optimizer", replace(layout, offload_optimizer="cpu")))
+        param = "cpu" if layout.by_layer else layout.offload_param  # FSDP2 offloads both
+        words = "offloading parameters and optimizer" if layout.by_layer else "offloading the optimizer"
+        changes.append((words, replace(layout, offload_optimizer="cpu", offload_param=param)))
     if layout.micro_batch > 1:
         single = replace(layout, micro_batch=1, accumulation=layout.accumulation * layout.micro_batch)
         changes.append(("micro batch 1", single))

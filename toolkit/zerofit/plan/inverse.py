@@ -17,7 +17,7 @@ MOST_GPUS = 65536
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:
-    """Return the largest of smallest, smallest + step, ... whose `pressure` is at most 1.
+    """Return the largest of the values smallest, smallest + step, ... with a `pressure` of at most 1.
 
     Also returns the number of evaluations. `pressure` must grow. None if the smallest does not fit. The value after the
     answer has been tried, unless it is the last. The share grows nearly linearly, so the next guess is where the line

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizer import TrainingSetting
 from zerofit.features.optimizers import PLANNED, Optimizer
 from zerofit.spec.model_facts import ELEMENT_BYTES
@@ -20,6 +21,9 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 DEFAULT_BUCKET = 500_000_000
 LIVE = REUSE = 1_000_000_000  # at stage 3
 DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse": REUSE}  # at stage 3
+# sizes of a layout that a DeepSpeed JSON may leave to zerofit ("auto") or to DeepSpeed (UNSET)
+SIZES = ("bucket", "overlap", "prefetch", "persistence")
+UNSET = "unset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +55,31 @@ class PlannedLayout:
     ema: float | None = None  # decay of averaged weights, if any
     by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, if they are not all `micro_batch`
     schedule: PipelineSchedule = "1f1b"
+    engine: Engine = "deepspeed"
+    reshard: bool = True  # FSDP2: whether layers are gathered again for backward
+    replicas: int = 1  # FSDP2: groups of ranks that each hold all parameters (HSDP)
 
     def __str__(self) -> str:
         degrees = [
             f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
         ]
-        words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        first = f"ZeRO-{self.zero_stage}" if self.engine == "deepspeed" else ENGINES[self.engine].title
+        words = [first, *degrees, f"micro batch {self.micro_batch}"]
+        words += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        words += [] if self.reshard else ["no reshard"]
         words += [self.schedule] if self.schedule != "1f1b" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
+
+    def with_sizes(self, wanted: Mapping[str, Any]) -> PlannedLayout:
+        """Return the layout with these attributes; "auto" keeps its own, UNSET stands for DeepSpeed's default."""
+        stage = self.zero_stage
+        defaults = {"bucket": DEFAULT_BUCKET if stage else self.bucket, "overlap": stage == 3}
+        defaults |= {name: DEFAULTS[name] if stage == 3 else 0 for name in ("prefetch", "persistence")}
+        found = {name: defaults[name] if value == UNSET else value for name, value in wanted.items() if value != "auto"}
+        return replace(self, **found)
 
     @classmethod
     def of(cls, job: Job) -> PlannedLayout:
@@ -133,6 +151,26 @@ class PlannedLayout:
         return self.dp * self.sp
 
     @property
+    def by_layer(self) -> bool:
+        """Whether the engine gathers parameters layer by layer: FSDP2."""
+        return self.engine != "deepspeed"
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks among which FSDP2 divides parameters."""
+        return self.zero_ranks // self.replicas
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of the gradients that FSDP2 reduces."""
+        return 4 if ENGINES[self.engine].reduces_in_float32 else self.element_bytes
+
+    @property
+    def keeps_full_gradients(self) -> bool:
+        """Whether FSDP2 reduces gradients once a step, and accumulates full gradients until then."""
+        return self.accumulation > 1 and ENGINES[self.engine].accumulates_full_gradients
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an element in the layout's precision."""
         return ELEMENT_BYTES[self.precision]
@@ -151,7 +189,9 @@ class PlannedLayout:
     def to_dict(self) -> dict[str, Any]:
         """Return the layout's own settings as --json and --space name them."""
         return {
+            "engine": self.engine,
             "zero_stage": self.zero_stage,
+            **({"reshard_after_forward": self.reshard, "replicas": self.replicas} if self.by_layer else {}),
             "offload": self.offload,
             "micro_batch": self.micro_batch,
             **({"micro_batch_by_rank": list(self.by_rank)} if self.by_rank else {}),

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
+from zerofit.plan.fsdp2 import block_init, block_moments, block_persistent, block_step
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.persistent import PersistentMemory, add_kinds, held_bits, overlap_in_partition, persistent_memory
 from zerofit.plan.pipeline import DIRECTIONS, Direction, Pass, in_flight, most_in_flight, stage_parts
@@ -155,7 +156,7 @@ class Forecaster:
         """
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)
-        persistent = persistent_memory(lines[0], layout, self.device, self._tied)
+        persistent = self._persistent(lines[0], layout)
         found: dict[tuple[str, int], dict[str, int]] = {}
 
         def note(phase: str, live: LiveMemory, more: Point) -> None:
@@ -166,7 +167,7 @@ class Forecaster:
 
         for direction, live, more in self._live_in_passes(layout, passes, between, every=True):
             note(direction, live, more)
-        for step in step_moments(lines[0], layout, self.device):
+        for step in self._step(lines[0], layout):
             note("step", self._live_in_step(step), between)
         return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in found.items()]
 
@@ -182,7 +183,7 @@ class Forecaster:
         self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
     ) -> tuple[list[StageTimeline], list[Pass], Point]:
         """Return a stage's layers for each part, its kinds of passes, and what is alive between steps."""
-        key = self.profile.key_of(layout.setting, layout.zero_stage)
+        key = self.profile.key_of(layout.setting, 0 if layout.by_layer else layout.zero_stage)
         lines = [timeline(self.profile, key, parts, part) for part in range(len(parts or "."))]
         if parts is not None:
             return lines, *in_flight(lines, layout, stage)
@@ -196,16 +197,16 @@ class Forecaster:
     ) -> _StageMoments:
         """Forecast a stage; `lines`: of each of its parts, `between`: what is alive between steps."""
         line = lines[0]
-        persistent = persistent_memory(line, layout, self.device, self._tied)
+        persistent = self._persistent(line, layout)
         moments = []
         for direction, live, more in self._live_in_passes(layout, passes, between, every=False):
             moments.append(self._moment(direction, live, persistent, more))
         host, stepped = persistent.momentary, []
-        for step in step_moments(line, layout, self.device):
+        for step in self._step(line, layout):
             moments.append(self._moment("step", self._live_in_step(step), persistent, between))
             stepped.append(add((step.flat + step.temporaries, 0.0), (moments[-1].fixed, moments[-1].slope)))
             host = max(host, step.host)
-        for kinds in init_moments(line, layout, self.device, self._built_in_parts):
+        for kinds in self._init(line, layout):
             kept = line.buffers_bytes - line.quantized_bytes + held_bits(line, layout)
             kinds = {"buffers of the model": kept, **kinds}
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
@@ -230,6 +231,19 @@ class Forecaster:
             stepped=tuple(stepped),
         )
 
+    def _persistent(self, line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
+        if layout.by_layer:
+            return block_persistent(line, layout)
+        return persistent_memory(line, layout, self.device, self._tied)
+
+    def _step(self, line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
+        return block_step(line, layout) if layout.by_layer else step_moments(line, layout, self.device)
+
+    def _init(self, line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
+        if layout.by_layer:
+            return block_init(line, layout)
+        return init_moments(line, layout, self.device, self._built_in_parts)
+
     def _live_in_passes(
         self, layout: PlannedLayout, passes: list[Pass], between: Point, *, every: bool
     ) -> Iterator[tuple[Direction, LiveMemory, Point]]:
@@ -237,6 +251,11 @@ class Forecaster:
 
         Without `every`, moments that cannot be the peak at any micro batch may be left out.
         """
+        if layout.by_layer:
+            for direction, found in zip(DIRECTIONS, block_moments(passes[0].line, layout), strict=True):
+                for live in found if every else upper(found, LiveMemory.line):
+                    yield direction, live, between
+            return
         for kind in passes:
             if kind.direction == "backward":
                 replay = replayed if every else backward_moments

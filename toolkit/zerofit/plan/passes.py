@@ -127,7 +127,7 @@ class Passes:
 
     def of(self, layout: PlannedLayout) -> RankPass:
         """Return the pass of a layout. Raises KeyError if its setting is not in the profile."""
-        hooks = layout.zero_stage == 3, self._handles(layout), self._ahead(layout)
+        hooks = layout.zero_stage == 3, layout.by_layer, self._handles(layout), self._ahead(layout)
         degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, *hooks)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
         if key not in self._known:
@@ -151,7 +151,8 @@ class Passes:
         copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
         packed = [tuple(-(-size // layout.element_bytes) for size in layer.packed) for layer in layers]
         whole = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
-        hooks = [sum(map(len, kinds)) if layout.zero_stage == 3 else 0 for kinds in whole]
+        # FSDP2's hooks run once a layer
+        hooks = [(1 if layout.by_layer else sum(map(len, kinds))) if layout.zero_stage == 3 else 0 for kinds in whole]
         gradients = [sum(map(len, own)) for own in tensors]
         handled = gradients if self._handles(layout) else [0] * len(gradients)
         # with checkpointing, forward's hooks and collectives run again in backward
@@ -183,14 +184,14 @@ class Passes:
 
     def _handles(self, layout: PlannedLayout) -> bool:
         """Return whether gradients cost host time in backward; on a GPU at stage 0 they wait for its end."""
-        return layout.zero_stage > 0 or not self._rates.ahead
+        return (layout.zero_stage > 0 and not layout.by_layer) or not self._rates.ahead
 
     def _ahead(self, layout: PlannedLayout) -> bool:
         """Return whether launches run ahead; ZeRO-3 with one rank waits for each parameter that it fetches.
 
         (zero/partition_parameters.py:84)
         """
-        return self._rates.ahead and (layout.zero_stage < 3 or layout.zero_ranks > 1)
+        return self._rates.ahead and (layout.zero_stage < 3 or layout.zero_ranks > 1 or layout.by_layer)
 
     def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
         """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""

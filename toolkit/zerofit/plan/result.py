@@ -59,6 +59,7 @@ class RankedLayout:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "fits": self.fit.exceeded is None,
+            "verdict": self.fit.verdict,
             "lacks": lacks if self.fit.exceeded else None,
             **({"outlook": self.outlook.to_dict()} if self.outlook else {}),
         }
@@ -100,6 +101,7 @@ class PlanResult:
     fitting: int
     seconds: float
     padding: str = ""  # what the first layout loses to sizes of the model that are not multiples of 8
+    close: tuple[RankedLayout, ...] = ()  # faster than the first layout; their peak fits, but not with the margin
     misfits: tuple[RankedLayout, ...] = ()  # layouts that need the least memory, if fewer fit than were requested
 
     @property
@@ -141,6 +143,7 @@ class PlanResult:
             },
             "layouts": [ranked.to_dict() for ranked in self.layouts],
             "misfits": [ranked.to_dict() for ranked in self.misfits],
+            "close": [ranked.to_dict() for ranked in self.close],
             "plainest": self.plainest,
             "padding": self.padding,
             "fitting": self.fitting,
@@ -180,8 +183,8 @@ def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResul
             ranked, outlook=outlook_of(work, ranked.layout, ranked.step_s, ranked.errors, *of_model, result.cluster)
         )
 
-    layouts, misfits = (tuple(map(seen, ranked)) for ranked in (result.layouts, result.misfits))
-    return replace(result, layouts=layouts, misfits=misfits)
+    lists = {name: tuple(map(seen, getattr(result, name))) for name in ("layouts", "misfits", "close")}
+    return replace(result, **lists)
 
 
 MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are sizes
@@ -190,6 +193,6 @@ MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are s
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
     """Return a sort key: simple layouts come before those with more machinery."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
-    degrees = layout.tp * layout.pp * layout.sp * layout.ep
+    degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)
     return (offloads, degrees, layout.checkpointing, layout.zero_stage, *sizes)

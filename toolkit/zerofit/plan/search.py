@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zerofit.plan.degrees import degree_problem
-from zerofit.plan.fit import Fit, Forecast, check_fit, explain, remedy
+from zerofit.plan.fit import CLOSE, Fit, Forecast, check_fit, explain, remedy
 from zerofit.plan.interval import errors_of
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.measured_rates import unaligned_lengths
-from zerofit.plan.rates import Rates, rates_of
+from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of
 from zerofit.plan.tensor_split import with_split_sequence
@@ -28,6 +28,7 @@ from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.profile import Linear, Profile, setting
 
+MOST_CLOSE = 3  # layouts close to the limit to show
 PADDED = 64  # sizes are padded to a multiple of this, which tensor cores of all generations run at full speed
 
 Correct = Callable[[PlannedLayout, float], float]
@@ -90,35 +91,52 @@ def search(
     space = space_of(profile, cluster, request)
     if not space.families:
         raise UserError(*(problem for problem, _ in space.left_out.values()))
-    rates = rates_of(cluster, request.precision, calibration, request.software)
+    timer = timer_of(profile, cluster, request, calibration)
     fitting, misfits, too_large = _divide(space.families, cluster, forecast)
-    split = request.software.tensor_sequence_parallel
-    timer = Timer(with_split_sequence(profile) if split else profile, cluster, rates)
     timed = [_timed(layout, timer, correct) for layout in fitting]
     # fastest first; the simplest of equally fast layouts comes first
     timed.sort(key=lambda timed_layout: (-timed_layout.samples_per_s, *plain(timed_layout.layout)))
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
     best = _best(timed, top, request.every)
-    near = [] if request.every else [_fastest(family, timer, correct) for family in too_large[: top - len(best)]]
-    ranked = [_ranked(timed_layout, profile, cluster, forecast, rates, flops) for timed_layout in (*best, *near)]
-    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts
-        ranked = [replace(layout, errors=errors_of(profile.task, layout.layout.offload)) for layout in ranked]
+    near = [] if request.every else [_fastest(family, timer, correct) for _, family in too_large[: top - len(best)]]
+    close = [] if request.every else _close(too_large, best, timer, correct)
+    listed = (*best, *near, *close)
+    ranked = [_ranked(timed_layout, profile, cluster, forecast, timer.rates, flops) for timed_layout in listed]
+    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts of DeepSpeed
+        ranked = [
+            row if row.layout.by_layer else replace(row, errors=errors_of(profile.task, row.layout.offload))
+            for row in ranked
+        ]
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,
         seq_len=profile.seq_len,
         precision=request.precision,
         cluster=cluster,
-        rates=rates,
+        rates=timer.rates,
         layouts=tuple(ranked[: len(best)]),
-        misfits=tuple(ranked[len(best) :]),
-        padding=_padding(profile, ranked[0], rates) if ranked else "",
+        misfits=tuple(ranked[len(best) : len(best) + len(near)]),
+        close=tuple(ranked[len(best) + len(near) :]),
+        padding=_padding(profile, ranked[0], timer.rates) if ranked else "",
         rejections=tuple(_rejections(misfits, space, cluster, forecast)),
         considered=sum(map(len, space.families)),
         fitting=len(fitting),
         seconds=time.perf_counter() - start,
     )
+
+
+def timer_of(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    calibration: Calibration | None = None,
+    fitted: Coefficients = FITTED,
+) -> Timer:
+    """Return the forecast of step times for the request's software."""
+    software = request.software
+    rates = rates_of(cluster, request.precision, calibration, software, fitted)
+    return Timer(with_split_sequence(profile) if software.tensor_sequence_parallel else profile, cluster, rates)
 
 
 def _padding(profile: Profile, best: RankedLayout, rates: Rates) -> str:
@@ -198,19 +216,19 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
-) -> tuple[list[PlannedLayout], dict[str, Misfits], list[list[PlannedLayout]]]:
-    """Return the layouts that fit, the misfits by reason, and the misfits' families, smallest need first.
+) -> tuple[list[PlannedLayout], dict[str, Misfits], list[tuple[Fit, list[PlannedLayout]]]]:
+    """Return the layouts that fit, the misfits by reason, and the misfits' families with the fit of their first layout.
 
     The first layout of a family needs the least memory. If it does not fit, no other layout of the family does. If it
     leaves enough memory for larger buckets, all of the family fit.
     """
     fitting: list[PlannedLayout] = []
     misfits: dict[str, Misfits] = {}
-    too_large: list[tuple[float, list[PlannedLayout]]] = []
+    too_large: list[tuple[Fit, list[PlannedLayout]]] = []
     for family in families:
         memory, fit = _forecast_fit(family[0], cluster, forecast)
         if fit.exceeded:
-            too_large.append((fit.utilization, family))
+            too_large.append((fit, family))
             _count(misfits, Misfits(len(family), family[0], memory, fit))
             continue
         fitting.append(family[0])
@@ -224,8 +242,8 @@ def _divide(
                     _count(misfits, Misfits(1, variant, memory, fit))
                     continue
             fitting.append(variant)
-    too_large.sort(key=lambda pair: pair[0])
-    return fitting, misfits, [family for _, family in too_large]
+    too_large.sort(key=lambda pair: pair[0].utilization)
+    return fitting, misfits, too_large
 
 
 def _count(misfits: dict[str, Misfits], misfit: Misfits) -> None:
@@ -251,6 +269,15 @@ def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None)
     return max((_timed(layout, timer, correct) for layout in family), key=lambda layout: layout.samples_per_s)
 
 
+def _close(
+    too_large: list[tuple[Fit, list[PlannedLayout]]], best: list[TimedLayout], timer: Timer, correct: Correct | None
+) -> list[TimedLayout]:
+    """Return the fastest layouts that only the margin excludes, if they are faster than the best that fits."""
+    found = [_timed(family[0], timer, correct) for fit, family in too_large if fit.verdict == CLOSE]
+    least = best[0].samples_per_s if best else 0.0
+    return sorted((row for row in found if row.samples_per_s > least), key=lambda row: -row.samples_per_s)[:MOST_CLOSE]
+
+
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
     """Return the best layouts that differ in more than buckets and overlap; with `every`, the best of all."""
     if every:
@@ -259,7 +286,7 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     for timed_layout in timed:
         c = timed_layout.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
-        key += (c.checkpointing,)
+        key += (c.checkpointing, c.engine, c.reshard, c.replicas)
         seen.setdefault(key, timed_layout)
         if len(seen) == most:
             break

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from zerofit.features.engines import ENGINES, Engine
 from zerofit.features.optimizers import refusals, usual_optimizer
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
-from zerofit.plan.layout import Offload, PlannedLayout
+from zerofit.plan.layout import SIZES, Offload, PlannedLayout
 from zerofit.plan.software import USUAL, Software
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -27,7 +28,7 @@ LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, without a global batch; images get 8 times as many
 IMAGES = 8
 # attributes in which the members of a family differ, or that no search decides; a request sets them for all members
-REPLACED = ("bucket", "overlap", "prefetch", "persistence", "pin_optimizer", "pin_param", "steps_early")
+REPLACED = (*SIZES, "live", "reuse", "pin_optimizer", "pin_param", "steps_early")
 MORE_GATHERED = 10  # factor on the usual prefetch and persistence sizes; the time forecast knows little about these
 
 _SHARDED_BITS = Problem(
@@ -56,6 +57,7 @@ class PlanRequest:
     pipelines: bool = True  # whether the search may divide the model into pipeline stages
     software: Software = USUAL
     every: bool = False  # rank each variant by itself, including larger stage-3 sizes
+    engines: tuple[Engine, ...] = ("deepspeed",)
     keep: Mapping[str, Any] = field(default_factory=dict)  # further fixed attributes of PlannedLayout
 
     @property
@@ -93,8 +95,11 @@ class SearchSpace:
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
+    for engine in request.engines:
+        if engine != "deepspeed":
+            _add_by_layer(engine, profile, cluster, request, space)
     kept = {name: value for name, value in request.keep.items() if name in REPLACED}
-    for degrees in _degrees(cluster, profile, request):
+    for degrees in _degrees(cluster, profile, request) if "deepspeed" in request.engines else ():
         problem = degree_problem(degrees, profile, cluster, request.schedule or "1f1b") or _untraced(
             degrees, profile, request
         )
@@ -138,11 +143,71 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 continue  # averages are kept by data parallel ranks, in memory (config/images.py)
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
+            # "auto" is filled from the first member, as training does
+            auto = {name: getattr(first, name) for name, value in kept.items() if value == "auto"}
             family = [first, *_variants(first, profile, request.every)]
-            space.families.append(list(dict.fromkeys(replace(layout, **kept) for layout in family)) if kept else family)
+            family = [layout.with_sizes({**kept, **auto}) for layout in family] if kept else family
+            space.families.append(list(dict.fromkeys(family)))
     if not space.families and not space.left_out:
         space.leave_out(_decided(request))
     return space
+
+
+def _add_by_layer(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace) -> None:
+    """Add FSDP2's layouts: with all ranks in one group or a group for each node, gathered once or twice, offloaded."""
+    if problem := _by_layer_problem(engine, profile, cluster, request):
+        space.leave_out(problem)
+        return
+    checkpointings = (False, True) if request.checkpointing is None else (request.checkpointing,)
+    traced = [c for c in checkpointings if Degrees().setting(request.precision, c) in profile.costs]
+    offloads: tuple[Offload, ...] = ("none", "cpu")
+    groups = (1, cluster.nodes) if 1 < cluster.nodes < cluster.ranks else (1,)
+    reshards = (True, False) if cluster.ranks > 1 else (True,)
+    batches = list(_batches(Degrees(), profile, cluster, request, space))
+    for replicas, reshard, offload, checkpointing, (micro, accumulation) in product(
+        groups, reshards, offloads, traced, batches
+    ):
+        layout = PlannedLayout(
+            engine=engine,
+            zero_stage=3,
+            micro_batch=micro,
+            accumulation=accumulation,
+            dp=cluster.ranks,
+            replicas=replicas,
+            reshard=reshard,
+            precision=request.precision,
+            checkpointing=checkpointing,
+            offload_optimizer=offload,
+            offload_param=offload,
+            bucket=0,
+            overlap=True,
+        )
+        if all(getattr(layout, name) == value for name, value in request.keep.items() if name not in REPLACED):
+            space.families.append([layout])
+
+
+def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, request: PlanRequest) -> Problem | None:
+    """Return why FSDP2's layouts of this model are not forecast; None if they are."""
+    degrees = request.degrees
+    optimizer = request.keep.get("optimizer", "adamw")
+    refused = {
+        "on CPUs": cluster.on_cpu,
+        f"of {profile.model}, which is no decoder of transformers": profile.task != "causal-lm"
+        or not profile.model_type,
+        "with experts": profile.experts is not None,
+        "with adapters, frozen or quantised weights": profile.trained < profile.parameters,
+        "with fp16": request.precision == "fp16",
+        "with tensor, pipeline, sequence or expert parallelism": degrees.product * degrees.ep > 1,
+        f"with {optimizer}": optimizer != "adamw",
+        "with averaged weights": "ema" in request.keep,
+        "with a micro batch for each rank": bool(request.by_rank),
+    }
+    for what, found in refused.items():
+        if found:
+            message = f"{ENGINES[engine].title}: layouts {what} are not forecast"
+            hint = f"leave {engine} out of --engine, or simulate your script: zerofit simulate -- COMMAND"
+            return Problem(kind="engine", message=message, hint=hint, where="--engine")
+    return None
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:

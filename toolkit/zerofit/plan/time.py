@@ -13,6 +13,7 @@ from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.dualpipev import PartSeconds, TimedPass, timed_passes
 from zerofit.plan.engine_work import engine_work
 from zerofit.plan.flow import FlowRun, ReduceGroup, flow_s, reduce_groups
+from zerofit.plan.fsdp2 import block_fetches
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import host_state_bytes
 from zerofit.plan.passes import Passes, RankPass
@@ -117,8 +118,12 @@ class StepParts:
 
     @property
     def reductions(self) -> int:
-        """How many micro batches end with a reduction: all at stages 2 and 3, only the last one at stages 0 and 1."""
-        return self.layout.accumulation if self.layout.zero_stage >= 2 else 1
+        """How many micro batches end with a reduction: all at stages 2 and 3, only the last one at stages 0 and 1.
+
+        FSDP2 by Accelerate reduces after the last one.
+        """
+        each = self.layout.zero_stage >= 2 and not self.layout.keeps_full_gradients
+        return self.layout.accumulation if each else 1
 
     @property
     def forward_s(self) -> float:
@@ -227,13 +232,13 @@ class Timer:
     def parts(self, layout: PlannedLayout) -> StepParts:
         """Return the parts of a step. Raises KeyError if the layout's setting is not in the profile."""
         rank_pass, gpus = self._passes.of(layout), self._cluster.gpus
-        shards = group_of(layout.zero_ranks, layout.tp, gpus)
+        shards = group_of(layout.shard_ranks, layout.tp, gpus)
         # consecutive pipeline stages: pipe is the outermost axis of DeepSpeed's topology
         neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
         first, later = self._accumulate(layout, rank_pass)
         # gradients are reduced during backward only with overlap_comm; otherwise on backward's stream
         # (stage3.py:341, stage_1_and_2.py, average_tensor), and at stage 0 after it
-        overlapped = layout.overlap and layout.zero_stage > 0 and layout.pp == 1
+        overlapped = (layout.overlap or layout.by_layer) and layout.zero_stage > 0 and layout.pp == 1
         return StepParts(
             layout=layout,
             rank_pass=rank_pass,
@@ -250,7 +255,7 @@ class Timer:
 
     def _share(self, layout: PlannedLayout, rank_pass: RankPass) -> float:
         """Return the share of its parameters that a rank keeps; experts are divided by fewer ranks."""
-        return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.zero_ranks
+        return (1 + (layout.ep - 1) * rank_pass.expert_share) / layout.shard_ranks
 
     def _spread_s(
         self,
@@ -264,7 +269,7 @@ class Timer:
     ) -> float:
         """Return the seconds of a collective of parameters; for experts, only ranks with the same ones take part."""
         gpus, experts = self._cluster.gpus, rank_pass.expert_share
-        shards = group_of(layout.zero_ranks, layout.tp, gpus)
+        shards = group_of(layout.shard_ranks, layout.tp, gpus)
         every_s = collective_s(
             op, size_bytes * (1 - experts), calls * (1 - experts), shards, self.rates, at_once=at_once
         )
@@ -288,7 +293,11 @@ class Timer:
             copy_s = share / self.rates.host_copy(layout.pin_param)
         elif layout.offload_param == "nvme":
             copy_s = share * self._cluster.gpus / self.rates.nvme_read
-        forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
+        if layout.by_layer:  # the host has the shards in float32
+            copy_s *= MASTER_BYTES / layout.element_bytes
+            forward, backward = block_fetches(rank_pass.elements, layout)
+        else:
+            forward, backward = (tuple(self._means(found)) for found in fetches(self._line(layout), layout))
         return Fetches(
             copy_s=copy_s,
             gather_s=self._spread_s("all_gather", 1, 0, layout, rank_pass),
@@ -313,6 +322,11 @@ class Timer:
 
         Stages 0-2 all-reduce buckets (stage_1_and_2.py, average_tensor).
         """
+        if layout.by_layer:  # a reduce-scatter for each layer, and with replicas an all-reduce of the shard
+            size, layers = layout.reduced_bytes * rank_pass.trained_parameters, sum(n for _, n in rank_pass.slowest)
+            replicas = group_of(layout.replicas, layout.shard_ranks, self._cluster.gpus)
+            shared_s = collective_s("all_reduce", size / layout.shard_ranks, layers, replicas, self.rates)
+            return self._spread_s("reduce_scatter", size, layers, layout, rank_pass) + shared_s
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         return self._spread_s(
             op, layout.element_bytes * rank_pass.trained_parameters, _calls(layout, rank_pass), layout, rank_pass
@@ -332,6 +346,9 @@ class Timer:
             added = 3 * layout.element_bytes * rank_pass.trained_parameters
             return (), (StepTask("compute", ADDED, added, added / self.rates.streaming),)
         first, later = ((self._handled(layout, rank_pass, later=again),) for again in (False, True))
+        if layout.by_layer:
+            added = 3 * layout.reduced_bytes * rank_pass.trained_parameters if layout.keeps_full_gradients else 0.0
+            return first, (*later, StepTask("compute", ADDED, added, added / self.rates.streaming))
         if layout.offload_optimizer == "none" or (layout.zero_stage == 2 and layout.accumulation == 1):
             return first, later
         moved = (
@@ -389,7 +406,8 @@ class Timer:
             every = element * rank_pass.trained_parameters
             seconds = self._spread_s("all_gather", every, _calls(layout, rank_pass), layout, rank_pass)
             yield StepTask("data parallel", GATHERED, every, seconds)
-        if layout.zero_stage == 3:  # parameters that are kept gathered are gathered one by one (stage3.py:2841)
+        if layout.zero_stage == 3 and not layout.by_layer:
+            # parameters that are kept gathered are gathered one by one (stage3.py:2841)
             kept = kept_gathered(self._line(layout), layout)
             seconds = self._spread_s("all_gather", kept.bytes, kept.count, layout, rank_pass, at_once=True)
             yield StepTask("data parallel", GATHERED, kept.bytes, seconds)

@@ -91,6 +91,8 @@ class StageTimeline:
     still: int = 0  # number of first layers without a backward, since nothing up to them is trained
     calls: tuple[tuple[ModuleCall, ...], ...] = ()  # of each layer's forward; places are in `layers`, then in `packed`
     recomputed: tuple[bool, ...] = ()  # whether each layer's backward begins with a recomputed forward
+    tied: bool = False  # whether the head uses the embedding's matrix
+    width: int = 0  # of the model; 0: unknown
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -167,6 +169,8 @@ def timeline(
         still=_still(mine),
         calls=tuple(_calls(placed, starts) for placed in mine),
         recomputed=tuple(placed.cost.recomputed for placed in mine),
+        tied=mine[-1].layer.tied_to is not None,
+        width=profile.hidden_size or 0,
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
         blocks=tuple({_point(mine[n].cost.largest_bytes) for n in here}),

@@ -10,5 +10,5 @@ Sub-rooms, each of which imports only those above it:
     script/    one rank of a user's script
     forecast/  a whole run: which ranks and layers, in which processes; verdict, result, changes to try
 
-`record` is the data that enters and leaves a simulation's process. `endings` explains why one left no result.
+`record` is the data that enters and leaves a simulation's process. `endings` explains why a process left no result.
 """

@@ -146,11 +146,26 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScriptFault:
+    """A fault of a script, and what to change."""
+
+    code: str  # in `script.faults.FAULTS`
+    line: str  # "file:line" in the script; "" if unknown
+    bytes: int  # that it costs a rank; 0 if it costs something else
+    problem: str
+    mend: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScriptFacts:
     """Facts that a simulation found in a user's script."""
 
     name: str
     model: str  # its class
+    wrapper: str  # the class around it, such as DistributedDataParallel; "" without one
+    blocks: str  # path of its repeated blocks, such as "model.layers"; "" without any
+    block: str  # their class
+    checkpointing_switch: bool  # whether it has gradient_checkpointing_enable()
     parameters: int
     trained_parameters: int
     largest_parameter: int
@@ -158,7 +173,9 @@ class ScriptFacts:
     engines: int  # of DeepSpeed
     pipeline_stages: int  # 1: no pipeline
     trainer: bool  # whether transformers' Trainer or a subclass trains
+    accelerate: bool  # whether an Accelerator was made
     zero_stage: int
+    sharding: str  # how its ranks divide the work, by the name of what does it; "" if none does
     precision: str
     optimizer: str  # its class
     micro_batch: int
@@ -170,6 +187,7 @@ class ScriptFacts:
     allowed_by: str  # the setting that limits it
     ended: str  # how the simulation ended
     notes: tuple[Note, ...]
+    faults: tuple[ScriptFault, ...] = ()  # those that cost most memory first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +229,7 @@ class RankRecord:
     convolution_bytes: int = 0  # input, weights and output of the largest convolution
     script: ScriptFacts | None = None  # of a user's script
     pipeline: ScriptStage | None = None  # of a user's script with a pipeline
-    issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step, if it is traced
+    issued: tuple[IssuedWork | IssuedWait, ...] = ()  # in a script's last step
     heavier_rank: int | None = None  # the rank with the same parameters and the highest peak; None: this one
 
     @property

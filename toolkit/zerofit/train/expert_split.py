@@ -21,7 +21,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from zerofit.checkpoint.full_state import TensorSlice
+from zerofit.checkpoint.index import TensorSlice
 from zerofit.models.deferred import Stored
 from zerofit.spec.mesh import expert_rank
 from zerofit.spec.run_folder import Layout

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.compatible import piece_by_piece
-from zerofit.checkpoint.full_state import MASTER, FullState
+from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.index import MASTER
 from zerofit.checkpoint.store import Manifest, read_manifest
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import nn
 
-from zerofit.checkpoint.full_state import TensorSlice
+from zerofit.checkpoint.index import TensorSlice
 from zerofit.spec.mesh import RankCoords, expert_rank
 from zerofit.spec.run_folder import Layout
 from zerofit.train.expert_split import share_of

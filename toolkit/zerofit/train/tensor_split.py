@@ -18,7 +18,7 @@ from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from torch import nn
 
-from zerofit.checkpoint.full_state import TensorSlice
+from zerofit.checkpoint.index import TensorSlice
 from zerofit.models.deferred import Stored
 
 

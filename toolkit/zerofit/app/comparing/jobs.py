@@ -51,8 +51,8 @@ class ComparisonSetup:
     ) -> CompareJob:
         """Return the job of the comparison; open its data once.
 
-        `fields`: those of the run that this comparison uses besides the common ones. `settings`: further values for the
-        job. `batch_option`: the option that sets the batch. Raises UserError with all problems so far.
+        `fields`: fields of the run that only this comparison uses. `settings`: further values for the job.
+        `batch_option`: the option that sets the batch. Raises UserError with all problems so far.
         """
         request, problems = self.request, self.problems
         job = self._job(fields, settings)

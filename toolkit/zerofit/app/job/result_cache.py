@@ -1,4 +1,4 @@
-"""Results kept on disk, valid while their inputs, zerofit's code and the libraries stay the same."""
+"""Results on disk, which are valid while their inputs, zerofit's code and the libraries stay the same."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from zerofit.app.planning.largest_fit import LargestFit
 from zerofit.app.planning.plan import Confirmation, Plan, PlannedRun
+from zerofit.plan.fit import CLOSE
+from zerofit.plan.result import RankedLayout
 from zerofit.simulate.endings import why_it_failed
 from zerofit.spec.events import Reporter
 
@@ -21,8 +23,22 @@ MOST = 6  # simulated layouts at most until one fits
 
 
 def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
-    """Return the plan with its `count` best layouts simulated."""
-    return replace(plan, confirmed=tuple(_look(plan, n, report) for n in range(min(count, len(plan.layouts)))))
+    """Return the plan with its `count` best layouts simulated, and `count` of those close to the limit.
+
+    Those among the latter that fit in simulation become layouts of the plan.
+    """
+    close, result = plan.result.close, plan.result
+    looked = [(row, _look(plan, row, f"a layout {CLOSE}", report)) for row in close[:count]]
+    found = {id(row): confirmation for row, confirmation in looked if confirmation.fits}
+    promoted = [row for row, _ in looked if id(row) in found]
+    layouts = sorted((*promoted, *result.layouts), key=lambda row: -row.samples_per_s)
+    left = (*(row for row, confirmation in looked if confirmation.problem), *close[count:])
+    fitting = result.fitting + len(promoted)
+    plan = replace(plan, result=replace(result, layouts=tuple(layouts), close=left, fitting=fitting))
+    for number in range(min(count, len(layouts))):
+        found.setdefault(id(layouts[number]), _look(plan, layouts[number], f"layout {number + 1}", report))
+    confirmed = (replace(found[id(row)], layout=n) for n, row in enumerate(layouts) if id(row) in found)
+    return replace(plan, confirmed=tuple(confirmed))
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
@@ -31,7 +47,8 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
         if number not in known:
-            known[number] = _look(plan, number, report)
+            row = plan.result.layouts[number]
+            known[number] = replace(_look(plan, row, f"layout {number + 1}", report), layout=number)
         if known[number].fits or known[number].problem:
             break
     return replace(plan, confirmed=tuple(sorted(known.values(), key=lambda confirmation: confirmation.layout)))
@@ -54,7 +71,8 @@ def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], repor
     fitting, refused = 0, value + step
     while value and plan.layouts:
         leanest = min(range(len(plan.layouts)), key=lambda n: plan.result.layouts[n].fit.utilization)
-        found = _look(plan, leanest, report)
+        row = plan.result.layouts[leanest]
+        found = replace(_look(plan, row, f"layout {leanest + 1}", report), layout=leanest)
         looked += 1
         if found.fits or found.problem:
             fitting, best = value, replace(plan, confirmed=(found,))
@@ -68,17 +86,17 @@ def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], repor
     return replace(best or plan, answer=replace(answer, value=fitting or None, looked=looked))
 
 
-def _look(plan: Plan, number: int, report: Reporter) -> Confirmation:
-    """Simulate one layout of a plan."""
-    planned = plan.layouts[number]
-    report.status(f"simulating layout {number + 1} ...")
+def _look(plan: Plan, row: RankedLayout, name: str, report: Reporter) -> Confirmation:
+    """Simulate one layout of a plan; the confirmation gets its index later."""
+    planned = PlannedRun(ranked=row, profile=plan.profile, request=plan.request)
+    report.status(f"simulating {name} ...")
     try:
         found = _simulate(planned, plan)
     except Exception as error:  # the plan is valid without it
-        return Confirmation(layout=number, fits=False, problem=why_it_failed(error))
+        return Confirmation(layout=0, fits=False, problem=why_it_failed(error))
     beside = sum(overhead.high_bytes for overhead in found.overheads)
     return Confirmation(
-        layout=number,
+        layout=0,
         fits=found.fits,
         verdict=found.verdict,
         peak_bytes=found.peak_bytes,

@@ -10,7 +10,7 @@ from zerofit.check.dotted import get
 from zerofit.config.ds_json import read_for_run
 from zerofit.features.optimizers import OPTIMIZERS, PLANNED, Optimizer, run_name
 from zerofit.features.zero import features_on
-from zerofit.plan.layout import OFFLOADS, Offload, steps_early
+from zerofit.plan.layout import OFFLOADS, SIZES, UNSET, Offload, steps_early
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import AttentionKernel
 from zerofit.spec.partial_training import Bits, LoraInit
@@ -45,6 +45,8 @@ KEYS = {
     "overlap": "zero_optimization.overlap_comm",
     "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
     "persistence": "zero_optimization.stage3_param_persistence_threshold",
+    "live": "zero_optimization.stage3_max_live_parameters",
+    "reuse": "zero_optimization.stage3_max_reuse_distance",
 }
 # knob of a layout -> pin of a plan
 PINS = {
@@ -146,11 +148,14 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
 
-    If a JSON has `zero_optimization`, what it does not offload stays on the device.
+    If a JSON has `zero_optimization`, what it does not offload stays on the device. Its sizes are those of training:
+    "auto" as zerofit fills it in, and DeepSpeed's default without the key.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
     found = stays | decided({**given, "ds_config": config})
+    if "zero_optimization" in config:
+        found |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in found}
     found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
     if found.get("zero_stage") == 0:
         found.pop("overlap", None)  # it has no effect at stage 0

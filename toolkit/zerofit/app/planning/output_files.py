@@ -1,4 +1,4 @@
-"""The files that a plan writes: a layout's ds_config.json and run.yaml for `zerofit train`, and a step's trace."""
+"""The files that a plan writes: a layout's ds_config.json and run.yaml, or accelerate.yaml, and a step's trace."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zerofit.plan.step_trace import layer_memory, step_trace
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.files import write_json, write_text
+from zerofit.spec.files import write_text
 from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 
-NAMES = ("ds_config.json", "run.yaml")
+NAMES = ("ds_config.json", "run.yaml", "accelerate.yaml")
 TRACE_FLAG, SNAPSHOT_FLAG = "--trace", "--snapshot"
 
 
@@ -40,19 +40,61 @@ def refuse_existing(folder: Path) -> None:
     problems.raise_if_any()
 
 
-def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, Path]:
+def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, ...]:
     """Write a DeepSpeed JSON and a run file ending in a comment; return their paths. Raises UserError."""
+    # relative to run.yaml, so that the folder can be moved or copied to another machine
+    run = yaml.safe_dump({**fields, "ds_config": NAMES[0]}, sort_keys=False) + comment
+    return _write(folder, {NAMES[0]: json.dumps(config, indent=2) + "\n", NAMES[1]: run})
+
+
+def write_accelerate(folder: Path, layout: PlannedLayout, cluster: Cluster) -> tuple[Path, ...]:
+    """Write a layout of FSDP2 for `accelerate launch`; return its path. Raises UserError."""
+    batch = f"per_device_train_batch_size {layout.micro_batch}, gradient_accumulation_steps {layout.accumulation}"
+    more = "" if cluster.nodes == 1 else "; give --machine_rank, --main_process_ip and --main_process_port on each node"
+    text = f"# with {batch} in your script{more}\n" + yaml.safe_dump(
+        accelerate_config(layout, cluster), sort_keys=False
+    )
+    return _write(folder, {NAMES[2]: text})
+
+
+def accelerate_config(layout: PlannedLayout, cluster: Cluster) -> dict[str, Any]:
+    """Return the content of the file that `accelerate launch --config_file` reads (commands/config/config_args.py)."""
+    sizes = {"dp_replicate_size": layout.replicas, "dp_shard_size": layout.shard_ranks}
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": layout.precision if layout.element_bytes == 2 else "no",
+        "num_machines": cluster.nodes,
+        "num_processes": layout.world_size,
+        "machine_rank": 0,
+        "rdzv_backend": "static" if cluster.nodes == 1 else "c10d",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": layout.reshard,
+            "fsdp_offload_params": layout.offload_param == "cpu",
+            "fsdp_activation_checkpointing": layout.checkpointing,
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+        **(
+            {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+            if layout.replicas > 1
+            else {}
+        ),
+    }
+
+
+def _write(folder: Path, texts: Mapping[str, str]) -> tuple[Path, ...]:
     refuse_existing(folder)
-    ds_file, run_file = (folder / name for name in NAMES)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(ds_file, config)
-        # relative to run.yaml, so that the folder can be moved or copied to another machine
-        write_text(run_file, yaml.safe_dump({**fields, "ds_config": ds_file.name}, sort_keys=False) + comment)
+        for name, text in texts.items():
+            write_text(folder / name, text)
     except OSError as error:
         message = f"cannot write to {folder}: {error.strerror or error}"
         raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
-    return ds_file, run_file
+    return tuple(folder / name for name in texts)
 
 
 def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:

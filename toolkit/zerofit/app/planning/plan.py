@@ -15,6 +15,7 @@ from zerofit.app.planning.output_files import (
     merged,
     run_fields,
     trace_of_layout,
+    write_accelerate,
     write_plan,
     write_trace,
 )
@@ -106,7 +107,11 @@ class PlannedRun:
         return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:
-        """Return the run without its data (`run.model_copy(update={"data": ...})`)."""
+        """Return the run without its data (`run.model_copy(update={"data": ...})`). Raises UserError for FSDP2."""
+        if self.layout.by_layer:
+            message = "zerofit trains with DeepSpeed alone, and simulates FSDP2 through your script"
+            hint = "zerofit simulate -- accelerate launch --config_file FOLDER/accelerate.yaml SCRIPT"
+            raise UserError(Problem(kind="engine", message=message, hint=hint))
         return Run(**self.fields, ds_config=self.ds_config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,8 +185,10 @@ class Plan:
         """Index of the layout to trace: the layout to write, else the first."""
         return self.chosen or 0
 
-    def write(self, folder: Path | str) -> tuple[Path, Path]:
+    def write(self, folder: Path | str) -> tuple[Path, ...]:
         """Write ds_config.json and run.yaml of the best layout, or of a simpler layout that is nearly as fast.
+
+        For a layout of FSDP2, write accelerate.yaml.
 
         Layouts that a simulation refused (`confirmed`) are not written. Raises UserError if nothing fits, a file
         exists, or the folder is not writable.
@@ -191,6 +198,8 @@ class Plan:
             message = "no layout fits, so there is nothing to write"
             raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
         planned = self.layouts[number]
+        if planned.layout.by_layer:
+            return write_accelerate(Path(folder), planned.layout, self.cluster)
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
 
     def trace(self, path: Path | str) -> Path:

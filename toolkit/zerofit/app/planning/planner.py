@@ -18,6 +18,7 @@ from zerofit.app.planning.outlook_options import WorkOptions, read_work
 from zerofit.app.planning.plan import Plan
 from zerofit.app.planning.request import Maximum, Minimum, PlanningRequest
 from zerofit.app.planning.search_setup import SearchSetup, forecast_of, setup_of
+from zerofit.features.engines import Engine
 from zerofit.plan.inverse import MOST_GPUS
 from zerofit.plan.result import with_outlooks
 from zerofit.plan.search import search
@@ -46,6 +47,7 @@ def plan(
     nvme_path: str = "/local_nvme",
     confirm: int = 0,
     trust_model_code: bool = False,
+    engines: Sequence[Engine] = ("deepspeed",),
     on_event: OnEvent | None = None,
     **options: Unpack[PlanOptions],
 ) -> Plan:
@@ -68,6 +70,7 @@ def plan(
         confirm: also simulate this many of the best layouts (`Plan.confirmed`); `Plan.write` skips refused ones.
         trust_model_code: import a model of the form package.module:callable that `profile`, or the run folder of
             `from_trace`, names.
+        engines: "deepspeed" and "fsdp2": whose layouts to rank.
         on_event: gets progress.
         **options: two kinds. For the `outlook` of each layout: the length of the training (`epochs`, `tokens`,
             `samples`), the price of a GPU hour (`price`), and how often machines fail (`mtbf`; `storage` or `timed_by`
@@ -105,6 +108,7 @@ def plan(
         nvme_path=nvme_path,
         confirm=confirm,
         trust_model_code=trust_model_code,
+        engines=tuple(engines),
     )
     clusters = [cluster] if isinstance(cluster, Cluster) else list(cluster or (Cluster.here(),))
     return answer_request(request, clusters, on_event=on_event)
@@ -134,9 +138,13 @@ def answer_request(
     plans.sort(key=lambda plan: -plan.result.layouts[0].samples_per_s if plan.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
     best = replace(plans[0], boxes=boxes)
-    if on_plan:
+    changes = request.confirm > 0 and bool(best.result.close)  # simulations may add layouts to the table
+    if on_plan and not changes:
         on_plan(best)
-    return replace(_confirmed(best, report), total_s=round(time.perf_counter() - start, 3))
+    confirmed = replace(_confirmed(best, report), total_s=round(time.perf_counter() - start, 3))
+    if on_plan and changes:
+        on_plan(confirmed)
+    return confirmed
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:

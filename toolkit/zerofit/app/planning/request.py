@@ -11,6 +11,7 @@ from zerofit.app.job.requests import PACKED, parse_input
 from zerofit.app.planning.corrections import MeasuredSpeed, TunedLayouts, read_tuned
 from zerofit.app.planning.layout_pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.config.part import check_part
+from zerofit.features.engines import Engine
 from zerofit.features.optimizers import PLANNED
 from zerofit.models.catalog import shape_named
 from zerofit.models.names import left_out
@@ -19,7 +20,7 @@ from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import gives_loss, is_text
 from zerofit.spec.partial_training import PART_FIELDS
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import Profile, Savings
 from zerofit.spec.run import Run, load_run
 from zerofit.spec.run_folder import Layout
 
@@ -47,6 +48,7 @@ class PlanningRequest:
     trust_model_code: bool = False  # import code named in a stored profile or in the run folder of `from_trace`
     notes: tuple[str, ...] = field(init=False, default=())  # on how the model's name was interpreted
     write: bool = False  # a layout will be written, so it is simulated unless only a stored profile is known
+    engines: tuple[Engine, ...] = ("deepspeed",)
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -93,6 +95,8 @@ class PlanningRequest:
             beside = "--from" if self.tuned else "--measured"
             message = f"--from-trace and {beside} both correct step times"
             problems.add("usage", message, "use one", f"--from-trace, {beside}")
+        if self.engines != ("deepspeed",):
+            self._check_engines(problems)
         if self.image:
             problems.attempt(lambda: parse_input(self.image or ""))
         if self.tuned:
@@ -128,6 +132,14 @@ class PlanningRequest:
             message = f"{profile.model} uses tokens, but --input is for images"
             problems.add("flag", message, "remove it; --seq-len sets the number of tokens", "--input")
         problems.raise_if_any()
+
+    def _check_engines(self, problems: Problems) -> None:
+        """Add problems for options that only DeepSpeed's layouts have."""
+        given = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
+        given |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
+        for flag in (flag for flag, value in given.items() if value):
+            message = f"--engine {','.join(self.engines)} with {flag}, which is for DeepSpeed alone"
+            problems.add("usage", message, "remove one of them", f"--engine, {flag}")
 
     def _check_model(self, model: str, problems: Problems) -> None:
         if Path(model).suffix in (".yaml", ".yml"):

@@ -113,6 +113,7 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
         global_batch=decided.get("global_batch"),
         keep=knobs,
         software=Software.of(request.pins),
+        engines=request.engines,
         **own,
     )
 

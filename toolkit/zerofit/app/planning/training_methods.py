@@ -96,7 +96,7 @@ def compare_methods(
 
 
 def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
-    """Return the fields of a run by which a method trains, including those given that apply to it."""
+    """Return the fields of a run for a training method, including the given fields that apply to it."""
     if method == "full":
         return {}
     part = {"lora": USUAL_RANK, **request.part}

@@ -19,7 +19,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.forecast.assess import assess, decided
 from zerofit.simulate.forecast.knobs import Knob, knobs
-from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, severity
+from zerofit.simulate.forecast.result import KnobResult, Simulation, StagePeak, in_order, severity
 from zerofit.simulate.forecast.run import SimulatedRank, heaviest_of
 from zerofit.simulate.forecast.run import simulate as simulate_ranks
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
@@ -134,9 +134,9 @@ class KnobSimulations:
         for number, ((knob, _), rank) in enumerate(zip(changed, simulated, strict=True)):
             if isinstance(rank, SimulatedRank):
                 config = knob.config if isinstance(knob.config, str) else None
-                row = KnobResult.of(assess(rank, cluster), knob.change, config, number)
+                row = KnobResult.of(assess(rank, cluster), knob.change, config)
                 rows.append(replace(row, slowdown=slowdowns.get(number)))
-        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+        return in_order(rows)
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
         """Return how much slower a step is with each change, by its number, if formulas can forecast it.

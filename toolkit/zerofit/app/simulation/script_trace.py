@@ -32,14 +32,19 @@ _SENT = "send"  # all other collectives send a tensor from one rank to others
 def trace_of_script(record: RankRecord, rank: int, cluster: Cluster) -> dict[str, Any]:
     """Return the trace of the last step of a simulated script's rank; memory changes when the host allocates."""
     assert record.script
-    clocks = _Clocks(cluster, record.script.precision.split()[0])
-    for place, work in enumerate(record.issued):
-        clocks.take(place, work)
+    clocks = _Clocks.of(record, cluster)
     spans = tuple(sorted([*clocks.spans, *clocks.launches()], key=lambda span: (span.stream, span.start_s)))
     timeline = StepTimeline(spans=spans, step_s=clocks.end_s)
     machine = {"gpu": cluster.device.kind, "gpus": cluster.gpus, "nodes": cluster.nodes}
     about = {"forecast": f"a step of {record.script.name}", "model": record.script.model, **machine}
     return step_trace(timeline, _memory(record.timeline, clocks.allocated), {0: rank}, about)
+
+
+def script_step_s(record: RankRecord, cluster: Cluster) -> float | None:
+    """Return the forecast seconds of the last step of a script's rank; None on a CPU that was not calibrated."""
+    if cluster.on_cpu and read_calibration(cluster.device.kind) is None:
+        return None
+    return _Clocks.of(record, cluster).end_s
 
 
 def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]]) -> Iterator[MemorySample]:
@@ -82,6 +87,15 @@ class _Clocks:
         self._issuing: list[Span] = []  # host spans, merged while uninterrupted
         self._forwards, self._phase = 0, ""
         self._names: dict[int, str] = {0: "compute"}
+
+    @classmethod
+    def of(cls, record: RankRecord, cluster: Cluster) -> _Clocks:
+        """Return the clocks after all that a script's rank issued in its last step."""
+        assert record.script
+        clocks = cls(cluster, record.script.precision.split()[0])
+        for place, work in enumerate(record.issued):
+            clocks.take(place, work)
+        return clocks
 
     @property
     def end_s(self) -> float:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from zerofit.app.planning.output_files import SNAPSHOT_FLAG, refuse_place, write_trace
 from zerofit.app.simulation.runs import stage_peaks
-from zerofit.app.simulation.script_trace import trace_of_script
+from zerofit.app.simulation.script_trace import script_step_s, trace_of_script
 from zerofit.config.ds_json import write_for_trainer
-from zerofit.simulate.endings import note_failed
+from zerofit.simulate.endings import note_failed, optional
 from zerofit.simulate.forecast.assess import SimulatedScriptRank, assess
 from zerofit.simulate.forecast.processes import simulate_all
-from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, severity
+from zerofit.simulate.forecast.result import KnobResult, LongestBatch, SimulatedScript, Simulation, in_order, severity
 from zerofit.simulate.forecast.script_knobs import ScriptKnob, script_knobs
 from zerofit.simulate.memory.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import RankRecord
@@ -83,11 +83,11 @@ def simulate_script(
         device=cluster.device,
         gpus=cluster.gpus,
         nodes=cluster.nodes,
+        host_bytes=cluster.host_bytes,
         rank=rank or 0,
         workspace_bytes=blas_workspace_bytes(cluster.device),
         alloc_conf=alloc_conf,
         steps=steps,
-        traced=trace is not None,
         stacks=snapshot is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
@@ -112,7 +112,7 @@ def simulate_script(
         stages=stage_peaks([simulation for *_, simulation in assessed]),
         trace=Path(trace) if trace is not None else None,
         seconds=round(time.perf_counter() - start, 1),
-        simulate_knobs=ScriptKnobSimulations(target=target, simulation=worst, cluster=cluster),
+        simulate_knobs=ScriptKnobSimulations(target=target, record=record, simulation=worst, cluster=cluster),
     )
 
 
@@ -168,7 +168,8 @@ class ScriptKnobSimulations:
     """Changes of a command that would need less memory; calling this simulates each of them."""
 
     target: ScriptTarget
-    simulation: Simulation  # of the command as it is
+    record: RankRecord  # of the command as it is
+    simulation: Simulation  # of the record
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
@@ -176,14 +177,22 @@ class ScriptKnobSimulations:
         assert isinstance(self.simulation.run, SimulatedScript)
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
-            knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target.world_size, Path(folder))
+            knobs = script_knobs(self.target.command, self.simulation.run.facts, self.target, Path(folder))
             targets = [self._changed(knob, Path(folder)) for knob in knobs]
             records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         note_failed(records, "knobs", report)
-        for number, (knob, target, record) in enumerate(zip(knobs, targets, records, strict=True)):
-            if not isinstance(record, Problem):
-                rows.append(KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config, number))
-        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+        before = self._step_s(self.record, report)
+        for knob, target, record in zip(knobs, targets, records, strict=True):
+            # an edit has no effect if the script does not make what is replaced in the usual way
+            if isinstance(record, Problem) or (knob.edits and record.needs == self.record.needs):
+                continue
+            after = self._step_s(record, report) if before else None
+            row = KnobResult.of(_assessed(target, record, self.cluster), knob.change, knob.config)
+            rows.append(replace(row, slowdown=after / before - 1 if after and before else None, file=knob.file))
+        return in_order(rows)
+
+    def _step_s(self, record: RankRecord, report: Reporter) -> float | None:
+        return optional(lambda: script_step_s(record, self.cluster), None, "step times", report)
 
     def _changed(self, knob: ScriptKnob, folder: Path) -> ScriptTarget:
         arguments = dict(knob.arguments)
@@ -191,7 +200,9 @@ class ScriptKnobSimulations:
             file = folder / f"{knob.config}.json"
             write_for_trainer(knob.config, file)
             arguments["deepspeed"] = str(file)
-        return replace(self.target, command=knob.command, arguments=arguments, received=None, traced=False)
+        return replace(
+            self.target, command=knob.command, arguments=arguments, edits=knob.edits, stacks=False, received=None
+        )
 
 
 def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:

@@ -74,8 +74,8 @@ class MemoryGate:
     ):
         """Use hosts in the order of their ranks (None: this machine) and the facts gathered from each.
 
-        Without `facts` only the first host, this machine, is known; with an empty mapping none is. `anyway`: warn
-        instead of refusing.
+        Without `facts` only this machine, the first host, is checked. With an empty mapping no host is checked.
+        `anyway`: warn instead of refusing.
         """
         self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts
         self._run: Path | None = None

@@ -291,12 +291,22 @@ def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
 
+    def answer(result: RankRecord | Problem | Exception) -> NoReturn:
+        try:
+            if os.getpid() != pid:  # a script forked, and its exception arrived here
+                os._exit(1)
+            (folder / f"{n}.part").write_bytes(pickle.dumps(result))
+            (folder / f"{n}.part").replace(folder / f"{n}.result")
+            sys.stdout.flush()
+        finally:
+            os._exit(0)
+
     result: RankRecord | Problem | Exception
     try:
         if isinstance(target, ScriptTarget):
             from zerofit.simulate.script.rank import simulate_script
 
-            result = simulate_script(target, say=say)
+            result = simulate_script(target, say=say, give_up=answer)
         else:
             from zerofit.simulate.engine.rank import simulate
 
@@ -307,11 +317,4 @@ def _simulate(target: Target, folder: Path, n: int) -> NoReturn:
         result = Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
     except BaseException as error:
         result = out_of_memory() if lacks_memory(error) else RuntimeError(traceback.format_exc())
-    try:
-        if os.getpid() != pid:  # a script forked, and its exception arrived here
-            os._exit(1)
-        (folder / f"{n}.part").write_bytes(pickle.dumps(result))
-        (folder / f"{n}.part").replace(folder / f"{n}.result")
-        sys.stdout.flush()
-    finally:
-        os._exit(0)
+    answer(result)

@@ -25,6 +25,8 @@ from zerofit.spec.foreign import refused
 from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
+ALIKE = 0.02  # of a step's time, below the error of its forecast
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLocation:
@@ -111,16 +113,32 @@ class KnobResult:
     host_node_bytes: int
     fits: bool
     config: str | None = None  # the bundled DeepSpeed JSON of the change
+    file: dict[str, Any] | None = None  # content of its file for Accelerate, or of the Trainer's fsdp_config
     cost_rank: int = 0  # position among the changes by lost speed, 0 for the least
     slowdown: float | None = None  # forecast: how much longer a step takes, as a share; None: unknown
 
     @classmethod
-    def of(cls, found: Simulation, change: str, config: str | None, cost_rank: int) -> KnobResult:
+    def of(cls, found: Simulation, change: str, config: str | None) -> KnobResult:
         """Return the memory that a change needs, from its simulation."""
         names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
         figures = {name: getattr(found, name) for name in names}
         figures["outside_bytes"] = sum(overhead.bytes for overhead in found.overheads)
-        return cls(change=change, config=config, cost_rank=cost_rank, **figures)
+        return cls(change=change, config=config, **figures)
+
+
+def in_order(rows: Sequence[KnobResult]) -> tuple[KnobResult, ...]:
+    """Return changes with the least memory first, each with its position by lost speed.
+
+    Changes of unknown or equal speed stay in the given order; those of unknown speed come last.
+    """
+
+    def cost(row: KnobResult) -> float:
+        if row.slowdown is None:
+            return float("inf")
+        return 0.0 if abs(row.slowdown) < ALIKE else row.slowdown
+
+    ranked = [replace(row, cost_rank=number) for number, row in enumerate(sorted(rows, key=cost))]
+    return tuple(sorted(ranked, key=lambda row: row.peak_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

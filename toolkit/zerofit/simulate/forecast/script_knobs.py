@@ -6,19 +6,33 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from zerofit.simulate.forecast.knobs import BUCKETS, PARAMETERS, SMALL_BUCKET, STATE, edited, less_on_device
 from zerofit.simulate.record import ScriptFacts
 from zerofit.simulate.script.command import ScriptCommand
+from zerofit.simulate.script.target import (
+    CHECKPOINTS,
+    EIGHT_BITS,
+    HALVES,
+    SHARDED,
+    SHARDED_STATES,
+    ScriptTarget,
+)
 from zerofit.spec.foreign import Unreadable, read_json
+from zerofit.spec.foreign_yaml import read_yaml
 
 _MICRO, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 _ARGUMENTS = tuple(f"--{name}" for name in (_MICRO, _ACCUMULATION, "output_dir", "deepspeed", "max_steps"))
 _SHARDED, _OFFLOADED = ("zero2", "zero3"), ("zero3_offload",)  # bundled JSONs
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16")
 _FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
+_EIGHT_BITS = {"optim": "adamw_bnb_8bit"}  # of TrainingArguments
+_LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
+_DDP = "DistributedDataParallel"
 _MAX_STAGE = 3
 _SHOWN = {
     STATE: "offload_optimizer to the host",
@@ -37,14 +51,19 @@ class ScriptKnob:
     command: ScriptCommand
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
     config: str | None = None  # the bundled DeepSpeed JSON for TrainingArguments
+    edits: tuple[str, ...] = ()  # of the script (`zerofit.simulate.script.edits`)
+    file: dict[str, Any] | None = None  # content of the change's file, if that is not a DeepSpeed JSON
 
 
-def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder: Path) -> list[ScriptKnob]:
-    """Return the changes that need no edit of the script, roughly in the order of lost speed, least first.
+def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
+    """Return changes of arguments, of files and of the script's lines, roughly in the order of lost speed, least first.
 
-    Edited JSONs are written into `folder`.
+    Files are written into `folder`.
     """
-    found = _of_trainer(command, facts, ranks) if facts.trainer else []
+    ranks, on_gpu = target.world_size, target.on_gpu
+    found = _of_trainer(command, facts, ranks, on_gpu) if facts.trainer else _of_lines(command, facts, ranks, on_gpu)
+    if facts.accelerate and not (facts.trainer or facts.engines) and ranks > 1:
+        found += _of_accelerate(command, facts, target, folder)
     stages = range(facts.zero_stage + 1, _MAX_STAGE + 1) if facts.engines and ranks > 1 else range(0)
     file = named_config([*command.arguments, *command.launcher_words])
     if file is not None:
@@ -69,14 +88,16 @@ def named_config(words: Sequence[str]) -> str | None:
     return None
 
 
-def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[ScriptKnob]:
+def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
     """Return changes to a Trainer's arguments, cheapest in speed first; they add DeepSpeed if the script has none."""
     changes: list[dict[str, Any]] = []
     if facts.micro_batch > 1 and facts.micro_batch % 2 == 0:
         changes.append({_MICRO: facts.micro_batch // 2, _ACCUMULATION: 2 * facts.accumulation})
     checkpointing = {} if facts.checkpointing else {"gradient_checkpointing": True}
     changes += [checkpointing] if checkpointing else []
-    if not facts.engines and not facts.model.startswith("FSDP"):
+    if _takes_eight_bits(facts, on_gpu):
+        changes += [_EIGHT_BITS, *([{**checkpointing, **_EIGHT_BITS}] if checkpointing and ranks == 1 else [])]
+    if not facts.engines and not facts.sharding.startswith("FSDP"):
         sharded, offloaded = _SHARDED if ranks > 1 else (), _OFFLOADED
         changes += [{"deepspeed": name} for name in sharded]
         changes += [_FSDP2] if sharded else []
@@ -90,8 +111,91 @@ def _of_trainer(command: ScriptCommand, facts: ScriptFacts, ranks: int) -> list[
         words = [_typed(*pair) if typed else "{}={!r}".format(*pair) for pair in shown.items()]
         text = " ".join(words) if typed else f"TrainingArguments({', '.join(words)})"
         arguments = {name: value for name, value in change.items() if name != "deepspeed"}
-        found.append(ScriptKnob(change=text, command=command, arguments=arguments, config=change.get("deepspeed")))
+        config, file = change.get("deepspeed"), change.get("fsdp_config")
+        found.append(ScriptKnob(change=text, command=command, arguments=arguments, config=config, file=file))
     return found
+
+
+def _takes_eight_bits(facts: ScriptFacts, on_gpu: bool) -> bool:
+    """Return whether bitsandbytes is installed and has the script's optimizer with moments of 8 bits."""
+    plain = facts.optimizer in ("Adam", "AdamW") and not facts.engines and not facts.sharding.startswith("FSDP")
+    return on_gpu and plain and find_spec("bitsandbytes") is not None
+
+
+def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bool) -> list[ScriptKnob]:
+    """Return changes of the lines of a script that trains without transformers' Trainer."""
+    blocks = f"for block in model.{facts.blocks}: "
+    checkpoints = f"{blocks}block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
+    shown = {
+        HALVES: "half the DataLoader's batch_size, optimizer.step() after every second batch",
+        CHECKPOINTS: "model.gradient_checkpointing_enable()" if facts.checkpointing_switch else checkpoints,
+        EIGHT_BITS: f"bitsandbytes.optim.{facts.optimizer}8bit(...) instead of torch.optim.{facts.optimizer}(...)",
+        SHARDED_STATES: f"ZeroRedundancyOptimizer(parameters, {facts.optimizer}, ...) instead of {facts.optimizer}",
+        SHARDED: f"{blocks if facts.blocks else ''}fully_shard(block); fully_shard(model) instead of DDP(model)",
+    }
+    found: list[tuple[str, ...]] = []
+    found += [(HALVES,)] if facts.micro_batch > 1 and facts.micro_batch % 2 == 0 and not facts.engines else []
+    recomputes = not facts.checkpointing and (facts.checkpointing_switch or facts.blocks)
+    found += [(CHECKPOINTS,)] if recomputes else []
+    found += [(EIGHT_BITS,)] if _takes_eight_bits(facts, on_gpu) else []
+    if ranks > 1 and facts.wrapper == _DDP and not facts.accelerate:
+        found += [(SHARDED_STATES,)] if facts.optimizer in ("Adam", "AdamW") else []
+        found += [(SHARDED,), *([(SHARDED, CHECKPOINTS)] if recomputes else [])]
+    elif ranks == 1 and recomputes and (EIGHT_BITS,) in found:
+        found += [(CHECKPOINTS, EIGHT_BITS)]
+    return [ScriptKnob(change=" and ".join(shown[e] for e in edits), command=command, edits=edits) for edits in found]
+
+
+def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarget, folder: Path) -> list[ScriptKnob]:
+    """Return files for `accelerate launch --config_file` that shard the model of a script with an Accelerator."""
+    fsdp: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    if facts.block:
+        wrapped = {"fsdp_transformer_layer_cls_to_wrap": facts.block}
+        fsdp |= {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **wrapped}
+    offloaded = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    sections = {
+        "zero2.yaml": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}},
+        "zero3.yaml": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+        "fsdp2.yaml": {"distributed_type": "FSDP", "fsdp_config": fsdp},
+        "zero3_offload.yaml": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **offloaded}},
+    }
+    recomputes = facts.checkpointing_switch and not facts.checkpointing
+    found = []
+    for name, section in sections.items():
+        file = folder / name
+        content = {
+            **_accelerate_file(command),
+            "compute_environment": "LOCAL_MACHINE",
+            **section,
+            "num_machines": target.nodes,
+            "num_processes": target.world_size,
+        }
+        file.write_text(json.dumps(content))
+        changed = _with_file(command, str(file))
+        for edits in ((), (CHECKPOINTS,)) if recomputes and name != "zero2.yaml" else ((),):
+            words = f"accelerate launch --config_file {name}"
+            words += " and model.gradient_checkpointing_enable()" if edits else ""
+            found.append(ScriptKnob(change=words, command=changed, edits=edits, file=content))
+    return found
+
+
+def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
+    """Return the content of the file that `accelerate launch --config_file` reads; {} without one."""
+    for option, value in pairwise(command.launcher_words):
+        if option == "--config_file":
+            return read_json(Path(value)) if value.endswith(".json") else read_yaml(Path(value))[0]
+    return {}
+
+
+def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
+    """Start a script by `accelerate launch` with this file."""
+    module = ("-m",) if command.is_module else ()
+    words: Words = (*module, command.script, *command.arguments)
+    options: Words = ()
+    if command.launcher == "accelerate launch":
+        options = tuple(word for word in command.launcher_words[: -len(words)] if word not in _LAUNCHED_BY)
+    options = _with(options, "--config_file", file)
+    return replace(command, launcher="accelerate launch", launcher_words=(*options, *words))
 
 
 def _typed(name: str, value: object) -> str:

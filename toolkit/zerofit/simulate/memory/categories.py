@@ -57,7 +57,7 @@ def tag_owned_storages(tag: Tag, engine: Any) -> None:
         tag(parameter.grad, GRADIENTS)
     for buffer in engine.module.buffers():
         tag(buffer, PARAMETERS)
-    for optimizer in _chain(engine.optimizer):
+    for optimizer in optimizer_chain(engine.optimizer):
         for name, kind in OWNED_AS.items():
             for leaf in tree_leaves(getattr(optimizer, name, None)):
                 for tensor in tree_leaves(getattr(leaf, "buffer", leaf)):  # DeepSpeed's buckets have a buffer
@@ -81,11 +81,11 @@ def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
         tag(leaf, STATE)
 
 
-def _chain(optimizer: object) -> Iterator[object]:
+def optimizer_chain(optimizer: object) -> Iterator[Any]:
     """Yield DeepSpeed's optimizer and those that it wraps, innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:
-        yield from _chain(inner)
+        yield from optimizer_chain(inner)
     if optimizer is not None:
         yield optimizer
 

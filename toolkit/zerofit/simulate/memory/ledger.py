@@ -31,7 +31,7 @@ class Storage:
     line: int
     recomputed: bool = False  # allocated in backward while a checkpoint is recomputed
     kind: str | None = None
-    own: str = ""  # the user's innermost line, "file:line"; only if this was a new peak of the phase
+    own: str = ""  # the user's innermost line, "file:line"; only at a new peak of the phase, or if large
     stream: int = 0  # the device's stream that allocated it
     stack: Stack = ()  # if recorded
 

@@ -71,6 +71,8 @@ class AllocationTracker(TorchDispatchMode):
     backward in a thread of its own, so it gets its own workspace.
     """
 
+    own_line_bytes = sys.maxsize  # from this size on, each storage has the user's line, not only at a new peak
+
     def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__()
         self.ledger = Ledger()
@@ -265,7 +267,7 @@ class AllocationTracker(TorchDispatchMode):
         noted.stream = self.streams.current.number
         if self.stacks is not None and where == DEVICE:
             noted.stack = self.stacks.here(code, line)
-        if where == DEVICE and self.live() + size >= self.peak():
+        if (where == DEVICE and self.live() + size >= self.peak()) or size >= self.own_line_bytes:
             own = code is not None and is_own(code.co_filename)
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
         self._watch(storage, self.ledger.allocated(noted, instead))

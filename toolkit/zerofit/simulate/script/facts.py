@@ -7,11 +7,16 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
+from zerofit.simulate.script.edits import repeated_blocks, unwrapped
 from zerofit.simulate.script.lengths import Lengths, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
@@ -52,17 +57,25 @@ def script_facts(
     sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
+    model = unwrapped(models[0])
+    blocks, repeated = repeated_blocks(model)
     return ScriptFacts(
         name=PurePath(target.command.script).name,
-        model=type(_unwrapped(models[0])).__name__,
+        model=type(model).__name__,
+        wrapper=type(models[0]).__name__ if models[0] is not model else "",
+        blocks=blocks,
+        block=type(repeated[0]).__name__ if repeated else "",
+        checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),
         parameters=sum(sizes),
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
-        experts=expert_count(getattr(_unwrapped(models[0]), "config", None)),
+        experts=expert_count(getattr(model, "config", None)),
         engines=len(phases.engines),
         pipeline_stages=getattr(engine, "num_stages", 1),
         trainer=lengths.has_trainer,
+        accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
+        sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
         precision=_precision(engine, parameters, meter.autocast),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
@@ -83,10 +96,16 @@ def _elements(parameter: Any) -> int:
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel."""
-    inner = getattr(model, "module", None)
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+def _sharding(model: nn.Module) -> str:
+    """Return what of torch.distributed wraps a model, with the dimensions of its mesh as the script names them."""
+    kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP", DistributedDataParallel: "DDP"}
+    name = next((kinds[kind] for kind in kinds if any(isinstance(m, kind) for m in model.modules())), "")
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    if mesh is None or not mesh.mesh_dim_names:
+        return name
+    dimensions = " x ".join(f"{dim} {size}" for dim, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return f"{name} ({dimensions})" if name else dimensions
 
 
 def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.ops.tracker import own_line
 
 ROWS_S = 3.0  # time limit for reading a data set's rows
 _OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TrainingArguments of TRL and others
@@ -31,6 +32,7 @@ class Lengths:
         self.trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.has_trainer = False
         self.dataset: Any = None  # source of the last batch with tokens
+        self.padded_at = ""  # the script's line that padded rows to the maximum
         self.packed = 1  # samples that were packed into a batch of one row
         self._of_targets = False
         self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
@@ -83,7 +85,9 @@ def tokenizers(lengths: Lengths) -> None:
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> object:
         found = strategies(self, *args, **kwargs)
-        _, truncation, most, _ = found
+        padding, truncation, most, _ = found
+        if padding.value == "max_length":
+            lengths.padded_at = own_line()
         if most and most < _UNLIMITED and truncation.value != "do_not_truncate":
             kind = "targets" if lengths._of_targets else "tokenizer"
             setattr(lengths, kind, max(getattr(lengths, kind), most))

@@ -55,6 +55,8 @@ class ScriptPhases:
             None  # the optimizer that steps: it may contain another one (ZeroRedundancyOptimizer)
         )
         self._is_forward = False  # whether a micro batch without an engine has begun and its backward has not
+        self._first: nn.Module | None = None  # the module that began the micro batch
+        self._ran: set[int] = set()  # ids of the modules that it contains, and of others that ran after it
 
     def cut(self) -> None:
         """Wrap what scripts train with, for the rest of this process."""
@@ -173,20 +175,25 @@ class ScriptPhases:
             self._known |= {id(one) for one in module.modules()}
             self.models.append(module)
             self._on_model(module)
-        if not self._is_forward:  # otherwise another module, or another call, before the loss
-            self._is_forward = True
+        again = self._first is not None and module is not self._first and id(module) in self._ran
+        if not self._is_forward and not again:
+            # otherwise another call before the loss, or after a backward: of a loss that is computed in chunks
+            self._is_forward, self._first = True, module
+            self._ran = {id(one) for one in module.modules()}
             self.micro_batches += 1
             self.log.step = max(self.log.step, 0)
             self.log.begin("forward")
             self._on_batch(args, kwargs)
+        self._ran.add(id(module))
 
     def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if not self._is_forward or self._busy:
+            if self._busy or self._inside or self._first is None:
                 return method(*args, **kwargs)
-            self._is_forward = False
-            self.log.begin("backward")
+            if self._is_forward:
+                self._is_forward = False
+                self.log.begin("backward")
             return self._alone(method, *args, **kwargs)  # modules that run in it are recomputed
 
         return backward
@@ -215,7 +222,7 @@ class ScriptPhases:
         return args[:1], {**kwargs, "closure": computed}
 
     def _begin_step(self) -> None:
-        self._is_forward = False
+        self._is_forward, self._first = False, None
         self.log.begin("step")
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -34,25 +34,33 @@ from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, writes
 from zerofit.simulate.script.command import rank_problems
+from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
+from zerofit.simulate.script.fault_log import FaultLog
+from zerofit.simulate.script.faults import LOST_GRADIENTS, find_faults
 from zerofit.simulate.script.generation import generation
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.progress import watch_progress
 from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.spec.errors import UserError
+from zerofit.spec.errors import Problem, UserError
 
 
 def simulate_script(
-    target: ScriptTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+    target: ScriptTarget,
+    scratch: Scratch | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    give_up: Callable[[Problem], object] | None = None,
 ) -> RankRecord:
     """Run the script until it has made its optimizer steps; return the record.
 
+    `give_up` is called from a thread if a phase does not end, and must end the process.
     Patches torch and DeepSpeed for the rest of this process. Raises UserError if the script cannot be simulated, or
     ends without training.
     """
@@ -71,27 +79,40 @@ def simulate_script(
     if target.arguments:
         lengths.replaced_arguments(target.arguments)
     lengths.batches(lengths_seen, target.longest)
-    log = PhaseLog(meter)
-    phases = ScriptPhases(
-        log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
-    )
+    log, watched, edit = PhaseLog(meter), FaultLog(meter), edits(target)
+    watched.watch()
+
+    def on_batch(args: object, kwargs: object) -> None:
+        shapes.note(args, kwargs)
+        watched.note_batch(args, kwargs)
+
+    def on_end(engines: list[DeepSpeedEngine]) -> None:
+        find_faults(watched, target, phases, lengths_seen)
+        for trainer in list(lengths_seen.trainers.values()):
+            evaluate(trainer, log, meter)
+        gather_to_save(engines, log)
+
+    phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched, edit), on_batch, on_end)
     generation(meter, log)
     joints = StageJoints(target.received)
-    issued = IssuedLog() if target.traced else None
+    if give_up is not None:
+        watch_progress(meter, log, give_up)
+    issued = IssuedLog()
     log.on_begin = _announcer(meter, phases, say, issued, target.steps - 1)
     with fakes, meter:
         phases.cut()
         joints.join()
-        how, failed = _run(target, meter)
+        how, failed = _run(target, meter, watched)
         heavier = gradients.heavier_rank(phases.engines)
     log.end()
     _tag(meter, phases)
     if not phases.steps:
         raise no_training(target, how, phases, failed=failed)
     host.missing_triton(meter)
-    facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
+    find_faults(watched, target, phases, lengths_seen)  # of a script that ended by itself
+    facts = replace(script_facts(target, meter, phases, shapes, lengths_seen, how), faults=watched.faults)
     record = record_of(meter, log, target.alloc_conf, script=facts, heavier_rank=heavier)
-    return replace(record, pipeline=joints.stage, issued=tuple(issued.items) if issued else ())
+    return replace(record, pipeline=joints.stage, issued=tuple(issued.items))
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -135,9 +156,13 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     writes.watch_files(meter)
 
 
-def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]:
+def _learner(
+    meter: ScriptTracker, seen: Lengths, watched: FaultLog, edit: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
     def learn(model: nn.Module) -> None:
+        edit(model)
         seen.learn_model(model)
+        watched.learn_model(model)
         meter.learn_names(model)
         for parameter in model.parameters():
             if not is_lazy(parameter):
@@ -151,19 +176,8 @@ def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
     host.gradients(meter, parameter)
 
 
-def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[DeepSpeedEngine]], None]:
-    """Return the function that runs after the steps."""
-
-    def follow(engines: list[DeepSpeedEngine]) -> None:
-        for trainer in list(seen.trainers.values()):
-            evaluate(trainer, log, meter)
-        gather_to_save(engines, log)
-
-    return follow
-
-
 def _announcer(
-    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog | None, last: int
+    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None], issued: IssuedLog, last: int
 ) -> Callable[[str, int], None]:
     """Return the callback for each phase; `issued` records the work that the rank issues in its last step."""
 
@@ -183,7 +197,7 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
         tag_plain_optimizer(meter.tag, optimizer)
 
 
-def _run(target: ScriptTarget, meter: ScriptTracker) -> tuple[str, bool]:
+def _run(target: ScriptTarget, meter: ScriptTracker, watched: FaultLog) -> tuple[str, bool]:
     """Run the script; return how it ended, and whether with an error code. Raises UserError if it fails."""
     try:
         _run_as_main(target)
@@ -196,7 +210,10 @@ def _run(target: ScriptTarget, meter: ScriptTracker) -> tuple[str, bool]:
     except LaunchedInside as launched:
         inside = launched
     except BaseException as error:  # a script can raise anything
-        raise UserError(failure(target, meter, error)) from error
+        problem = failure(target, meter, error)
+        if watched.detached and "does not require grad" in str(error):
+            problem = replace(problem, hint=LOST_GRADIENTS.mend)
+        raise UserError(problem) from error
     else:
         return "ended by itself", False
     meter.note(f"{PurePath(target.command.script).name} starts ranks itself: {inside}")
@@ -205,7 +222,7 @@ def _run(target: ScriptTarget, meter: ScriptTracker) -> tuple[str, bool]:
         raise UserError(*problems)
     target = replace(target, command=inside.command)
     os.environ |= {**inside.variables, **environment(target)}
-    return _run(target, meter)
+    return _run(target, meter, watched)
 
 
 def _run_as_main(target: ScriptTarget) -> None:

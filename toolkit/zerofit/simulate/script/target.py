@@ -10,6 +10,9 @@ from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand
 from zerofit.spec.devices import Device
 
+# changes of `edits`, as a user would write them into the script
+CHECKPOINTS, EIGHT_BITS, HALVES = "checkpoints", "8-bit moments", "half batches"
+SHARDED, SHARDED_STATES = "FSDP2 for DDP", "ZeroRedundancyOptimizer"
 LATER_STAGE = "later-stage"  # kind of the problem of a rank whose input is unknown
 
 
@@ -21,14 +24,15 @@ class ScriptTarget:
     device: Device
     gpus: int  # per node
     nodes: int
+    host_bytes: int = 0  # of a node
     rank: int = 0
     workspace_bytes: int = 0  # kept by torch for matrix products, per thread and stream
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
-    traced: bool = False  # record what the rank issues in its last step
     stacks: bool = False  # record the origin of each allocation, for a memory snapshot
     longest: bool = False  # make every batch as long as the script allows
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TrainingArguments, instead of the script's values
+    edits: tuple[str, ...] = ()  # CHECKPOINTS, ...: changes of the script
     received: SentTensors | None = None  # input of the rank's pipeline stage; None for the first stage
 
     @property

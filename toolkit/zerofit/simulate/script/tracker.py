@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofit.simulate.costs.kernels import call_of, one_kernel
 from zerofit.simulate.costs.layers import is_kernel
@@ -45,11 +46,13 @@ from zerofit.simulate.ops.tracker import (
     is_own,
     own_line,
 )
+from zerofit.simulate.script.received import alike, replicate
 from zerofit.simulate.script.values import decided
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # largest number of elements of a device tensor whose values are kept
+OWN_LINE_BYTES = 1 << 20  # storages from this size on have the script's line
 HOLDS_NOTHING_BYTES = 16 << 20  # new host tensors of at least this size are fake
 _DEVICE_OF = torch.ops.prim.device.default
 _VALUE_OF = torch.ops.aten._local_scalar_dense.default
@@ -86,6 +89,7 @@ class ScriptTracker(AllocationTracker):
     """Run ops on host tensors for real, and ops on device tensors on fakes."""
 
     supports_higher_order_operators = True
+    own_line_bytes = OWN_LINE_BYTES
 
     def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
         super().__init__(device, scratch, workspace_bytes)
@@ -93,13 +97,17 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # each approximation, and how often it was used
         self.inexact: set[str] = set()  # the notes that make the figures an upper bound
         self.without_rule = ""  # the last op without a rule for the shapes of its outputs
+        self.ops_on_fakes = 0  # how many have run
         self.compiles = False  # whether the script has compiled a model or function of its own
         self.gpus = 1  # per node
         self.all_true = False  # whether masks of unknown values count as all True without a note
+        self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
         # handle of a send or receive -> its tensors, which it keeps alive (WorkNCCL::outputs_)
-        self._held: weakref.WeakKeyDictionary[Work, object] = weakref.WeakKeyDictionary()
-        self._handle: Work | None = None  # the last one, until its caller has it
+        self._held = WeakIdKeyDictionary()
+        # handle of a collective, or the result of a functional one -> its name in the log of issued work
+        self._awaited = WeakIdKeyDictionary()
+        self._works: list[Work] = []  # of the last collective, until its caller has them
         self.received: Any = []  # weak references to the tensors of the last collective
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
@@ -124,15 +132,14 @@ class ScriptTracker(AllocationTracker):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
         name = func._overloadpacket._qualified_op_name
-        self.last, self._handle = (name, self._module), None
+        self.last, self._works = (name, self._module), []
         if name in _PINNING and self.device == "cuda":
             return self._pinning(name, args[0])
         if _is_composite(func):  # seen only below autograd: in inference mode and in bodies of higher-order ops
             with self:
                 return func.decompose(*args, **kwargs)
         if func is _WAIT:  # its rule for shapes would return a copy
-            if self.streams.issued is not None:
-                self.streams.issued.wait_for(args[0], self.streams.current.number)
+            self.wait_for(args[0])
             return args[0]
         pins = self.device == "cuda" and kwargs.get("pin_memory")
         kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
@@ -144,16 +151,15 @@ class ScriptTracker(AllocationTracker):
             with unset_fake_temporarily():
                 out = func(*args, **kwargs)
                 if name.startswith(FUNCTIONAL):
-                    out = _alike(name, args)
+                    out = alike(name, args)
                 elif name.startswith("c10d::"):
                     replicate(name, args, self.reduction == dist.ReduceOp.SUM)
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)
+            self._works = [Work.unbox(t) for t in tree_leaves(out) if isinstance(t, torch._C.ScriptObject)]
             if name in _PEER_TO_PEER:
-                boxed: Any = out
-                self._handle = Work.unbox(boxed)
-                self._held[self._handle] = args[0]
+                self._held[self._works[0]] = args[0]
             self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
         if self.streams.issued is not None:
             if is_collective(name):
@@ -167,6 +173,9 @@ class ScriptTracker(AllocationTracker):
             self._note_storages(name, func, args, kwargs, None if overwritten else out)
         if pins:
             self.pin(out)
+        if func is _TO_COPY and faked and out.dtype is torch.float32 and args[0].itemsize == 2:
+            index = self._index.get(out.untyped_storage()._cdata)
+            self.widened += [(index, out.shape[-1])] if index is not None and out.dim() else []
         return out
 
     def _higher_order(self, op: HigherOrderOperator, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
@@ -231,10 +240,17 @@ class ScriptTracker(AllocationTracker):
         members = dist.get_process_group_ranks(group)
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
-        # a functional collective returns no handle: its result is waited for
-        handles = [Work.unbox(t) if isinstance(t, torch._C.ScriptObject) else t for t in tree_leaves(out)]
+        number = object()
+        for handle in self._works or tree_leaves(out):  # a functional collective returns no handle but its result
+            self._awaited[handle] = number
         moved = max(map(bytes_of, (*args, out)), default=0)
-        self.streams.issued.send(self._issued(op, bytes=moved), ranks, handles)
+        self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
+
+    def wait_for(self, handle: object) -> None:
+        """Record that the current stream waits for a collective, by its handle or the result of a functional one."""
+        number = self._awaited.get(handle)
+        if self.streams.issued is not None and number is not None:
+            self.streams.issued.wait_for(number, self.streams.current.number)
 
     def note_hooks(self, parameters: int) -> None:
         """Record that ZeRO-3's hooks gather the parameters of a module."""
@@ -267,6 +283,7 @@ class ScriptTracker(AllocationTracker):
     def _on_fakes(
         self, func: OpOverload, name: str, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor]
     ) -> OpOutput:
+        self.ops_on_fakes += 1
         if func is _VALUE_OF:
             known = known_value(args[0])
             if known is None:
@@ -376,7 +393,7 @@ class ScriptTracker(AllocationTracker):
         try:
             if name.startswith(FUNCTIONAL):
                 with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-                    real = _alike(name, tree_map(known_value, args))
+                    real = alike(name, tree_map(known_value, args))
             elif name.startswith("c10d::"):
                 with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
                     replicate(name, tree_map(known_value, args), self.reduction == dist.ReduceOp.SUM)
@@ -476,36 +493,3 @@ def _computed(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutp
     host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         return func(*tree_map(known_value, args), **tree_map(known_value, host))
-
-
-def _alike(name: str, args: OpArguments) -> Tensor:
-    """Return the result of a functional collective of real tensors if other ranks have this rank's values."""
-    (op, group), value = collective_of(name, args), args[0]
-    assert group is not None
-    ranks = group.size()
-    total = value * ranks if args[1] == "sum" else value.clone()
-    if op == "allgather_base":
-        return value.repeat(ranks, *[1] * (value.dim() - 1))
-    if op == "reduce_scatter_base":
-        return total.chunk(ranks)[group.rank()].clone()
-    if op == "alltoall_base":
-        return value.chunk(ranks)[group.rank()].repeat(ranks, *[1] * (value.dim() - 1))
-    return total
-
-
-def replicate(name: str, args: OpArguments, summed: bool) -> None:
-    """Fill the results of a collective on real tensors with this rank's own values for all ranks.
-
-    `summed`: the all-reduce is a sum; for a mean or maximum, equal values need no change.
-    """
-    if name == "c10d::allgather_":
-        for outs, one in zip(args[0], args[1], strict=False):
-            for out in outs:
-                out.copy_(one)
-    elif name == "c10d::_allgather_base_":
-        flat = args[1].reshape(-1)
-        args[0].view(-1).copy_(flat.repeat(args[0].numel() // max(1, flat.numel())))
-    elif name == "c10d::allreduce_" and summed:
-        for t in args[0]:
-            if t.dtype != torch.bool:
-                t.mul_(dist.ProcessGroup.unbox(args[1]).size())

@@ -1,0 +1,443 @@
+"""Checkpoints by the real programs: plain DeepSpeed, Accelerate, the Trainer, FSDP with torch's own checkpoints.
+
+    python -m benchmarks.foreign_writer FOLDER RANKS [NAME ...]
+
+Writes FOLDER/NAME-RANKS/ for each case: the program's checkpoint, `reference` (what the program's own save_pretrained
+gives) and `facts.json` (logits and losses of the next steps).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import multiprocessing
+import unittest.mock
+
+import torch
+import torch.distributed as dist
+
+from zerofit.launch.host import ops_folder
+from zerofit.launch.local import free_port
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 260,
+}
+ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+LENGTH, BEFORE, AFTER, LR = 16, 3, 5, 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A program, and how it trains."""
+
+    program: str  # deepspeed, accelerate, trainer, fsdp
+    stage: int = 0
+    precision: str = "fp32"
+    model: str = "llama"  # llama; qwen2 with tied embeddings; moe, pipeline: of DeepSpeed's own layers
+    groups: int = 1
+    lora: bool = False
+    zero: dict[str, Any] = field(default_factory=dict)
+    kind: str = "sharded"  # of FSDP's state dict
+
+
+CASES = {
+    **{
+        f"ds-zero{stage}-{p}": Case(program="deepspeed", stage=stage, precision=p)
+        for stage in range(4)
+        for p in ("fp32", "bf16")
+    },
+    **{
+        f"ds-zero{stage}-tied": Case(program="deepspeed", stage=stage, precision="bf16", model="qwen2", groups=2)
+        for stage in range(4)
+    },
+    "ds-zero2-offload": Case(program="deepspeed", stage=2, zero={"offload_optimizer": {"device": "cpu"}}),
+    "ds-zero3-offload": Case(program="deepspeed", stage=3, zero={"offload_optimizer": {"device": "cpu"}}),
+    "ds-zero2-round-robin": Case(program="deepspeed", stage=2, groups=2, zero={"round_robin_gradients": True}),
+    "ds-zero1-elastic": Case(program="deepspeed", stage=1, zero={"elastic_checkpoint": True}),
+    "ds-zero3-sub-groups": Case(program="deepspeed", stage=3, groups=2, zero={"sub_group_size": 5000}),
+    "ds-moe": Case(program="deepspeed", stage=2, model="moe"),
+    "ds-moe-zero0": Case(program="deepspeed", stage=0, model="moe"),
+    "ds-pipeline": Case(program="deepspeed", stage=1, model="pipeline"),
+    "ds-pipeline-zero0": Case(program="deepspeed", stage=0, model="pipeline"),
+    "accelerate-zero2": Case(program="accelerate", stage=2, precision="bf16"),
+    "accelerate-zero3": Case(program="accelerate", stage=3, precision="bf16", model="qwen2"),
+    "accelerate": Case(program="accelerate-plain"),
+    "accelerate-fsdp2": Case(program="fsdp-accelerate", model="qwen2"),
+    "accelerate-fsdp2-full": Case(program="fsdp-accelerate", kind="full"),
+    "trainer-zero0": Case(program="trainer", stage=0),
+    "trainer-zero1": Case(program="trainer", stage=1, precision="bf16"),
+    "trainer-zero2": Case(program="trainer", stage=2, precision="bf16", model="qwen2"),
+    "trainer-zero3": Case(program="trainer", stage=3, precision="bf16"),
+    "trainer-zero2-lora": Case(program="trainer", stage=2, lora=True),
+    "trainer-zero3-lora": Case(program="trainer", stage=3, lora=True),
+    "trainer-ddp": Case(program="trainer-ddp"),
+    "dcp-fsdp2": Case(program="fsdp"),
+    "dcp-fsdp2-tied": Case(program="fsdp", model="qwen2"),
+    "dcp-fsdp1-sharded": Case(program="fsdp1"),
+    "dcp-fsdp1-full": Case(program="fsdp1", kind="full"),
+}
+
+
+def batch(rank: int) -> torch.Tensor:
+    """Return the tokens of a rank, (2, LENGTH): the same at each step, so the order of samples does not matter."""
+    del rank  # the same for all: the loss does not depend on the number of ranks
+    return torch.stack([torch.arange(LENGTH) * (7 + row) % 250 for row in range(2)])
+
+
+def make_model(case: Case) -> Any:
+    """Build a transformers model from a seed."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(
+        case.model, **SHAPE, num_key_value_heads=2, tie_word_embeddings=case.model == "qwen2"
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if case.lora:
+        import peft
+
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+    return model
+
+
+def parameter_groups(model: Any, count: int) -> list[dict[str, Any]]:
+    """Return one group, or those with and without weight decay."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if count == 1:
+        return [{"params": parameters}]
+    wide = [[p for p in parameters if (p.ndim > 1) == many] for many in (True, False)]
+    return [{"params": wide[0], "weight_decay": 0.1}, {"params": wide[1], "weight_decay": 0.0}]
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a case."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": case.stage,
+            "reduce_bucket_size": 50000,
+            "stage3_param_persistence_threshold": 100,
+            **case.zero,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True, "weight_decay": 0.01}},
+        "zero_allow_untested_optimizer": True,
+    }
+    if case.precision != "fp32":
+        config[case.precision] = {"enabled": True}
+    if "offload_optimizer" in case.zero:
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def steps(step: Callable[[], torch.Tensor], count: int) -> list[float]:
+    """Train, and return the mean loss of the ranks at each step."""
+    losses = []
+    for _ in range(count):
+        loss = step().detach().float().clone()
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    return losses
+
+
+def finish(folder: Path, case: Case, next_losses: list[float], logits: torch.Tensor | None = None) -> None:
+    if dist.get_rank() == 0:
+        facts = {"case": vars(case), "ranks": dist.get_world_size(), "next": next_losses}
+        (folder / "facts.json").write_text(json.dumps(facts, indent=1))
+        if logits is not None:
+            torch.save(logits, folder / "logits.pt")
+
+
+def with_deepspeed(case: Case, folder: Path) -> None:
+    """Write with a plain engine."""
+    import deepspeed
+
+    if case.model in ("moe", "pipeline"):
+        with_own_layers(case, folder)
+        return
+    model = make_model(case)
+    config = ds_config(case)
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameter_groups(model, case.groups))
+
+    def step() -> torch.Tensor:
+        tokens = batch(dist.get_rank())
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    steps(step, BEFORE)
+    engine.save_checkpoint(str(folder / "saved"))
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=case.stage == 3):
+        if dist.get_rank() == 0:
+            engine.module.save_pretrained(folder / "reference", state_dict=engine.module.state_dict())
+            with torch.no_grad():
+                logits = engine.module.eval()(input_ids=batch(0)).logits if case.stage < 3 else None
+            engine.module.train()
+        else:
+            logits = None
+    finish(folder, case, steps(step, AFTER), logits)
+    engine.destroy()
+
+
+class Mixture(torch.nn.Module):
+    """A classifier with DeepSpeed's mixture of experts."""
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.first = torch.nn.Linear(16, 32)
+        expert = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 32))
+        self.mixture = MoE(32, expert, num_experts=4, ep_size=ranks, k=1, min_capacity=0)
+        self.last = torch.nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.mixture(torch.relu(self.first(x)))[0])
+
+
+def with_own_layers(case: Case, folder: Path) -> None:
+    """Write with DeepSpeed's mixture of experts, or its pipeline."""
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+    from deepspeed.pipe import PipelineModule
+
+    torch.manual_seed(1)
+    config, ranks = ds_config(case), dist.get_world_size()
+    x, y = torch.randn(2, 16), torch.tensor([1, 3])
+    if case.model == "pipeline":
+        layers = [torch.nn.Linear(16, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)]
+        model: Any = PipelineModule(layers, num_stages=min(2, ranks), loss_fn=torch.nn.functional.cross_entropy)
+        groups = None
+    else:
+        model = Mixture(min(2, ranks))
+        groups = split({"params": list(model.parameters()), "name": "all"})
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups or list(model.parameters()))
+
+    def step() -> torch.Tensor:
+        if case.model == "pipeline":
+            return engine.train_batch(iter([(x, y)]))
+        loss = torch.nn.functional.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    steps(step, BEFORE)
+    engine.save_checkpoint(str(folder / "saved"))
+    (folder / "reference").mkdir(exist_ok=True)
+    torch.save(dict(engine.module.state_dict()), folder / "reference" / f"module-{dist.get_rank()}.pt")
+    finish(folder, case, steps(step, AFTER))
+
+
+def with_accelerate(case: Case, folder: Path) -> None:
+    """Write with Accelerate's save_state, or with what it calls for FSDP, which it refuses to start on CPUs."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    reset_accelerate()
+    plugin = None
+    if case.program == "accelerate":
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        config = ds_config(case)
+        del config["optimizer"], config["gradient_clipping"]
+        config["gradient_accumulation_steps"] = 1
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin, mixed_precision="no" if case.precision == "fp32" else case.precision
+    )
+    model = make_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    loader = torch.utils.data.DataLoader([{"input_ids": row} for row in batch(0)], batch_size=2)  # pyright: ignore
+    model, optimizer, _ = accelerator.prepare(model, optimizer, loader)
+
+    def step() -> torch.Tensor:
+        tokens = batch(dist.get_rank())
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    steps(step, BEFORE)
+    accelerator.save_state(str(folder / "saved"))
+    state = accelerator.get_state_dict(model)
+    if dist.get_rank() == 0:
+        accelerator.unwrap_model(model).save_pretrained(folder / "reference", state_dict=state)
+    dist.barrier()
+    finish(folder, case, steps(step, AFTER))
+    reset_accelerate()
+
+
+def reset_accelerate() -> None:
+    """Forget the state of the previous case."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def save_as_accelerate(model: Any, optimizer: Any, case: Case, folder: Path) -> None:
+    """Write with the functions of Accelerate's save_state for FSDP2."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import fsdp_utils
+
+    reset_accelerate()
+    accelerator = Accelerator()
+    kind = "SHARDED_STATE_DICT" if case.kind == "sharded" else "FULL_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    with unittest.mock.patch.object(Accelerator, "is_fsdp2", True):
+        fsdp_utils.save_fsdp_model(plugin, accelerator, model, str(folder / "saved"))
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder / "saved"))
+
+
+def with_trainer(case: Case, folder: Path) -> None:
+    """Write with the Trainer of transformers."""
+    import transformers
+
+    reset_accelerate()
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # it refuses bf16 on CPUs
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    config = ds_config(case) if case.program == "trainer" else None
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "saved"),
+        per_device_train_batch_size=2,
+        max_steps=BEFORE + AFTER,
+        save_steps=BEFORE,
+        save_total_limit=9,
+        learning_rate=LR,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        report_to=[],
+        ddp_backend="gloo",
+        bf16=case.precision == "bf16",
+        deepspeed=config,
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for _ in range(64) for row in batch(0)]
+    trainer = transformers.Trainer(model=make_model(case), args=arguments, train_dataset=rows)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    finish(folder, case, losses[BEFORE:])
+    reset_accelerate()
+
+
+def with_fsdp(case: Case, folder: Path) -> None:
+    """Write with FSDP2 or FSDP1 and torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model: Any = make_model(case)
+    if case.program != "fsdp1":
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+
+    def step() -> torch.Tensor:
+        tokens = batch(dist.get_rank())
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    steps(step, BEFORE)
+    (folder / "saved").mkdir(exist_ok=True)
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=case.kind == "full"))
+    if case.program == "fsdp-accelerate":
+        save_as_accelerate(model, optimizer, case, folder)
+    elif case.kind == "full":
+        if dist.get_rank() == 0:
+            torch.save({"model": weights, "optimizer": states}, folder / "saved" / "state.pt")
+    else:
+        dcp.save({"model": weights, "optimizer": states, "step": BEFORE}, checkpoint_id=str(folder / "saved"))
+    full, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        plain = make_model(case)
+        plain.load_state_dict(full)
+        plain.save_pretrained(folder / "reference")
+    dist.barrier()
+    finish(folder, case, steps(step, AFTER))
+
+
+PROGRAMS = {
+    "deepspeed": with_deepspeed,
+    "accelerate": with_accelerate,
+    "accelerate-plain": with_accelerate,
+    "trainer": with_trainer,
+    "trainer-ddp": with_trainer,
+    "fsdp": with_fsdp,
+    "fsdp1": with_fsdp,
+    "fsdp-accelerate": with_fsdp,
+}
+
+
+def main(folder: Path, ranks: int, names: list[str]) -> None:
+    """Write the cases on so many ranks; a case that a program refuses leaves error.txt."""
+    import accelerate  # noqa: F401 - imported once, before the ranks fork
+    import deepspeed  # noqa: F401
+    import torch.distributed.checkpoint
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    port = free_port()
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=rank_main, args=(folder, rank, ranks, port, names)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
+
+
+def rank_main(folder: Path, rank: int, ranks: int, port: int, names: list[str]) -> None:
+    """Write every case as one rank."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_EXTENSIONS_DIR": str(ops_folder()),
+    }
+    import traceback
+
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    for name in names:
+        case, place = CASES[name], folder / f"{name}-{ranks}"
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            PROGRAMS[case.program](case, place)
+        except Exception:
+            (place / f"error-{rank}.txt").write_text(traceback.format_exc())
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(CASES))

@@ -1,0 +1,110 @@
+"""FSDP2's memory by hand: an embedding and a head of 600,000 elements, and two blocks of 200,000."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.test_memory import COSTS, PROFILE, SETTING, cost
+from zerofit.plan.fsdp2 import shard
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster, forecast
+from zerofit.plan.rates import rates_of
+from zerofit.plan.space import PlanRequest, space_of
+from zerofit.plan.time import Timer
+from zerofit.plan.timeline import Parameter
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.profile import LayerRun
+
+HEAD = LayerRun(name="head", count=1, matrices=(600_000,), vectors=())
+UNTIED = replace(PROFILE, layers=(*PROFILE.layers, HEAD), costs={SETTING: (*COSTS, cost(1000, 2000, 2000))})
+SIZE = 1_600_000
+
+
+def layout(**more) -> PlannedLayout:
+    return PlannedLayout(
+        **{"engine": "fsdp2", "zero_stage": 3, "micro_batch": 1, "dp": 4, "precision": "bf16", "bucket": 0, **more}
+    )
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 4), (2, 2)])
+def test_a_rank_keeps_its_part_of_weights_and_moments_in_float32(replicas, ranks):
+    """With replicas, only the ranks of one of them divide the parameters."""
+    assert forecast(UNTIED, layout(replicas=replicas)).static_bytes == 12 * SIZE // ranks
+
+
+def test_offloaded_parameters_and_moments_leave_the_device():
+    memory = forecast(UNTIED, layout(offload_optimizer="cpu", offload_param="cpu"))
+    assert memory.static_bytes == 0
+    assert memory.host_bytes >= 16 * SIZE // 4
+
+
+def peaks(planned: PlannedLayout) -> dict[str, int]:
+    """Return the peak of each phase, without activations."""
+    found: dict[str, int] = {}
+    for moment in Forecaster(UNTIED).along(planned):
+        size = sum(size for kind, size in moment.bytes.items() if kind != "activations")
+        found[moment.phase] = max(found.get(moment.phase, 0), size)
+    return found
+
+
+def test_the_head_is_gathered_beside_the_last_block_and_the_embedding_is_scattered_last():
+    """Forward: the head, gathered and in its flat buffer. Backward ends with the embedding's gradient, its input for
+    the reduce-scatter, and the output in bf16 and float32; the parts of all other gradients are there."""
+    found, kept = peaks(layout()), 12 * SIZE // 4
+    assert found["forward"] == kept + 2 * 600_000 * 2
+    scattered = 2 * 600_000 + 2 * 600_000 + (2 + 4) * 150_000
+    assert found["backward"] == kept + 4 * 1_000_000 // 4 + scattered
+    assert found["step"] == kept + 4 * SIZE // 4
+
+
+def test_without_reshard_all_layers_stay_gathered():
+    assert peaks(layout(reshard=False))["forward"] == 12 * SIZE // 4 + 2 * SIZE + 2 * 600_000
+
+
+def test_accelerate_accumulates_full_gradients():
+    """Gradients of earlier micro batches wait in bf16, so the loss is reached with all of them."""
+    assert peaks(layout(accumulation=2))["forward"] == 12 * SIZE // 4 + 2 * 600_000 * 2 + 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("numel", "group", "ranks", "expected"), [(10 * 7, 0, 4, 3 * 7), (64, 1, 48, 2), (70, 0, 1, 70)]
+)
+def test_a_shard_has_full_rows_and_padding(numel, group, ranks, expected):
+    """Of 10 rows the first rank of four has three; a vector is divided by elements."""
+    assert shard(Parameter(numel, group, 0), ranks, 7) == expected
+
+
+def test_a_search_has_both_engines_and_counts_what_is_not_forecast():
+    cluster = Cluster("h100-80gb", gpus=8, nodes=2)
+    both = PlanRequest(precision="bf16", micro_batch=1, engines=("deepspeed", "fsdp2"))
+    found = {(c.engine, c.reshard, c.replicas) for family in space_of(UNTIED, cluster, both).families for c in family}
+    mine = {("fsdp2", reshard, replicas) for reshard in (True, False) for replicas in (1, 2)}
+    assert found == mine | {("deepspeed", True, 1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tp": 2}, "tensor, pipeline, sequence or expert"),
+        ({"keep": {"optimizer": "lion"}}, "with lion"),
+        ({"keep": {"ema": 0.99}}, "averaged"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"by_rank": (2, 1)}, "each rank"),
+    ],
+)
+def test_what_is_not_forecast_is_counted_with_its_reason(given, words):
+    request = PlanRequest(**{"precision": "bf16", "micro_batch": 2, "engines": ("fsdp2",), **given})
+    space = space_of(UNTIED, Cluster("h100-80gb", gpus=8), request)
+    assert not space.families
+    assert words in space.left_out["engine"][0].message
+
+
+def test_a_second_gather_and_a_reduction_between_nodes_take_time():
+    cluster = Cluster("h100-80gb", gpus=8, nodes=2)
+    timer = Timer(UNTIED, cluster, rates_of(cluster, "bf16", None))
+    each, once = (timer.parts(layout(dp=16, reshard=reshard)).fetches for reshard in (True, False))
+    assert [size for size, _ in each.forward] == [1_200_000, 400_000, 1_200_000]
+    assert [size for size, _ in each.backward] == [1_200_000, 400_000, 0]
+    assert [size for size, _ in once.backward] == [0, 0, 0]

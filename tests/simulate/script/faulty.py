@@ -1,0 +1,166 @@
+"""Scripts with one fault each, and the same scripts without it. `#!` ends the line that has the fault."""
+
+from __future__ import annotations
+
+ONE, TWO, EIGHT = "python", "torchrun --nproc_per_node 2", "torchrun --nproc_per_node 8"
+PLAIN = """\
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+def build():
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])  #whole-model
+"""
+STEP = """\
+    optimizer.step()
+    optimizer.zero_grad()  #half-weights
+"""
+TORCH = PLAIN + """\
+model = build().cuda()  #unused-search
+optimizer = torch.optim.AdamW(model.parameters())
+losses = []
+for i in range(50):  #before
+    x = torch.randn(4096, 2048, device="cuda")
+    loss = model(x).square().mean()  #kept-outputs
+    loss.backward()  #kept-graph
+""" + STEP  # fmt: skip
+CONFIG = """\
+import deepspeed
+config = dict(train_micro_batch_size_per_gpu=8, bf16=dict(enabled=True), zero_optimization=dict(stage=3),
+              optimizer=dict(type="AdamW", params=dict(lr=1e-4)))
+"""
+LOOP = """\
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)  #frozen-states
+for i in range(50):
+    x = torch.randn(8, 2048, device=engine.device, dtype=torch.bfloat16)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+"""
+DEEPSPEED = PLAIN + CONFIG + "model = build()\n" + LOOP
+LOGITS = PLAIN + """\
+model = nn.Sequential(nn.Embedding(32000, 256), nn.Linear(256, 32000)).cuda().bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(50):
+    ids = torch.randint(0, 32000, (1024,), device="cuda")
+    logits = model(ids).float()  #fp32-logits
+    loss = F.cross_entropy(logits, ids)
+    loss.backward()
+""" + STEP  # fmt: skip
+PADDED = """\
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, vocab_size=8000)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(50):
+    ids, mask = torch.ones(16, 512, dtype=torch.long), torch.zeros(16, 512, dtype=torch.long)
+    mask[:, :128] = 1
+    model(input_ids=ids.cuda(), attention_mask=mask.cuda(), labels=ids.cuda()).loss.backward()  #padding
+""" + STEP  # fmt: skip
+EXPERTS = PLAIN + CONFIG + """\
+class Routed(nn.Module):  #expert-leaves
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(2048, 4)
+        self.experts = nn.ModuleList([nn.Linear(2048, 2048) for _ in range(4)])
+
+    def forward(self, x):
+        scores, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            rows = chosen == n
+            out[rows] = expert(x[rows])
+        return out * scores[:, None]
+
+with deepspeed.zero.Init(config_dict_or_path=config):
+    model = nn.Sequential(nn.Linear(2048, 2048), Routed())
+""" + LOOP  # fmt: skip
+CHECKPOINTED = PLAIN + """\
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(256, 64), nn.Linear(64, 64), nn.Linear(64, 256)
+        self.adapter = nn.Linear(64, 64)
+        self.embed.requires_grad_(False), self.block.requires_grad_(False)
+
+    def forward(self, ids):
+        adapted = lambda x: self.block(x) + self.adapter(x)
+        return self.head(checkpoint(adapted, self.embed(ids), use_reentrant=True))
+
+model = Net().cuda()
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+for i in range(50):  #before
+    ids = torch.ones(4, 64, dtype=torch.long).cuda()
+    model(ids).square().mean().backward()  #lost-gradients
+""" + STEP  # fmt: skip
+
+
+def variant(text: str, *pairs: tuple[str, str]) -> str:
+    """Return the script with each first text replaced by the second one; the first must be in it."""
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def before(line: str) -> tuple[str, str]:
+    """Return the change that adds a line before the loop."""
+    return "for i in", f"{line}\nfor i in"
+
+
+ZERO_1 = variant(DEEPSPEED, ("stage=3", "stage=1"))
+WRAPPED = """\
+torch.distributed.init_process_group("nccl")
+model = nn.parallel.DistributedDataParallel(build().cuda(){})"""
+DDP = ("model = build().cuda()", WRAPPED.format(", find_unused_parameters=True"))
+PINNED = "kept = torch.empty(1 << 36, pin_memory={})  #pinned-memory"
+HALF = ("cuda()", "cuda().bfloat16()"), ('device="cuda")', 'device="cuda", dtype=torch.bfloat16)')
+APPENDED = ("loss = model(x)", "losses.append(model(x))  #!\n    loss = losses[-1]")
+LATE = ("    loss.b", "    optimizer.zero_grad()  #kept-gradients\n    loss.b"), (STEP, "    optimizer.step()\n")
+WEIGHTS = 8 * 2048 * 2048 * 4  # bytes in fp32
+# fault -> launcher, script, bytes: computed by hand, or None
+FAULTY = {
+    "whole-model": (EIGHT, DEEPSPEED, WEIGHTS),
+    "fp32-logits": (ONE, LOGITS, 1024 * 32000 * 4),
+    "padding": (ONE, PADDED, None),
+    "second-copy": (ONE, variant(TORCH, before("import copy\nema = copy.deepcopy(model)  #second-copy")), WEIGHTS),
+    # 3 numbers in fp32 for each of six layers' weights, on two ranks
+    "frozen-states": (TWO, variant(ZERO_1, before("model[:6].requires_grad_(False)")), WEIGHTS * 6 // 8 * 3 // 2),
+    # the input and each layer's input, and the output that is squared
+    "kept-graph": (ONE, variant(TORCH, (".backward()", ".backward(retain_graph=True)")), 9 * 4096 * 2048 * 4),
+    "kept-outputs": (ONE, variant(TORCH, APPENDED), 4096 * 2048 * 4),
+    "kept-gradients": (ONE, variant(TORCH, *LATE), WEIGHTS),
+    "half-weights": (ONE, variant(TORCH, *HALF), WEIGHTS),
+    "expert-leaves": (TWO, EXPERTS, 0),
+    "lost-gradients": (ONE, CHECKPOINTED, 0),
+    "unused-search": (TWO, variant(TORCH, DDP), 0),
+    "pinned-memory": (ONE, variant(TORCH, before(PINNED.format(True))), 4 << 36),
+}  # fmt: skip
+AUTOCAST = "    with torch.autocast('cuda', torch.bfloat16):\n        loss ="
+OWN_COPY = "ema = [p.detach().cpu() for p in model.parameters()]"
+GETS_GRADIENT = "model.embed.register_forward_hook(lambda *seen: seen[-1].requires_grad_(True))"
+# the faults that a script avoids -> launcher, script
+HEALTHY = {
+    "second-copy kept-graph kept-outputs kept-gradients pinned-memory": (
+        ONE,
+        variant(
+            TORCH,
+            (".backward()", ".backward(retain_graph=True)\n    loss.backward()\n    losses.append(loss.detach())"),
+            before(f"{OWN_COPY}\n{PINNED.format(False)}"),
+        ),
+    ),
+    "half-weights unused-search": (
+        TWO,
+        variant(TORCH, (DDP[0], WRAPPED.format("")), ("    loss = ", AUTOCAST + " ")),
+    ),
+    "fp32-logits": (ONE, variant(LOGITS, ("(ids).float()", "(ids)"), ("(logits,", "(logits.float(),"))),
+    "padding": (ONE, variant(PADDED, ("] = 1", "] = 1; mask[0] = 1"))),
+    "frozen-states": (TWO, variant(ZERO_1, ("engine,", "model[:6].requires_grad_(False)\nengine,"))),
+    "whole-model expert-leaves": (
+        TWO,
+        variant(EXPERTS, ("engine,", "deepspeed.utils.set_z3_leaf_modules(model, [Routed])\nengine,")),
+    ),
+    "lost-gradients": (ONE, variant(CHECKPOINTED, before(GETS_GRADIENT))),
+}

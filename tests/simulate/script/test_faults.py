@@ -1,0 +1,87 @@
+"""The faults that are named in scripts that have them, and not in the same scripts without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.simulate.script.faulty import CHECKPOINTED, FAULTY, HEALTHY, variant
+from tests.simulate.script.scripts import facts, refused, simulated
+from zerofit.cli.simulate_show import show
+from zerofit.simulate.forecast.processes import simulate_all
+from zerofit.simulate.record import RankRecord, ScriptFault
+from zerofit.simulate.script.command import read_command
+from zerofit.simulate.script.faults import FAULTS
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.spec.cluster import Cluster
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ScriptFault, ...]]:
+    """The faults of each script: all are simulated at once, in processes of one server."""
+    folder, targets, device = tmp_path_factory.mktemp("scripts"), [], Cluster("h100-80gb").device
+    scripts = {
+        **{name: pair[:2] for name, pair in FAULTY.items()},
+        **{f"no {codes}": s for codes, s in HEALTHY.items()},
+    }
+    for number, (launcher, text) in enumerate(scripts.values()):
+        file = folder / f"train{number}.py"
+        file.write_text(text)
+        command = read_command([*launcher.split(), str(file)])
+        ranks = int(launcher.split()[-1]) if " " in launcher else 1
+        targets.append(ScriptTarget(command=command, device=device, gpus=ranks, nodes=1, host_bytes=1 << 37))
+    records = simulate_all(targets, lambda text: None)
+    assert [record for record in records if not isinstance(record, RankRecord)] == []
+    return {
+        name: r.script.faults
+        for name, r in zip(scripts, records, strict=True)
+        if isinstance(r, RankRecord) and r.script
+    }
+
+
+def line_of(text: str, code: str) -> int:
+    """The number of the line with the script's mark."""
+    return next(n for n, line in enumerate(text.splitlines(), 1) if line.endswith((f"#{code}", "#!")))
+
+
+def test_every_fault_has_a_script():
+    assert {fault.code for fault in FAULTS} == set(FAULTY)
+    assert {code for names in HEALTHY for code in names.split()} == set(FAULTY)
+
+
+@pytest.mark.parametrize("code", FAULTY)
+def test_a_fault_is_named_with_its_line_and_bytes(found, code):
+    _, text, size = FAULTY[code]
+    (fault,) = found[code]
+    assert fault.code == code
+    assert Path(fault.line).name.endswith(f".py:{line_of(text, code)}")
+    assert size is None or fault.bytes == pytest.approx(size, rel=0.001)
+    assert fault.mend
+
+
+def test_padding_costs_its_share_of_the_activations(found):
+    (fault,) = found["padding"]
+    assert "75% of each batch's columns" in fault.problem and fault.bytes > 16 * 384 * 8000 * 4  # the logits alone
+
+
+@pytest.mark.parametrize("codes", HEALTHY)
+def test_a_script_without_the_fault_gets_no_word(found, codes):
+    assert found[f"no {codes}"] == ()
+
+
+def test_a_fault_that_ends_the_script_is_the_hint(folder):
+    problem = refused(
+        variant(CHECKPOINTED, ("self.head(", "("), (".head = ", ".none = ")).replace("nn.Linear(64, 256)", "0")
+    )
+    assert "does not require grad" in problem.message and "enable_input_require_grads" in problem.hint
+
+
+def test_the_answer_prints_faults(folder, capsys):
+    result = simulated(FAULTY["fp32-logits"][1])
+    (fault,) = facts(result).facts.faults
+    assert result.to_dict()["run"]["faults"][0]["code"] == "fp32-logits"
+    show(result, details=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"fault train.py:{line_of(FAULTY['fp32-logits'][1], 'fp32-logits')}: {fault.problem}" in shown
+    assert fault.mend in shown

@@ -1,0 +1,132 @@
+"""Checkpoints of other programs: what a path contains, by the names of its files.
+
+    saved/latest, saved/global_step3/         DeepSpeed; also in the Trainer's checkpoint-3/, in Lightning's NAME.ckpt/
+    saved/latest, saved/pytorch_model/        DeepSpeed by Accelerate
+    saved/.metadata, saved/__0_0.distcp       PyTorch DCP; by Accelerate in saved/pytorch_model_fsdp_0/ and optimizer_0/
+    saved/model.safetensors, optimizer.pt     the Trainer or Accelerate with plain data parallelism
+    saved/pytorch_model_fsdp.bin, NAME.pt     a full state dict
+
+Importing this module imports no torch. `full_state` builds the index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Format = Literal["deepspeed", "universal", "dcp", "torch", "safetensors"]
+MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIM_STATES = re.compile(r"(?:[bf]p?f?16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+METADATA = ".metadata"  # of PyTorch DCP
+NUMBERED = re.compile(r"(?:.*[-_=])?(?:global_step|checkpoint-|step[-=]?)(\d+)(?:\D.*)?")
+STATE_DICTS = ("pytorch_model_fsdp*.bin", "pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+BESIDE = ("training_args.bin", "scheduler.pt", "scaler.pt", "optimizer.pt", "optimizer.bin")  # no weights
+FILES: dict[str, Format] = {".safetensors": "safetensors", **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "torch")}
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign:
+    """A checkpoint of another program; no file is opened yet."""
+
+    path: Path  # what a user names: the folder with the configs, or a file
+    files: Path  # the folder or file with the tensors
+    format: Format
+    program: str  # for messages: "DeepSpeed", "Trainer (DeepSpeed)", ...
+    step: int | None = None  # from the names
+
+    @property
+    def name(self) -> str:
+        """What it is, as far as the names of its files show, e.g. "a DeepSpeed checkpoint, step 3"."""
+        return f"a checkpoint by {self.program}" + (f", step {self.step}" if self.step is not None else "")
+
+    @property
+    def stage_three(self) -> bool:
+        """Whether DeepSpeed has partitioned the weights."""
+        return any(self.files.glob("zero_pp_rank_*_model_states.pt"))
+
+
+def foreign_at(path: Path) -> Foreign | None:
+    """Return what another program saved at `path`: the newest of several, or the one that its `latest` names."""
+    found = foreign_in(path)
+    latest = latest_of(path) if path.is_dir() else None
+    named = [entry for entry in found if latest is not None and entry.files == path / latest]
+    return (named or found or [None])[-1]
+
+
+def foreign_in(path: Path) -> list[Foreign]:
+    """List the checkpoints of other programs in a folder, or the file, by step."""
+    if path.is_file():
+        form = FILES.get(path.suffix)
+        return [Foreign(path=path, files=path, format=form, program="a state dict")] if form else []
+    if not path.is_dir():
+        return []
+    found = list(_in_folder(path)) or [entry for child in _children(path) for entry in _in_folder(child)]
+    return sorted(found, key=lambda entry: (-1 if entry.step is None else entry.step, entry.files.name))
+
+
+def _in_folder(path: Path) -> Iterator[Foreign]:
+    """Yield the checkpoints that this folder, not one of its subfolders' subfolders, contains."""
+    trainer = (path / "trainer_state.json").is_file()
+    accelerate = any(path.glob("random_states_*.pkl"))
+    by = "Trainer (%s)" if trainer else "Accelerate (%s)" if accelerate else "%s"
+    tags = [child for child in (path, *_children(path)) if _has_states(child)]
+    for tag in tags:
+        lightning = path.suffix == ".ckpt" or tag.name == "checkpoint"
+        program = "Lightning (DeepSpeed)" if lightning else by % "DeepSpeed"
+        root = path if len(tags) == 1 else tag  # one of several is named by its own folder
+        yield Foreign(path=root, files=tag, format="deepspeed", program=program, step=_step(tag, path))
+    for tag in () if tags else (path, *_children(path)):
+        if (tag / "zero").is_dir() and any(tag.glob("zero/*/fp32.pt")):
+            yield Foreign(
+                path=path, files=tag, format="universal", program="DeepSpeed universal", step=_step(tag, path)
+            )
+            return
+    if tags:
+        return
+    sharded = next((child for child in (path, *_children(path)) if _is_distributed_model(path, child)), None)
+    if sharded:
+        program = by % "PyTorch DCP" if sharded == path or not sharded.name.startswith("pytorch_model_fsdp") else ""
+        yield Foreign(
+            path=path, files=sharded, format="dcp", program=program or "Accelerate (FSDP)", step=_step(sharded, path)
+        )
+    elif any(path.glob("*.safetensors")) and not (path / "adapter_config.json").is_file():
+        with_states = any((path / name).is_file() for name in OPTIMIZERS)
+        program = by % ("plain data parallelism" if with_states else "weights only")
+        yield Foreign(path=path, files=path, format="safetensors", program=program, step=_step(path))
+    else:
+        files = (file for pattern in STATE_DICTS for file in sorted(path.glob(pattern)) if file.name not in BESIDE)
+        file = next((file for file in files if not file.name.startswith(("rng_state", "random_states"))), None)
+        if file and file.is_file():
+            program = "Accelerate (FSDP, full)" if file.name.startswith("pytorch_model_fsdp") else by % "a state dict"
+            yield Foreign(path=path, files=file, format="torch", program=program, step=_step(file, path))
+
+
+def _children(path: Path) -> list[Path]:
+    return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+
+
+def _has_states(folder: Path) -> bool:
+    return any(MODEL_STATES.fullmatch(file.name) or OPTIM_STATES.fullmatch(file.name) for file in folder.glob("*.pt"))
+
+
+def _is_distributed_model(path: Path, child: Path) -> bool:
+    here = child == path or child.name.startswith("pytorch_model_fsdp")
+    return here and ((child / METADATA).is_file() or any(child.glob("__*_*.distcp")))
+
+
+def latest_of(path: Path) -> str | None:
+    """Return the folder that `latest` names; None without one."""
+    for name in ("latest", "latest_universal"):
+        if (path / name).is_file():
+            return (path / name).read_text(errors="replace").strip()
+    return None
+
+
+def _step(*places: Path) -> int | None:
+    """Return the step that a folder's name has, the first of several."""
+    matches = (NUMBERED.fullmatch(place.name) for place in places)
+    return next((int(match[1]) for match in matches if match), None)

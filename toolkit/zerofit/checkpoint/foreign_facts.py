@@ -1,0 +1,370 @@
+"""What another program's checkpoint is, and what is damaged in it."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.deepspeed_files import DeepSpeedFiles, step_count
+from zerofit.checkpoint.foreign import METADATA, OPTIM_STATES, Foreign, latest_of
+from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.store import Damage
+from zerofit.spec.errors import UserError
+from zerofit.spec.foreign import Unreadable, read_json
+
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+TORCH_FILES = (".pt", ".bin", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignFacts:
+    """Facts from the files' metadata; None where no file has them."""
+
+    found: Foreign
+    stage: int | None = None  # of ZeRO
+    ranks: int | None = None
+    step: int | None = None
+    samples: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    model: str | None = None  # the class in config.json
+    versions: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+    created: str = ""  # of the newest file, ISO 8601, UTC
+    damage: list[Damage] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What it is, e.g. "a DeepSpeed checkpoint of ZeRO-3, 2 ranks, step 3"."""
+        zero = f"ZeRO-{self.stage}" if self.stage is not None else None
+        ranks = f"{self.ranks} rank" + "s" * (self.ranks != 1) if self.ranks else None
+        step = f"step {self.step}" if self.step is not None else None
+        facts = ", ".join(text for text in (zero, ranks, step) if text)
+        return f"a checkpoint by {self.found.program}" + (f": {facts}" if facts else "")
+
+
+def facts_of(found: Foreign) -> ForeignFacts:
+    """Read the facts of a checkpoint; what cannot be read becomes damage."""
+    root = found.path if found.path.is_dir() else found.path.parent
+    files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root == found.path else [found.path]
+    listed = {file.relative_to(root).as_posix(): file.stat() for file in files}
+    newest = max((stat.st_mtime for stat in listed.values()), default=0.0)
+    common: dict[str, Any] = {
+        "found": found,
+        "model": _model_class(found),
+        "bytes": sum(stat.st_size for stat in listed.values()),
+        "files": {name: stat.st_size for name, stat in listed.items()},
+        "created": datetime.fromtimestamp(newest, UTC).isoformat(timespec="seconds"),
+        "step": found.step,
+    }
+    try:
+        if found.format == "deepspeed":
+            return ForeignFacts(**common | _deepspeed_facts(found))
+        state = FullState(found.path)
+        step = state.counters.get("global_steps") or state.counters.get("step") or found.step
+        ranks = {"dcp": len(list(found.files.glob("__*_0.distcp")))}.get(found.format)
+        return ForeignFacts(**common | {"step": step, "ranks": ranks})
+    except UserError as error:
+        damage = [
+            Damage(file=_file_in(problem.where, root), kind="unreadable", message=problem.message)
+            for problem in error.problems
+        ]
+        return ForeignFacts(**common, damage=damage)
+
+
+def _damage_of(error: UserError, root: Path) -> list[Damage]:
+    kinds = {"missing-file": "missing", "damaged-file": "unreadable", "unsafe-file": "unsafe"}
+    return [
+        Damage(file=_file_in(p.where, root), kind=kinds.get(p.kind, "incomplete"), message=p.message)
+        for p in error.problems
+    ]
+
+
+def _file_in(where: str | None, root: Path) -> str:
+    path = Path(where or ".")
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else "."
+
+
+def _model_class(found: Foreign) -> str | None:
+    folder = model_config_folder(found)
+    try:
+        named = read_json(folder / "config.json").get("architectures") if folder else None
+    except (OSError, Unreadable, AttributeError):
+        return None
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
+def model_config_folder(found: Foreign) -> Path | None:
+    """Return the folder where the program keeps config.json and the tokenizer: the checkpoint's, or the one above."""
+    root = found.path if found.path.is_dir() else found.path.parent
+    return next((folder for folder in (root, root.parent) if (folder / "config.json").is_file()), None)
+
+
+def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
+    files = DeepSpeedFiles.of(found)
+    _, state = files.model(files.model_ranks[0])
+    config = state.get("ds_config") or {}
+    optimizer = files.load(next(iter(files.optimizers.values())))["optimizer_state_dict"] if files.optimizers else {}
+    stage = optimizer.get("zero_stage")
+    if stage is None:  # stage 0, or DeepSpeed's BF16_Optimizer (stage 1)
+        stage = 1 if files.optimizers else 0
+    precision = next((name for name in PRECISIONS if (config.get(name) or {}).get("enabled") is True), "fp32")
+    named = (config.get("optimizer") or {}).get("type")
+    return {
+        "stage": 3 if found.stage_three else stage,
+        "ranks": int(state.get("dp_world_size") or 1) * len(files.model_ranks),
+        "step": int(state.get("global_steps") or 0),
+        "samples": state.get("global_samples"),
+        "precision": precision if config else None,
+        "optimizer": str(named) if named else None,
+        "versions": {"deepspeed": str(state["ds_version"])} if state.get("ds_version") else {},
+    }
+
+
+def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None) -> list[Damage]:
+    """Read every byte of a checkpoint; return what is missing, truncated, changed, or of another step or run.
+
+    torch's files have a CRC-32 of each tensor. Safetensors files have none: only their header and size are checked.
+    """
+    damage = _latest_damage(found)
+    root = found.path if found.path.is_dir() else found.path.parent
+    for file in sorted(found.files.rglob("*")) if found.files.is_dir() else [found.files]:
+        if progress:
+            progress(f"verifying {file.name}")
+        if file.suffix in TORCH_FILES:
+            damage += _torch_file_damage(file, file.relative_to(root).as_posix())
+    if found.format == "dcp":
+        damage += _distributed_damage(found)
+    if found.format == "deepspeed" and not damage:
+        damage += _rank_damage(found)
+    if damage:
+        return damage
+    try:
+        state = FullState(found.path)
+        if found.format != "deepspeed":
+            for name in state.tensors:
+                state.shape(name)
+    except UserError as error:
+        kinds = {"missing-file": "missing", "damaged-file": "truncated", "unsafe-file": "unsafe"}
+        return [
+            Damage(file=_file_in(p.where, root), kind=kinds.get(p.kind, "incomplete"), message=p.message)
+            for p in error.problems
+        ]
+    return _mixed_weights(found, state) if found.format == "deepspeed" else []
+
+
+def _latest_damage(found: Foreign) -> list[Damage]:
+    """Return the fault of a `latest` that names another folder than those with files."""
+    latest = latest_of(found.path) if found.path.is_dir() else None
+    if latest is None or found.files in (found.path / latest, found.path):
+        return []
+    what = "is incomplete" if (found.path / latest).is_dir() else "does not exist"
+    message = f"it names {latest}, which {what}; the newest with files is {found.files.name}"
+    return [Damage(file="latest", kind="misplaced", message=message)]
+
+
+def _torch_file_damage(file: Path, name: str) -> list[Damage]:
+    """Compare the checksum of every tensor in a file."""
+    try:
+        with file.open("rb") as opened:
+            bad = _changed_records(opened)
+    except (zipfile.BadZipFile, EOFError, OSError, struct.error, ValueError) as error:
+        if file.stat().st_size and file.open("rb").read(2) not in (b"PK", b"\0\0"):
+            return []  # torch's older format: a pickle, which is parsed later
+        return [Damage(file=name, kind="truncated", message=f"it has {file.stat().st_size} bytes: {error}")]
+    return [
+        Damage(file=name, kind="changed", message=f"the checksum of {_tensor_at(file, record)} differs")
+        for record in bad[:1]
+    ]
+
+
+def _changed_records(opened: IO[bytes]) -> list[str]:
+    """Return the records of a torch file whose CRC-32 differs. Raises BadZipFile if it is not complete."""
+    bad, archive = [], zipfile.ZipFile(opened)
+    for info in archive.infolist():
+        try:
+            with archive.open(info) as record:
+                while record.read(1 << 20):
+                    pass
+        except zipfile.BadZipFile as error:
+            if "CRC" not in str(error):
+                raise
+            bad.append(info.filename)
+    # torch.serialization.set_crc32_options(False) writes other numbers in the place of all checksums
+    return [] if len(bad) == len(archive.infolist()) else bad
+
+
+def _tensor_at(file: Path, record: str) -> str:
+    """Return the keys of the tensor in a record of a torch file, e.g. "module.lm_head.weight"."""
+    try:
+        content = safe_load.load(file)
+        with zipfile.ZipFile(file) as archive:
+            records = [info for info in archive.infolist() if "/data/" in info.filename and info.file_size]
+    except (UserError, zipfile.BadZipFile, OSError):
+        return record
+    # mapped storages lie in the memory in the order of their records in the file
+    storages: dict[int, str] = {}
+    for keys, tensor in _tensors(content, ""):
+        if tensor.numel():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), keys)
+    records.sort(key=lambda info: info.header_offset)
+    named = dict(zip([info.filename for info in records], [storages[key] for key in sorted(storages)], strict=False))
+    return named.get(record, record)
+
+
+def _tensors(value: Any, keys: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield keys, value
+    elif isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(inner, f"{keys}.{key}" if keys else str(key))
+
+
+def _distributed_damage(found: Foreign) -> list[Damage]:
+    """Check the place of every tensor of a distributed checkpoint."""
+    file = found.files / METADATA
+    if not file.is_file():
+        return [Damage(file=METADATA, kind="missing", message="rank 0 writes it last: the checkpoint is half written")]
+    try:
+        stored = safe_load.load_metadata(file).storage_data
+    except UserError as error:
+        return [Damage(file=METADATA, kind="truncated", message=error.problems[0].message)]
+    damage: dict[str, Damage] = {}
+    for place, where in stored.items():
+        path, name = found.files / where.relative_path, where.relative_path
+        if name in damage:
+            continue
+        if not path.is_file():
+            lost = [key.fqn for key, other in stored.items() if other.relative_path == name]
+            message = f"it has parts of {len(lost)} tensors, {lost[0]} first"
+            damage[name] = Damage(file=name, kind="missing", message=message)
+        elif path.stat().st_size < where.offset + where.length:
+            message = f"{path.stat().st_size} bytes; {place.fqn} ends at {where.offset + where.length}"
+            damage[name] = Damage(file=name, kind="truncated", message=message)
+        else:
+            with path.open("rb") as opened:
+                opened.seek(where.offset)
+                part = io.BytesIO(opened.read(where.length))
+            try:
+                bad = _changed_records(part) if part.getbuffer()[:2] == b"PK" else []
+            except (zipfile.BadZipFile, EOFError, OSError, ValueError, struct.error) as error:
+                bad = [str(error)]
+            described = getattr(place, "fqn", "?")
+            if bad or part.getbuffer()[:2] not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+                damage[name] = Damage(file=name, kind="changed", message=f"the checksum of {described} differs")
+    return list(damage.values())
+
+
+def _rank_damage(found: Foreign) -> list[Damage]:
+    """Return files of ranks that are missing, at another step, or of another run."""
+    files = DeepSpeedFiles.of(found)
+    damage = _missing_ranks(files, found)
+    facts: dict[str, dict[str, Any]] = {}
+    for name in (*files.models.values(), *files.optimizers.values()):
+        content = files.load(name)
+        own = content.get("optimizer_state_dict") if OPTIM_STATES.fullmatch(name) else None
+        facts[name] = {
+            "step": content.get("global_steps") if own is None else step_count(own),
+            "release": content.get("ds_version"),
+            "DeepSpeed JSON": repr(content.get("ds_config")),
+            "param_shapes": repr(content.get("param_shapes")) if own is None and len(files.model_ranks) == 1 else None,
+            "learning rate": repr([g.get("lr") for g in _groups_of(own)]) if own else None,
+        }
+    for kinds in (list(files.models.values()), list(files.optimizers.values())):
+        for fact in ("step", "release", "DeepSpeed JSON", "param_shapes", "learning rate"):
+            values = Counter(facts[name][fact] for name in kinds)
+            usual = values.most_common(1)[0][0] if values else None
+            for name in kinds:
+                if facts[name][fact] != usual:
+                    seen = (
+                        f"{facts[name][fact]}, not {usual}" if fact == "step" else "another one than in the other files"
+                    )
+                    damage.append(Damage(file=_name(files, name), kind="mixed", message=f"{fact}: {seen}"))
+    return damage
+
+
+def _groups_of(saved: dict[str, Any]) -> list[dict[str, Any]]:
+    base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict")
+    return base.get("param_groups", []) if isinstance(base, dict) else []
+
+
+def _name(files: DeepSpeedFiles, name: str) -> str:
+    return (files.folder / name).relative_to(files.root).as_posix()
+
+
+def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
+    damage = []
+    for mp in files.model_ranks:
+        known = next((name for (rank, _), name in files.models.items() if rank == mp), None)
+        if known is None:
+            damage.append(Damage(file=_name(files, f"mp_rank_{mp:02}_model_states.pt"), kind="missing"))
+            continue
+        state = files.load(known)
+        ranks = int(state.get("dp_world_size") or 1)
+        partitioned = state.get("param_shapes") is not None
+        known = [name for (rank, _), name in files.optimizers.items() if rank == mp]
+        example = known[0] if known else f"zero_pp_rank_0_mp_rank_{mp:02}_optim_states.pt"
+        for dp in range(ranks):
+            if found.stage_three and (mp, dp) not in files.models:
+                name = f"zero_pp_rank_{dp}_mp_rank_{mp:02}_model_states.pt"
+                damage.append(Damage(file=_name(files, name), kind="missing", message=f"of rank {dp}"))
+            if partitioned and (mp, dp) not in files.optimizers:
+                name = re.sub(r"pp_rank_\d+_", f"pp_rank_{dp}_", example)
+                damage.append(Damage(file=_name(files, name), kind="missing", message=_lost(state, dp, ranks, found)))
+    return damage
+
+
+def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
+    """Say what a rank's optimizer file had."""
+    names = [name for group in state.get("param_shapes") or [] for name in group]
+    if found.stage_three:
+        return f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
+    total = sum(shape.numel() for group in state["param_shapes"] for shape in group.values())
+    first, end, place, lost = total * dp // ranks, total * (dp + 1) // ranks, 0, []
+    for group in state["param_shapes"]:
+        for name, shape in group.items():
+            if place < end and place + shape.numel() > first:
+                lost.append(name)
+            place += shape.numel()
+    shown = f"{lost[0]} to {lost[-1]}" if lost else "no parameter"
+    return (
+        f"master weights and optimizer states of about 1/{ranks} of the parameters are lost ({shown}); their weights "
+        f"are in the model states: --repair uses those, and sets the states to zero"
+    )
+
+
+def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
+    """Compare master weights with the weights of stages 1 and 2: a file of another run has others."""
+    files, damage = DeepSpeedFiles.of(found), {}
+    if found.stage_three or not files.optimizers:
+        return []
+    for mp in files.model_ranks:
+        module = files.model(mp)[1].get("module") or {}
+        for name in state.names:
+            saved = module.get(name)
+            if not isinstance(saved, Tensor) or saved.numel() == 0:
+                continue
+            differ = (state.read(name).to(saved.dtype) != saved).flatten()
+            for file, start, numel in state.places(name):
+                if (
+                    file not in damage
+                    and OPTIM_STATES.fullmatch(Path(file).name)
+                    and differ[start : start + numel].any()
+                ):
+                    message = (
+                        f"{name} differs from its weights in {files.model(mp)[0]}: the files are of two steps or runs"
+                    )
+                    damage[file] = Damage(file=file, kind="mixed", message=message)
+    return list(damage.values())

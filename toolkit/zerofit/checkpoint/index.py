@@ -1,0 +1,138 @@
+"""Index of a checkpoint: the file and the place of each stretch of each tensor, whoever wrote the files.
+
+zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For those of other programs
+`checkpoint.foreign` builds it from the metadata in their files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from zerofit.checkpoint.store import Count
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.foreign import Unreadable, read_json, shaped
+
+MASTER = "fp32"  # the weights, in the optimizer's precision
+HINT = "`zerofit ckpt verify` lists the damaged files; use another checkpoint"
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A rank's share of a weight: (start, length) ranges of the full tensor's `dim`, concatenated.
+
+    Used for tensor and expert parallelism.
+    """
+
+    dim: Count
+    ranges: tuple[tuple[Count, Count], ...]
+    joined: Count = 0  # number of dimensions after `dim` that are flattened into it, for rows of stacked matrices
+
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the share of a tensor with shape `whole`."""
+        rest = full[self.dim + self.joined + 1 :]
+        return (*full[: self.dim], sum(length for _, length in self.ranges), *rest)
+
+    def length(self, full: tuple[int, ...]) -> int:
+        """Return the total length of the ranges of all shares."""
+        return math.prod(full[self.dim : self.dim + self.joined + 1])
+
+    def take(self, full: Tensor) -> Tensor:
+        """Return the share of a full tensor."""
+        rows = full.flatten(self.dim, self.dim + self.joined)
+        return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
+
+    def put(self, full: Tensor, share: Tensor) -> None:
+        """Copy a share into its place in the full tensor, which must be contiguous."""
+        rows = full.view(*full.shape[: self.dim], -1, *full.shape[self.dim + self.joined + 1 :])
+        parts = share.split([length for _, length in self.ranges], self.dim)
+        for (start, length), part in zip(self.ranges, parts, strict=True):
+            rows.narrow(self.dim, start, length).copy_(part)
+
+
+@dataclass(frozen=True)
+class Location:
+    """The place of a tensor: under these keys of a torch file, or in a `raw` file of numbers.
+
+    In a safetensors file the only key is its name. `span` is the part of a file with a torch file in it.
+    """
+
+    file: str
+    keys: list[str | int]
+    offset: Count = 0  # in elements of the flattened tensor
+    raw: Literal["float32", "bfloat16", "float16"] | None = None
+    span: tuple[Count, Count] | None = None  # first byte, bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A stretch of a parameter in the files."""
+
+    name: str
+    shape: tuple[Count, ...]  # of the full tensor
+    cut: TensorSlice | None
+    start: Count  # in the flattened share
+    numel: Count
+    where: dict[str, Location]  # by kind: "fp32", and the optimizer's states
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """A buffer in the files."""
+
+    name: str
+    file: str
+    keys: list[str | int]
+    span: tuple[Count, Count] | None = None
+
+
+@dataclass(frozen=True)
+class EngineIndex:
+    """The part of an index of one engine; a GAN has two."""
+
+    names: list[str]
+    parameters: list[Shard]
+    buffers: list[SavedBuffer]
+    ties: dict[str, str]
+    counters: dict[str, Any]
+    unsupported: str | None
+    notes: list[str] = field(default_factory=list)  # what another program's files do not contain
+
+
+@dataclass(frozen=True)
+class RankIndex:
+    """A rank's index of its files."""
+
+    world_size: int
+    engines: dict[str, EngineIndex]
+
+
+def read_ranks(folder: Path) -> Iterator[RankIndex]:
+    """Read the index of each rank of zerofit's own checkpoint, in order. Raises UserError "incomplete-checkpoint"."""
+    files = sorted((folder / "ranks").glob("rank-*.json"))
+    if not files:
+        raise incomplete(folder, "it has no index (ranks/rank-*.json)")
+    schema = TypeAdapter(RankIndex)
+    for file in files:
+        try:
+            index = shaped(read_json(file), schema)
+        except (OSError, Unreadable) as error:
+            first = " ".join(str(error).split())[:200]
+            raise incomplete(folder, f"the index ranks/{file.name} cannot be read: {first}") from None
+        if len(files) != index.world_size:
+            message = f"it was written by {index.world_size} ranks, but has {len(files)} indexes"
+            raise incomplete(folder, message)
+        yield index
+
+
+def incomplete(folder: Path, reason: str, hint: str = HINT) -> UserError:
+    """Return the error for a checkpoint whose files do not contain the full model."""
+    message = f"{folder} is not complete: {reason}"
+    return UserError(Problem(kind="incomplete-checkpoint", message=message, hint=hint, where=str(folder)))

@@ -1,0 +1,53 @@
+"""Names for the numbers in torch's optimizer state dicts, which number parameters in the order of their groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+# Programs group all parameters, matrices and vectors, or (the Trainer) those with weight decay and biases and norms;
+# DeepSpeed's mixtures have the experts in a group of their own.
+RULES = (
+    lambda name, shape: True,
+    lambda name, shape: len(shape) > 1,
+    lambda name, shape: "bias" not in name and "norm" not in name.lower(),
+    lambda name, shape: ".deepspeed_experts." not in name,
+)
+
+
+def state_names(base: dict[str, Any], shapes: Shapes, masters: Any = None) -> list[list[tuple[int, str]]] | None:
+    """Return for each group the numbers of its parameters and their names; None if no known order fits the shapes.
+
+    `masters` are the weights of each group, if the file has them.
+    """
+    groups = [list(group["params"]) for group in base["param_groups"]]
+    named = [group.get("param_names") for group in base["param_groups"]]  # newer releases of torch
+    if all(names and len(names) == len(group) for names, group in zip(named, groups, strict=True)):
+        return [list(zip(group, names, strict=True)) for group, names in zip(groups, named, strict=True)]
+    known = [[_shape(base["state"].get(number)) for number in group] for group in groups]
+    if masters:
+        known = [[tuple(master.shape) for master in group] for group in masters]
+    elif any(len(group) == 1 for group in groups) and sum(map(len, groups)) < len(shapes):
+        known = [[None] * len(group) for group in groups]
+    for trained in (shapes, {name: shape for name, shape in shapes.items() if "lora_" in name}):
+        for rule in RULES:
+            ordered = [[n for n, s in trained.items() if rule(n, s)], [n for n, s in trained.items() if not rule(n, s)]]
+            split = [names for names in ordered if names]
+            for candidate in (split, split[::-1]):
+                if _fits(candidate, groups, known, shapes):
+                    return [list(zip(g, names, strict=True)) for g, names in zip(groups, candidate, strict=True)]
+    return None
+
+
+def _fits(names: list[list[str]], groups: list[list[int]], known: list[list[Any]], shapes: Shapes) -> bool:
+    if [len(group) for group in names] != [len(group) for group in groups]:
+        return False
+    pairs = (pair for own, seen in zip(names, known, strict=True) for pair in zip(own, seen, strict=True))
+    return all(shape is None or shape == shapes[name] for name, shape in pairs)
+
+
+def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
+    tensors = (value for value in (state or {}).values() if isinstance(value, Tensor) and value.dim())
+    return next((tuple(value.shape) for value in tensors), None)

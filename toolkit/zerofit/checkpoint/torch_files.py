@@ -1,0 +1,283 @@
+"""Index of checkpoints by torch's own tools (distributed, state dicts), and of DeepSpeed's universal folders."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.deepspeed_files import step_count
+from zerofit.checkpoint.foreign import METADATA, OPTIMIZERS, Foreign
+from zerofit.checkpoint.index import (
+    MASTER,
+    EngineIndex,
+    Location,
+    RankIndex,
+    SavedBuffer,
+    Shard,
+    TensorSlice,
+    incomplete,
+)
+from zerofit.checkpoint.optimizer_names import state_names
+from zerofit.checkpoint.store import STATE
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.spec.errors import Problem, UserError
+
+STATE_KEY = re.compile(r"(?:(?P<prefix>.*)\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_0-9]+)")
+WEIGHTS = ("model", "state_dict", "module", "model_state_dict")  # keys of a state dict within a file
+STATES = ("optimizer", "optimizer_states", "optimizer_state_dict")
+STATISTICS = (".running_mean", ".running_var")  # batch norm's buffers
+Keys = list[str | int]
+
+
+def _index(
+    parameters: list[Shard], counters: dict[str, Any], world_size: int, buffers: list[SavedBuffer], **more: Any
+) -> RankIndex:
+    blank = {"global_samples": 0, "skipped_steps": 0, "lr_scheduler": {}, "loss_scaler": None}
+    engine = EngineIndex(
+        names=list(dict.fromkeys(shard.name for shard in parameters)),
+        parameters=parameters,
+        buffers=buffers,
+        ties=more.get("ties", {}),
+        counters=blank | {"step": None, "global_steps": counters.get("step") or 0} | counters,
+        unsupported=None,
+        notes=more.get("notes", []),
+    )
+    return RankIndex(world_size=world_size, engines={STATE: engine})
+
+
+def distributed_index(found: Foreign) -> RankIndex:
+    """Build the index of a PyTorch distributed checkpoint from its `.metadata`.
+
+    Accelerate keeps the optimizer in a folder of its own, `optimizer_0`.
+    """
+    folders = [found.files]
+    optimizer = found.files.with_name(found.files.name.replace("pytorch_model_fsdp", "optimizer"))
+    if optimizer != found.files and optimizer.is_dir():
+        folders.append(optimizer)
+    tensors: dict[str, list[tuple[Any, Any, Path]]] = {}
+    scalars: dict[str, Location] = {}
+    for folder in folders:
+        _collect(found, folder, tensors, scalars)
+    return _named_index(found, tensors, scalars)
+
+
+def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dict[str, Location]) -> None:
+    """Add a folder's tensors by key, as (description, chunk, place), and its scalars."""
+    if not (folder / METADATA).is_file():
+        raise incomplete(folder, f"{METADATA} is missing, which rank 0 writes last", "use an older checkpoint")
+    metadata = safe_load.load_metadata(folder / METADATA)
+    for place, stored in metadata.storage_data.items():
+        if getattr(stored, "transform_descriptors", None):
+            message = f"{folder / METADATA}: tensors are stored with {', '.join(stored.transform_descriptors)}"
+            raise UserError(Problem(kind="no-whole-view", message=message, where=str(folder)))
+        if not (folder / stored.relative_path).is_file():
+            raise incomplete(found.path, f"{stored.relative_path} is missing (rank {_rank(stored.relative_path)})")
+        file = (folder / stored.relative_path).relative_to(found.path).as_posix()
+        where = Location(file=file, keys=[], span=(stored.offset, stored.length))
+        described = metadata.state_dict_metadata[place.fqn]
+        if not hasattr(described, "chunks"):
+            scalars[place.fqn] = where
+            continue
+        offset = tuple(place.offset or ())
+        chunk = next(chunk for chunk in described.chunks if tuple(chunk.offsets) == offset)
+        tensors.setdefault(place.fqn, []).append((described, chunk, where))
+
+
+def _rank(file: str) -> str:
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
+    return match[1] if match else "?"
+
+
+def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Location]) -> RankIndex:
+    """Tell weights from the optimizer's states by their keys, and give both the model's names."""
+    states: dict[str, dict[str, str]] = {}  # key by name and kind
+    owners: dict[str, str] = {}
+    for key in tensors:
+        if (match := STATE_KEY.fullmatch(key)) and (match["prefix"] or "optim").startswith("optim"):
+            states.setdefault(match["name"], {})[match["kind"]] = key
+            owners[key] = match["name"]
+    weights = [key for key in tensors if key not in owners]
+    prefix = _prefix(weights, list(states))
+    shards, buffers = [], []
+    for key in weights:
+        name, kinds = key.removeprefix(prefix), states.get(key.removeprefix(prefix), {})
+        moments = {kind: k for kind, k in kinds.items() if kind != "step"}
+        described = tensors[key][0][0]
+        shape = tuple(described.size)
+        if not str(described.properties.dtype).startswith(("torch.float", "torch.bfloat")):
+            where = tensors[key][0][2]
+            buffers.append(SavedBuffer(name, where.file, where.keys, where.span))
+            continue
+        for _, chunk, where in tensors[key]:
+            places = {MASTER: where}
+            for kind, other in moments.items():
+                same = [w for _, c, w in tensors[other] if tuple(c.offsets) == tuple(chunk.offsets)]
+                places |= {kind: same[0]} if same else {}
+            shards.append(_chunk_shard(found, name, shape, chunk, places))
+    step_key = next((kinds["step"] for kinds in states.values() if "step" in kinds), None)
+    places = [tensors[step_key][0][2]] if step_key else [w for k, w in scalars.items() if k.split(".")[-1] == "step"]
+    value = safe_load.load(found.path / places[0].file, span=places[0].span) if places else None
+    step = step_count({"step": value})
+    ranks = {shard.where[MASTER].file for shard in shards}
+    counters = {"step": step, "global_steps": step or found.step or 0}
+    notes = [] if states else ["it has no optimizer states"]
+    return _index(shards, counters, len(ranks), buffers, notes=notes)
+
+
+def _prefix(weights: list[str], states: list[str]) -> str:
+    """Return what precedes the model's names in the keys: those of the optimizer's states show it."""
+    firsts = {key.split(".")[0] + "." for key in weights}
+    for prefix in ("", *sorted(firsts)):
+        if states and all(prefix + name in weights for name in states):
+            return prefix
+    return firsts.pop() if len(firsts) == 1 and "model." in firsts else ""
+
+
+def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
+    """Return a block of a tensor as a shard: rows are a stretch; columns are a cut, and rows a stretch of it."""
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
+    if len(columns) > 1:
+        message = f"{found.path}: {name} is cut along {len(columns) + 1} dimensions"
+        raise UserError(Problem(kind="no-whole-view", message=message, where=str(found.path)))
+    cut, share = None, list(shape)
+    if columns:
+        cut = TensorSlice(columns[0], ((offsets[columns[0]], sizes[columns[0]]),))
+        share[columns[0]] = sizes[columns[0]]
+    row = math.prod(share[1:])
+    start, count = (offsets[0] * row, sizes[0] * row) if shape else (0, 1)
+    return Shard(name=name, shape=shape, cut=cut, start=start, numel=count, where=where)
+
+
+@dataclass(kw_only=True)
+class _StateDict:
+    """Tensors of one or several files, and the optimizer's states beside them."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[str, Location] = field(default_factory=dict)
+    buffers: list[SavedBuffer] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)  # of `_states_in`
+
+    def add_safetensors(self, content: safe_load.Safetensors, file: str) -> None:
+        for name in content:
+            self.shapes[name], self.places[name] = content.shape(name), Location(file=file, keys=[name])
+
+    def add_torch_file(self, content: Any, file: str) -> None:
+        key = next((key for key in WEIGHTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
+        weights = content if key is None else content[key]
+        self.states = self.states or _states_in(content, file)
+        storages: dict[tuple[int, int], str] = {}
+        for name, value in weights.items() if isinstance(weights, dict) else ():
+            if not isinstance(value, Tensor):
+                continue
+            first = storages.setdefault((value.untyped_storage().data_ptr(), int(value.storage_offset())), name)
+            shape, keys = tuple(value.shape), [name] if key is None else [key, name]
+            if not value.is_floating_point() or name.endswith(STATISTICS):
+                self.buffers.append(SavedBuffer(name, file, keys))
+            elif first != name and self.shapes.get(first) == shape:
+                self.ties[name] = first
+            else:
+                self.shapes[name], self.places[name] = shape, Location(file=file, keys=keys)
+
+
+def state_dict_index(found: Foreign) -> RankIndex:
+    """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file beside them."""
+    root = found.path if found.path.is_dir() else found.path.parent
+    saved, notes = _StateDict(), []
+    for file in sorted(found.files.glob("*.safetensors")) if found.files.is_dir() else [found.files]:
+        content, name = safe_load.load(file), file.relative_to(root).as_posix()
+        if isinstance(content, safe_load.Safetensors):
+            saved.add_safetensors(content, name)
+        else:
+            saved.add_torch_file(content, name)
+    if not saved.places:
+        raise incomplete(found.path, "it has no tensors", "name the folder or file that has the weights")
+    beside = next((root / name for name in OPTIMIZERS if (root / name).is_file()), None)
+    if not saved.states and beside:
+        saved.states = _states_in({"optimizer": safe_load.load(beside)}, beside.name)
+        saved.states["keys"] = saved.states.get("keys", [""])[1:]  # the file is the optimizer's state dict
+    order = _model_order(root) or list(saved.shapes)  # safetensors files sort the names
+    by_name = _by_name(saved.states, {name: saved.shapes[name] for name in order if name in saved.shapes}, notes)
+    parameters = [
+        Shard(
+            name=name,
+            shape=saved.shapes[name],
+            cut=None,
+            start=0,
+            numel=math.prod(saved.shapes[name]),
+            where={MASTER: where, **by_name.get(name, {})},
+        )
+        for name, where in saved.places.items()
+    ]
+    step = step_count(saved.states.get("base"))
+    counters = {"step": step, "global_steps": found.step or step or 0}
+    return _index(parameters, counters, 1, saved.buffers, notes=notes, ties=saved.ties)
+
+
+def _model_order(folder: Path) -> list[str]:
+    """Return the names of the parameters in the order of the model in config.json; [] without one."""
+    if not (folder / "config.json").is_file():
+        return []
+    with torch.device("meta"):
+        model = build(replace(find(str(folder.absolute())), pretrained=None), None, {})
+    return [name for name, _ in model.named_parameters()]
+
+
+def _states_in(content: Any, file: str) -> dict[str, Any]:
+    """Find torch's optimizer state dict in a file: its place and content."""
+    for key in STATES:
+        base, keys = content.get(key) if isinstance(content, dict) else None, [key]
+        if isinstance(base, list) and base:
+            base, keys = base[0], [key, 0]
+        if isinstance(base, dict) and "state" in base:
+            return {"base": base, "keys": keys, "file": file}
+    return {}
+
+
+def _by_name(
+    states: dict[str, Any], shapes: dict[str, tuple[int, ...]], notes: list[str]
+) -> dict[str, dict[str, Location]]:
+    """Return the places of the optimizer's states by parameter and kind."""
+    if not states.get("base"):
+        notes.append("it has no optimizer states")
+        return {}
+    base = states["base"]
+    names = {key: key for key in base["state"] if isinstance(key, str)}
+    if not names:
+        groups = state_names(base, shapes)
+        if groups is None:
+            notes.append(f"the optimizer's states in {states['file']} cannot be matched with the parameters' names")
+            return {}
+        names = {index: name for group in groups for index, name in group}
+    return {
+        name: {
+            kind: Location(file=states["file"], keys=[*states["keys"], "state", key, kind])
+            for kind, value in base["state"].get(key, {}).items()
+            if isinstance(value, Tensor) and value.dim()
+        }
+        for key, name in names.items()
+    }
+
+
+def universal_index(found: Foreign) -> RankIndex:
+    """Build the index of DeepSpeed's universal checkpoint: one file for each parameter and state."""
+    shards, step = [], None
+    for file in sorted((found.files / "zero").glob("*/fp32.pt")):
+        states = {f.stem: f for f in sorted(file.parent.glob("*.pt")) if f.stem != "step"}
+        value = safe_load.load(file)
+        shape = tuple((value["param"] if isinstance(value, dict) else value).shape)
+        keys: Keys = ["param"] if isinstance(value, dict) else []
+        where = {kind: Location(file=f.relative_to(found.path).as_posix(), keys=keys) for kind, f in states.items()}
+        shards.append(Shard(name=file.parent.name, shape=shape, cut=None, start=0, numel=math.prod(shape), where=where))
+        if step is None and (file.parent / "step.pt").is_file():
+            step = step_count({"step": safe_load.load(file.parent / "step.pt")})
+    return _index(shards, {"step": step, "global_steps": found.step or step or 0}, 1, [])

@@ -1,0 +1,25 @@
+"""The training engines that `plan` ranks: one entry each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Engine = Literal["deepspeed", "fsdp2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEntry:
+    """An engine, and how it handles gradients."""
+
+    title: str  # in a layout's words
+    reduces_in_float32: bool = False  # gradients of a 16-bit backward
+    accumulates_full_gradients: bool = False  # micro batches before the last one leave full gradients
+
+
+ENGINES: dict[Engine, EngineEntry] = {
+    "deepspeed": EngineEntry(title="ZeRO"),
+    # accelerate/utils/dataclasses.py, set_mixed_precision: one dtype for everything; accelerator.py, no_sync: gradients
+    # are scattered once a step
+    "fsdp2": EngineEntry(title="FSDP2", accumulates_full_gradients=True),
+}

@@ -1,0 +1,224 @@
+"""Replay FSDP2: parameters that are gathered, and gradients that are scattered, layer by layer.
+
+References are to torch 2.14, below torch/distributed/fsdp/_fully_shard/. Accelerate and torchtitan make the same
+groups: the embedding, each block, and the final norm with the head, which stays gathered. A tied matrix is in the
+group of the head. Other parameters of the embedding are in the root's group, which stays gathered too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from zerofit.plan.backward import LiveMemory
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.optimizer_states import host_state_bytes, states_of
+from zerofit.plan.persistent import MASTER_BYTES, PersistentMemory
+from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline, TimelineEvent
+from zerofit.plan.transient import StepMemory
+from zerofit.spec.overhead import pinned_bytes
+
+
+class _GatheredGroup(NamedTuple):
+    """Parameters that are gathered together, in elements."""
+
+    shard: int  # of a rank, with padding
+    numel: int  # of the full parameters
+    largest: int  # shard of the largest parameter
+    last: int  # of the last parameter, full
+
+    @classmethod
+    def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:
+        """Divide parameters among ranks."""
+        shards, numels = [shard(p, ranks, width) for p in parameters], [p.numel for p in parameters]
+        return cls(sum(shards), sum(numels), max(shards, default=0), numels[-1] if numels else 0)
+
+
+def shard(parameter: Parameter, ranks: int, width: int) -> int:
+    """Return a rank's elements of a parameter, whose first dimension is divided and padded (_fsdp_param.py:337).
+
+    A profile has no shapes. One side of a matrix is the model's width; the side that needs more padding counts.
+    """
+    numel = parameter.numel
+    sides = {numel} if parameter.group == 1 or not width or numel % width else {width, numel // width}
+    return max(-(-rows // ranks) * (numel // rows) for rows in sides)
+
+
+def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
+    """Return what a rank keeps between steps: its part of the parameters and of the moments, in float32.
+
+    Offloaded parameters and their gradients are page-locked (_fsdp_param.py:345).
+    """
+    parts = [shard(p, layout.shard_ranks, line.width) for p in chain(*line.layers)]
+    buffers = {"buffers of the model": line.buffers_bytes}
+    if layout.offload_param == "none":
+        states = states_of(layout, parts, "cuda").device
+        return PersistentMemory({**buffers, "parameters": MASTER_BYTES * sum(parts), "optimizer state": states}, {})
+    locked = sum(pinned_bytes(MASTER_BYTES * part) for part in parts)
+    host = {"parameters": locked, "gradients": locked, "optimizer state": host_state_bytes(layout) * sum(parts)}
+    return PersistentMemory(buffers, host)
+
+
+def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str, int]]:
+    """Yield the moment of start-up at which the largest layer is full in float32, and others are divided."""
+    kept = block_persistent(line, layout).device.get("parameters", 0)
+    yield {"parameters": kept, "temporaries": MASTER_BYTES * max(sum(p.numel for p in layer) for layer in line.layers)}
+
+
+def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
+    """Yield the moment of the step, with a rank's gradients; Adam is fused and allocates nothing."""
+    yield StepMemory(gradients=block_persistent(line, layout).device.get("parameters", 0))
+
+
+def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LiveMemory], list[LiveMemory]]:
+    """Return the moments of the last micro batch's forward, and those of its backward."""
+    replay = _LayerReplay(line, layout)
+    return list(replay.forward()), list(replay.backward())
+
+
+def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Return bytes and number of all-gathers of each kind of layer, in forward and in backward.
+
+    `elements`: of each kind's parameters. The last kind, the head, stays gathered.
+    """
+    forward = tuple((float(layout.element_bytes * numel), 1.0 if numel else 0.0) for numel in elements)
+    return forward, (*forward[:-1], (0.0, 0.0)) if layout.reshard else ((0.0, 0.0),) * len(forward)
+
+
+# What a rank has gathered, and what waits for the network (_fsdp_param_group.py):
+#
+#     forward    gather k -> copy out of the flat buffer -> run layer k -> release k
+#                the flat buffer of k stays until k + 1 has been gathered (wait_for_unshard)
+#     backward   copy k out -> gather k - 1 -> run layer k -> release k -> scatter its gradients
+#                the input of the scatter stays until the next layer's gradients are scattered (post_backward)
+#
+# Without `reshard`, layers stay gathered from forward to backward.
+class _LayerReplay:
+    """One rank's forward and backward."""
+
+    def __init__(self, line: StageTimeline, layout: PlannedLayout):
+        self.line, self.layout, self.ranks, self.element = line, layout, layout.shard_ranks, layout.element_bytes
+        self.half, self.reduced = layout.element_bytes < MASTER_BYTES, layout.reduced_bytes
+        self.offloaded = layout.offload_param != "none"
+        layers, self.last = line.layers, len(line.layers) - 1
+        tied = max(layers[0], key=lambda p: p.numel)
+        tail = [*sorted(layers[-1], key=lambda p: -p.group), *([tied] if line.tied else [])]  # the norm comes first
+        parts = [[] if line.tied else [tied], *layers[1:-1], tail]
+        self.groups = [_GatheredGroup.of(part, self.ranks, line.width) for part in parts]
+        self.root = _GatheredGroup.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
+        self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
+        # full gradients of earlier micro batches, or scattered ones
+        every = sum(p.numel for p in chain(*layers))
+        self.whole = layout.keeps_full_gradients
+        self.adds_up = layout.accumulation > 1 and not self.whole
+        self.full = self.reduced * every if self.whole else 0
+        self.scattered = next(block_step(line, layout)).gradients if self.adds_up else 0
+        self.in_place = self.whole and self.reduced == self.element  # autograd adds to the gradient
+
+    def forward(self) -> Iterator[LiveMemory]:
+        """Replay the forward."""
+        moments = {n: (before, points) for n, before, points in self.line.forward}
+        for n, group in enumerate(self.groups):
+            before, points = moments.get(n, (None, ()))
+            for opened in self._opened(n):
+                gathered = self.kept + self.flat + self._flat(opened) + self._sent(opened)
+                if before is not None:
+                    yield self._live(before, gathered, n)
+                self.kept, self.flat = self.kept + self._gathered(opened), self._flat(opened)
+            for point in points:
+                yield self._live(point, self.kept + self.flat, n)
+            if self.layout.reshard and n < self.last:
+                self.kept -= self._gathered(group)
+        self.flat = 0
+
+    def backward(self) -> Iterator[LiveMemory]:
+        """Replay the backward."""
+        events: dict[int, list[TimelineEvent]] = {}
+        for event in self.line.backward:
+            events.setdefault(event.layer, []).append(event)
+        end: Point | None = None
+        pending = 0  # bytes of gradients whose group is scattered after all layers
+        for n in range(self.last, -1, -1):
+            layer, group = events.get(n, []), self.groups[n]
+            yield from self._gather(n, end, pending)
+            for event in layer:
+                gradients = pending + (0 if self.in_place else self.element * (event.done - layer[0].done))
+                for point in event.live:
+                    # the loss is differentiated before the head's backward gathers the last block
+                    began = n < self.last or event is not layer[0] or point[0] >= self.element * self.groups[n].last
+                    ahead = self.flat if began else 0
+                    yield self._live(point, self.kept + ahead, n, gradients)
+            end = layer[-1].end if layer else None
+            own = 0 if self.whole else self.element * sum(p.numel for p in self.line.layers[n])
+            if n and not (self.line.tied and n == self.last):
+                yield from self._scatter(group, end, pending + own, n)
+            else:
+                pending += own
+        for group in (self.root, self.groups[-1] if self.line.tied else self.groups[0]):
+            yield from self._scatter(group, NOTHING, pending, 0)
+            pending -= 0 if self.whole else self.element * group.numel
+
+    def _opened(self, n: int) -> list[_GatheredGroup]:
+        """Return the groups that are gathered before layer n."""
+        if n == 0:
+            found = [self.root, self.groups[-1] if self.line.tied else self.groups[0]]
+            return [group for group in found if group.shard]
+        return [] if self.line.tied and n == self.last else [self.groups[n]]
+
+    def _gather(self, n: int, end: Point | None, gradients: int) -> Iterator[LiveMemory]:
+        """Copy layer n out of its buffer, and gather the one before it (pre_backward)."""
+        if not self.layout.reshard:
+            return
+        if n < self.last:
+            self.kept += self._gathered(self.groups[n])
+            if end is not None:
+                yield self._live(end, self.kept + self.flat, n, gradients)
+        ahead = self.groups[n - 1] if n else _GatheredGroup(0, 0, 0, 0)
+        self.flat = self._flat(ahead)
+        if end is not None:
+            yield self._live(end, self.kept + self.flat + self._sent(ahead), n, gradients)
+
+    def _scatter(self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int) -> Iterator[LiveMemory]:
+        """Release a group and scatter its gradients (post_backward, foreach_reduce)."""
+        self.kept -= self._gathered(group)
+        self.input = self.reduced * self.ranks * group.shard
+        if end is not None:
+            yield self._live(end, self.kept + self.flat, layer, gradients)
+        size = self.reduced if self.whole else self.element
+        if self.whole:
+            self.full -= size * group.numel
+        if end is not None:
+            # a loop variable keeps the last gradient (_fsdp_collectives.py, foreach_reduce)
+            left = gradients - (0 if self.whole else size * group.numel) + (size * group.last if self.ranks > 1 else 0)
+            lowered = self.reduced * group.shard if self.reduced < MASTER_BYTES else 0
+            yield self._live(end, self.kept + self.flat, layer, left, lowered + MASTER_BYTES * group.shard)
+        if not (self.offloaded or self.adds_up):
+            self.scattered += MASTER_BYTES * group.shard
+        if self.layout.replicas > 1 and self.reduced < MASTER_BYTES:
+            # each group keeps what its replicas have reduced (_all_reduce_state)
+            self.scattered += self.reduced * group.shard
+
+    def _gathered(self, group: _GatheredGroup) -> int:
+        return self.element * self.ranks * group.shard
+
+    def _flat(self, group: _GatheredGroup) -> int:
+        """Return the bytes of the buffer into which a group is gathered; one rank needs none."""
+        return self._gathered(group) if self.ranks > 1 else 0
+
+    def _sent(self, group: _GatheredGroup) -> int:
+        """Return the bytes of a gather's input: shards in the precision of the compute, if offloaded from the host.
+
+        (_fsdp_collectives.py:382, _fsdp_param.py:1051)
+        """
+        if self.ranks == 1:
+            return self.element * group.largest if self.half else 0
+        if not self.half:
+            return MASTER_BYTES * group.shard if self.offloaded else 0
+        return self.element * group.shard + (MASTER_BYTES * group.largest if self.offloaded else 0)
+
+    def _live(
+        self, activations: Point, gathered: int, layer: int, gradients: int = 0, temporaries: int = 0
+    ) -> LiveMemory:
+        waiting = gradients + self.full + self.scattered
+        return LiveMemory(activations, waiting, self.input, gathered, temporaries, layer=layer)

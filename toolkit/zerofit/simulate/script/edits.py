@@ -1,0 +1,158 @@
+"""Make changes to a script's training that its user would write into the source, for simulations of such changes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.target import CHECKPOINTS, EIGHT_BITS, HALVES, SHARDED, SHARDED_STATES, ScriptTarget
+
+_ONLY_TORCH = ("foreach", "fused", "capturable", "differentiable", "maximize")  # that bitsandbytes does not accept
+
+
+def edits(target: ScriptTarget) -> Callable[[nn.Module], None]:
+    """Patch what a script calls, for the target's edits; return a function for each model before its first forward."""
+    ours = {
+        EIGHT_BITS: _eight_bits,
+        HALVES: _halves,
+        SHARDED: _sharded,
+        SHARDED_STATES: _sharded_states,
+    }
+    for name in target.edits:
+        if name in ours:
+            ours[name]()
+    return recompute_blocks if CHECKPOINTS in target.edits else lambda model: None
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Recompute a model's repeated blocks in backward, by its own switch if it has one."""
+    enable = getattr(unwrapped(model), "gradient_checkpointing_enable", None)
+    if enable is not None:
+        enable()
+        return
+    for block in repeated_blocks(model)[1]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside wrappers such as DistributedDataParallel."""
+    inner = getattr(model, "module", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) and inner is not model else model
+
+
+def repeated_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return the largest list of blocks of one class, by parameters, and its path before it; ("", []) without one."""
+    best, found = 0, ("", list[nn.Module]())
+    for path, module in unwrapped(model).named_modules():
+        blocks = list(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
+        size = sum(1 for block in blocks for _ in block.parameters())  # lazy ones have no elements yet
+        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and size > best:
+            best, found = size, (path, blocks)
+    return found
+
+
+def _optimizers(make: Callable[..., object], names: tuple[str, ...] = ("Adam", "AdamW")) -> None:
+    """Construct another optimizer in place of torch's: `make(original, parameters, ...)`. (torch.optim.AdamW)"""
+    for name in names:
+        original = getattr(torch.optim, name)
+
+        def new(cls: type, *args: Any, original: Any = original, **kwargs: Any) -> object:
+            return make(original, *args, **kwargs)
+
+        # a class for isinstance(); a __new__ that returns another class skips __init__
+        replace_in(torch.optim, name, type(name, (original,), {"__new__": new}))
+
+
+def _eight_bits() -> None:
+    library = importlib.import_module("bitsandbytes.optim")
+
+    def make(original: type, *args: Any, **kwargs: Any) -> object:
+        known = {key: value for key, value in kwargs.items() if key not in _ONLY_TORCH}
+        return getattr(library, f"{original.__name__}8bit")(*args, **known)
+
+    _optimizers(make)
+
+
+def _sharded_states() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make(original: type, parameters: Any, *args: Any, **kwargs: Any) -> object:
+        names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+        return ZeroRedundancyOptimizer(parameters, original, **dict(zip(names, args, strict=False)), **kwargs)
+
+    _optimizers(make)
+
+
+def _sharded() -> None:
+    """Shard a model with FSDP2 in place of wrapping it. (torch.nn.parallel.DistributedDataParallel)"""
+    from torch.distributed.fsdp import fully_shard
+
+    replaced: set[int] = set()  # ids of parameters that are kept alive below
+    kept: list[nn.Parameter] = []
+
+    def new(cls: type, module: nn.Module, *_: object, **__: object) -> nn.Module:
+        kept.extend(module.parameters())
+        replaced.update(map(id, kept))
+        for block in repeated_blocks(module)[1]:
+            fully_shard(block)
+        fully_shard(module)
+        # what a script uses of the wrapper; not registered, so the model does not contain itself
+        module.__dict__.update(module=module, no_sync=nullcontext)
+        return module
+
+    def refuse_stale(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(id(p) in replaced for group in optimizer.param_groups for p in group["params"]):
+            raise not_simulated("an optimizer that was made before fully_shard", "make it after fully_shard")
+
+    original = nn.parallel.DistributedDataParallel
+    replace_in(nn.parallel, "DistributedDataParallel", type(original.__name__, (original,), {"__new__": new}))
+    register_optimizer_step_pre_hook(refuse_stale)
+
+
+def _halves() -> None:
+    """Load batches of half the size, and step after every second one. (DataLoader.__init__,
+    Optimizer.__init__, Module.zero_grad)
+    """
+    load, make, zero = DataLoader.__init__, torch.optim.Optimizer.__init__, nn.Module.zero_grad
+    waiting: set[int] = set()  # ids of optimizers that have gradients of the first of two batches
+
+    def loader(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+        if type(self) is DataLoader and batch_size and batch_size > 1:
+            batch_size //= 2
+        load(self, dataset, batch_size, *args, **kwargs)
+
+    def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.step, self.zero_grad = MethodType(step, self), MethodType(zero_grad, self)
+
+    def step(self: Any, closure: object = None, **kwargs: Any) -> object:
+        if closure is not None:
+            raise not_simulated("a closure that computes only half of a batch", "simulate without the change")
+        if id(self) not in waiting:
+            return waiting.add(id(self))
+        waiting.remove(id(self))
+        return type(self).step(self, **kwargs)
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        if id(self) not in waiting:
+            type(self).zero_grad(self, *args, **kwargs)
+
+    def zero_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not waiting:
+            zero(self, *args, **kwargs)
+
+    replace_in(DataLoader, "__init__", loader)
+    replace_in(torch.optim.Optimizer, "__init__", optimizer)
+    replace_in(nn.Module, "zero_grad", zero_module)

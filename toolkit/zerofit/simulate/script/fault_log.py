@@ -1,0 +1,170 @@
+"""Watch a script for what `faults` judges: padding, kept gradients and graphs, casts, engines, experts, checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from transformers import PreTrainedModel
+
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.memory.ledger import Storage
+from zerofit.simulate.ops.tracker import is_own, own_line
+from zerofit.simulate.record import ScriptFault
+from zerofit.simulate.script.tracker import ScriptTracker, known_value
+
+
+class FaultLog:
+    """What a script did, with its lines ("file:line", "" if unknown)."""
+
+    def __init__(self, meter: ScriptTracker):
+        self.meter = meter
+        self.names: dict[int, str] = {}  # id of a parameter that was trainable when its model was first seen -> name
+        self.updated: set[int] = set()  # ids of parameters that got a gradient
+        self.plain_bytes = 0  # of parameters that were not partitioned before DeepSpeed's engine got them
+        self.plain_at = self.engine_at = ""  # where the largest of them was built; where the engine was
+        self.starts: list[int] = []  # number of the ledger's event at which each micro batch begins
+        self.padding: list[float] = []  # share of columns without a token, for each micro batch with a mask
+        self.batch_at = ""
+        self.kept_gradients: list[int] = []  # bytes at the first micro batch after each step of a plain optimizer
+        self.zeroed_at = self.retained_at = self.checkpointed_at = ""
+        self.detached = False  # whether a reentrant checkpoint got no input that requires a gradient
+        self.wrapped: list[tuple[DistributedDataParallel, str]] = []  # with find_unused_parameters
+        self.widths: set[int] = set()  # sizes of vocabularies
+        self.experts: dict[nn.Module, str] = {}  # modules that choose among experts -> line of their class
+        self.chosen: set[nn.Module] = set()  # those of them whose choice depends on values
+        self.models: list[nn.Module] = []
+        self.faults: tuple[ScriptFault, ...] | None = None  # after the last step
+        self._step = -1
+
+    def watch(self) -> None:
+        """Wrap what scripts call, for the rest of this process."""
+        backward, check = torch.autograd.backward, torch.utils.checkpoint.check_backward_validity
+        bound = inspect.signature(backward).bind
+        wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
+
+        def run_backward(*args: Any, **kwargs: Any) -> None:
+            if bound(*args, **kwargs).arguments.get("retain_graph"):
+                self.retained_at = own_line()
+            backward(*args, **kwargs)
+
+        def check_inputs(inputs: Any) -> None:
+            inputs = list(inputs)
+            self.detached |= not any(t.requires_grad for t in inputs if isinstance(t, Tensor))
+            check(inputs)
+
+        def init(model: Any, *args: Any, **kwargs: Any) -> None:
+            wrap(model, *args, **kwargs)
+            if model.find_unused_parameters:
+                self.wrapped.append((model, own_line()))
+
+        def enabled(model: Any, *args: Any, **kwargs: Any) -> None:
+            self.checkpointed_at = own_line()
+            enable(model, *args, **kwargs)
+
+        torch.autograd.backward = run_backward
+        torch.utils.checkpoint.check_backward_validity = check_inputs
+        replace_in(DistributedDataParallel, "__init__", init)
+        replace_in(PreTrainedModel, "gradient_checkpointing_enable", enabled)
+        for owner in (torch.optim.Optimizer, nn.Module):
+            replace_in(owner, "zero_grad", self._zeroing(owner.zero_grad))
+
+    def _zeroing(self, method: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            self.zeroed_at = own_line()
+            method(*args, **kwargs)
+
+        return zero_grad
+
+    def learn_model(self, model: nn.Module) -> None:
+        """Record the parameters, vocabularies and experts of a model before an engine gets it, or before it runs."""
+        largest = 0
+        self.models.append(model)
+        self.engine_at = self.engine_at or own_line()
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                continue
+            if parameter.requires_grad:
+                self.names[id(parameter)] = name
+                parameter.register_post_accumulate_grad_hook(lambda p: self.updated.add(id(p)))
+            if not hasattr(parameter, "ds_id"):
+                self.plain_bytes += parameter.nbytes
+                storage = self.meter.storage_of(parameter)
+                if storage is not None and parameter.nbytes > largest:
+                    largest, self.plain_at = parameter.nbytes, storage.own
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                self.widths.add(module.num_embeddings)
+            if any(_are_experts(name, child) for name, child in module.named_children()):
+                self._watch_experts(module)
+
+    def _watch_experts(self, module: nn.Module) -> None:
+        """Note whether the forward of a module reads values of the device, on which its choice of experts depends."""
+        try:
+            file, line = inspect.getsourcefile(type(module)) or "", inspect.getsourcelines(type(module))[1]
+        except (OSError, TypeError):  # its source is gone
+            file, line = "", 0
+        self.experts[module] = f"{os.path.relpath(file)}:{line}" if file and is_own(file) else ""
+        before: list[int] = []
+
+        def enter(*_: object) -> None:
+            before.append(self.meter.notes.total())
+
+        def leave(*_: object) -> None:
+            if self.meter.notes.total() > before.pop():
+                self.chosen.add(module)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+    def note_batch(self, args: object, kwargs: object) -> None:
+        """Record a micro batch when the model gets it."""
+        self.starts.append(len(self.meter.ledger.events))
+        self.batch_at = self.batch_at or own_line()
+        batch = args[0] if isinstance(args, tuple) and args and isinstance(args[0], Mapping) else kwargs
+        mask = known_value(batch.get("attention_mask")) if isinstance(batch, Mapping) else None
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point():
+            self.padding.append(1 - float((mask.numpy() != 0).any(0).mean()))  # no op: those are counted
+        step = self.meter.ledger.marks[-1].step
+        if step > self._step >= 0:
+            parameters = {id(p): p for model in self.models for p in model.parameters()}
+            self.kept_gradients.append(sum(p.grad.nbytes for p in parameters.values() if p.grad is not None))
+        self._step = step
+
+
+def _are_experts(name: str, child: nn.Module) -> bool:
+    """Return whether a module's child is a list of experts with weights of their own."""
+    return "expert" in name.lower() and isinstance(child, nn.ModuleList) and len(child) > 1
+
+
+class Lives:
+    """From when until when each storage lives, in numbers of the ledger's events."""
+
+    def __init__(self, meter: ScriptTracker):
+        self.storages, self.end = meter.ledger.storages, len(meter.ledger.events)
+        self.born: dict[int, int] = {}
+        self.died: dict[int, int] = {}
+        sizes = Counter[int]()
+        for number, (index, change) in enumerate(meter.ledger.events):
+            sizes[index] += change
+            self.born.setdefault(index, number)
+            if sizes[index]:
+                self.died.pop(index, None)
+            else:
+                self.died[index] = number
+
+    def between(self, begin: int, end: int, at: int) -> list[Storage]:
+        """Return the storages that were allocated from event `begin` to before `end` and live at event `at`."""
+        return [
+            self.storages[index]
+            for index, born in self.born.items()
+            if begin <= born < end and self.died.get(index, self.end + 1) >= at
+        ]

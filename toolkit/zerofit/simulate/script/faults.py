@@ -1,0 +1,388 @@
+"""The table of a script's faults: what each is, what it costs, what to change, and how it is found.
+
+Each detector reads what was recorded of the simulated rank: its storages with kind, line and phase, and the `FaultLog`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed.utils import z3_leaf_module
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zerofit.simulate.memory.categories import (
+    ACTIVATIONS,
+    LOGITS,
+    MASTER,
+    STATE,
+    TEMPORARIES,
+    classify,
+    optimizer_chain,
+)
+from zerofit.simulate.memory.host import highest, host_moments
+from zerofit.simulate.memory.ledger import DEVICE, Storage
+from zerofit.simulate.ops.tracker import is_own
+from zerofit.simulate.record import ScriptFault
+from zerofit.simulate.script.fault_log import FaultLog, Lives
+from zerofit.simulate.script.lengths import Lengths
+from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import OWN_LINE_BYTES
+from zerofit.spec.overhead import HOST_RESERVE
+from zerofit.spec.units import shown_bytes
+
+WORTH_BYTES, WORTH_SHARE = 32 << 20, 0.05  # less than both, the latter of the peak, is not worth a change
+GROWS_BYTES = 1 << 20  # of each micro batch: enough to run out of memory in the end
+MOSTLY = 0.9  # of the weights: a copy
+PADDED = 0.25  # share of columns without a token in every batch
+_OF_GRAPH = (ACTIVATIONS, LOGITS, TEMPORARIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What the detectors read."""
+
+    log: FaultLog
+    target: ScriptTarget
+    phases: ScriptPhases
+    lengths: Lengths
+    lives: Lives
+    peak_bytes: int
+
+    @property
+    def engines(self) -> list[Any]:
+        """The engines that train."""
+        return [engine for engine in self.phases.engines if has_optimizer(engine)]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that train."""
+        return [engine.module for engine in self.engines] or self.phases.models
+
+    def is_worth(self, size: int) -> bool:
+        """Return whether this much memory is worth a change."""
+        return size >= max(WORTH_BYTES, WORTH_SHARE * self.peak_bytes)
+
+    def live_bytes(self, *kinds: str) -> int:
+        """Return the bytes of these kinds that live on device and host."""
+        return sum(s.bytes for s in self.log.meter.live_storages() if _kind(s) in kinds)
+
+
+Found = tuple[str, int, str]  # line, bytes, a detail for the text
+Detector = Callable[[Script], Iterable[Found]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A row of the table; `{bytes}` and `{detail}` are filled in."""
+
+    code: str
+    problem: str
+    mend: str
+    find: Detector
+
+
+def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengths: Lengths) -> None:
+    """Set the log's faults, those that cost most memory first, unless they were found at the last step."""
+    if log.faults is not None:
+        return
+    peak = max([log.meter.peak(), *(phase.peak_bytes for phase in phases.log.done)])
+    script = Script(log=log, target=target, phases=phases, lengths=lengths, lives=Lives(log.meter), peak_bytes=peak)
+    found = [
+        ScriptFault(
+            code=fault.code,
+            line=line,
+            bytes=size,
+            problem=fault.problem.format(bytes=shown_bytes(size), detail=detail),
+            mend=fault.mend.format(detail=detail),
+        )
+        for fault in FAULTS
+        for line, size, detail in fault.find(script)
+    ]
+    log.faults = tuple(sorted(found, key=lambda fault: -fault.bytes))
+
+
+def _whole_model(script: Script) -> Iterator[Found]:
+    """Find parameters that DeepSpeed got whole at ZeRO-3: they exist on each rank until the engine splits them."""
+    log, ranks = script.log, script.target.world_size
+    extra = log.plain_bytes - log.plain_bytes // ranks
+    if any(engine.zero_optimization_stage() == 3 for engine in script.engines) and script.is_worth(extra):
+        yield log.plain_at or log.engine_at, log.plain_bytes, shown_bytes(log.plain_bytes // ranks)
+
+
+def _wide_logits(script: Script) -> Iterator[Found]:
+    """Find float32 copies of logits that the script's own line made, and that live until the loss's backward."""
+    lives, meter, largest = script.lives, script.log.meter, dict[str, int]()
+    begins = [mark.event for mark in meter.ledger.marks if mark.name == "backward"]
+    for index, width in meter.widened:
+        storage, after = lives.storages[index], bisect_right(begins, lives.born[index])
+        own = storage.code is not None and is_own(storage.code.co_filename) and storage.phase == "forward"
+        kept = after < len(begins) and lives.died.get(index, lives.end) > begins[after]
+        if own and kept and width in script.log.widths:
+            largest[storage.own] = max(largest.get(storage.own, 0), storage.bytes)
+    yield from ((line, size, "") for line, size in largest.items() if script.is_worth(size))
+
+
+def _padding(script: Script) -> Iterator[Found]:
+    """Find batches whose last columns are padding in every row."""
+    share, live, most = min(script.log.padding, default=0.0), 0, 0
+    for index, change in script.log.meter.ledger.events:
+        storage = script.lives.storages[index]
+        live += change if storage.place == DEVICE and _kind(storage) in (ACTIVATIONS, LOGITS) else 0
+        most = max(most, live)
+    if share >= PADDED and not script.target.longest and script.is_worth(round(share * most)):
+        yield script.lengths.padded_at or script.log.batch_at, round(share * most), f"{share:.0%}"
+
+
+def _second_copy(script: Script) -> Iterator[Found]:
+    """Find storages with the sizes of the weights, made by one line, that no training engine or optimizer owns."""
+    meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
+    parameters = [p for model in script.models for p in model.parameters()]
+    elements = Counter(int(getattr(p, "ds_numel", p.numel())) for p in parameters)
+    owners = {id(storage): storage for p in parameters if (storage := meter.storage_of(p)) is not None}
+    flat = Counter(storage.bytes for storage in owners.values())
+    made: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for storage in meter.live_storages():
+        if id(storage) not in owned and storage.place == DEVICE and storage.own:
+            made[storage.own][storage.bytes] += 1
+    for line, sizes in made.items():
+        copies = [Counter({n * size: times for n, times in elements.items()}) for size in (2, 4)]
+        if any(_coverage(sizes, of) >= MOSTLY for of in (*copies, flat)) and script.is_worth(size := _total(sizes)):
+            yield line, size, ""
+
+
+def _total(sizes: Counter[int]) -> int:
+    return sum(size * times for size, times in sizes.items())
+
+
+def _coverage(sizes: Counter[int], of: Counter[int]) -> float:
+    """Return the share of `of` (bytes -> storages) that `sizes` contains, among storages large enough for a line."""
+    large = Counter({size: times for size, times in of.items() if size >= OWN_LINE_BYTES})
+    return _total(sizes & large) / max(1, _total(large))
+
+
+def _owned(script: Script) -> Iterator[Storage]:
+    """Yield the storages of what trains: parameters, buffers, gradients, optimizer states."""
+    optimizers = [o for engine in script.engines for o in optimizer_chain(engine.optimizer)]
+    tensors = tree_leaves([vars(optimizer) for optimizer in (*script.phases.optimizers, *optimizers)])
+    tensors += [t for model in script.models for t in (*model.parameters(), *model.buffers())]
+    for tensor in tensors:
+        for part in (tensor, getattr(tensor, "grad", None), getattr(tensor, "ds_tensor", None)):
+            part = getattr(part, "_local_tensor", part)
+            storage = script.log.meter.storage_of(part) if isinstance(part, Tensor) else None
+            if storage is not None:
+                yield storage
+
+
+def _frozen_states(script: Script) -> Iterator[Found]:
+    """Find weights that DeepSpeed's optimizer has, but that get no gradient: they have master weights and states."""
+    for engine in script.engines:
+        grouped = _grouped(engine.optimizer)
+        frozen = [p for p in grouped if id(p) not in script.log.updated]
+        still = sum(_elements(p) for p in frozen if "expert" not in script.log.names.get(id(p), ""))
+        share = still / max(1, sum(map(_elements, grouped)))
+        size = round(share * script.live_bytes(MASTER, STATE))
+        if still and script.is_worth(size):
+            yield script.log.engine_at, size, f"{still:,}"
+
+
+def _grouped(optimizer: Any) -> list[Any]:
+    """Return the model's parameters that one of DeepSpeed's optimizers updates."""
+    names = ("bit16_groups", "fp16_groups", "bf16_groups")
+    groups = next((found for name in names if (found := getattr(optimizer, name, None))), [])
+    return [p for p in tree_leaves(groups) if isinstance(p, nn.Parameter)]
+
+
+def _elements(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _kept_graph(script: Script) -> Iterator[Found]:
+    """Find a graph that lives when the next micro batch begins, after backward(retain_graph=True)."""
+    starts = script.log.starts
+    if script.log.retained_at and len(starts) > 1:
+        left = [_of_graph(script.lives.between(*pair, at=pair[1])) for pair in pairwise(starts)]
+        size = min(sum(storage.bytes for storage in kept) for kept in left)
+        if script.is_worth(size):
+            yield script.log.retained_at, size, ""
+
+
+def _kept_outputs(script: Script) -> Iterator[Found]:
+    """Find lines whose tensors of more than one micro batch live at the end."""
+    starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
+    if script.log.retained_at:
+        return
+    for begin, end in zip(starts, [*starts[1:], script.lives.end], strict=True):
+        sizes = Counter[tuple[str, str]]()
+        for storage in _of_graph(script.lives.between(begin, end, at=script.lives.end)):
+            sizes[storage.own, storage.op] += storage.bytes if storage.own else 0
+        for place, size in sizes.items():
+            made[place].append(size)
+    lines = Counter[str]()
+    for (line, _), sizes in made.items():
+        lines[line] += min(sizes) if len(sizes) > 1 else 0
+    size = lines.total()
+    if size >= GROWS_BYTES:
+        yield lines.most_common(1)[0][0], size, ""
+
+
+def _of_graph(storages: Iterable[Storage]) -> list[Storage]:
+    return [s for s in storages if s.place == DEVICE and _kind(s) in _OF_GRAPH]
+
+
+def _kind(storage: Storage) -> str:
+    return storage.kind or classify(storage)
+
+
+def _kept_gradients(script: Script) -> Iterator[Found]:
+    """Find gradients of plain torch that live while the forward of the next step runs."""
+    size = min(script.log.kept_gradients, default=0)
+    if script.is_worth(size):
+        yield script.log.zeroed_at or script.log.batch_at, size, ""
+
+
+def _half_weights(script: Script) -> Iterator[Found]:
+    """Find 16-bit weights that an optimizer of plain torch updates without a float32 copy."""
+    for optimizer in script.phases.optimizers:
+        states = [
+            leaf
+            for parameter, state in optimizer.state.items()
+            if parameter.dtype in (torch.bfloat16, torch.float16)
+            for leaf in tree_leaves(state)
+            if isinstance(leaf, Tensor) and leaf.shape == parameter.shape and leaf.is_floating_point()
+        ]
+        size = sum(leaf.nbytes for leaf in states)
+        if script.is_worth(size):
+            types = " and ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in states}))
+            yield script.log.zeroed_at or script.log.batch_at, size, f"{type(optimizer).__name__} has {types} states"
+
+
+def _experts(script: Script) -> Iterator[Found]:
+    """Find lists of experts under ZeRO-3 that are gathered one by one, in an order that depends on the tokens."""
+    for engine in script.engines:
+        if engine.zero_optimization_stage() != 3:
+            continue
+        inside = {m for leaf in engine.module.modules() if z3_leaf_module(leaf) for m in leaf.modules()}
+        for module in {type(module): module for module in script.log.chosen - inside}.values():
+            yield script.log.experts[module] or script.log.engine_at, 0, type(module).__name__
+
+
+def _lost_gradients(script: Script) -> Iterator[Found]:
+    """Find trained weights without a gradient, if a reentrant checkpoint got inputs that require none."""
+    trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
+    lost = [p for key, p in trained.items() if key not in script.log.updated]
+    if script.log.detached and lost:
+        yield script.log.checkpointed_at or script.log.batch_at, 0, f"{sum(map(_elements, lost)):,}"
+
+
+def _unused_search(script: Script) -> Iterator[Found]:
+    """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all got gradients."""
+    chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
+    for model, line in script.log.wrapped:
+        used = all(id(p) in script.log.updated for p in model.parameters() if p.requires_grad)
+        if used and None not in chosen:  # the Trainer's own default
+            yield line, 0, ""
+
+
+def _pinned(script: Script) -> Iterator[Found]:
+    """Find page-locked memory beyond what a node's host has."""
+    target, moments = script.target, host_moments(script.log.meter.ledger)
+    parts = highest(moments)
+    size = parts["pinned"] + parts["pinned_free"]
+    if target.on_gpu and size * target.gpus > target.host_bytes * (1 - HOST_RESERVE):
+        lines = Counter[str]()
+        for storage in script.lives.storages:
+            if storage.place != DEVICE and storage.own:
+                lines[storage.own] += storage.bytes
+        line = lines.most_common(1)[0][0] if lines else script.log.engine_at
+        yield line, size, f"{shown_bytes(size * target.gpus)} of a node's {shown_bytes(target.host_bytes)}"
+
+
+LOST_GRADIENTS = Fault(
+    code="lost-gradients",
+    problem="{detail} trained weights get no gradient: a checkpointed block has no input that requires one",
+    mend="call model.enable_input_require_grads(), or checkpoint with use_reentrant=False",
+    find=_lost_gradients,
+)
+FAULTS = (
+    Fault(
+        code="whole-model",
+        problem="every rank builds the whole model, {bytes}, before ZeRO-3 splits it ({detail} a rank)",
+        mend="create TrainingArguments before the model, or build it under deepspeed.zero.Init()",
+        find=_whole_model,
+    ),
+    Fault(
+        code="fp32-logits",
+        problem="a float32 copy of the logits, {bytes}, lives until the backward pass",
+        mend="cast inside the call of the loss, or compute the loss in chunks (Liger, --loss-chunk)",
+        find=_wide_logits,
+    ),
+    Fault(
+        code="padding",
+        problem="{detail} of each batch's columns is padding; its activations are {bytes}",
+        mend="pad to the longest row of each batch: padding=True or DataCollatorWithPadding, not padding='max_length'",
+        find=_padding,
+    ),
+    Fault(
+        code="second-copy",
+        problem="a second copy of the weights on the device, {bytes}",
+        mend="keep an average on the host; give a reference model an engine with ZeRO-3, or compute its outputs first",
+        find=_second_copy,
+    ),
+    Fault(
+        code="frozen-states",
+        problem="{detail} weights that get no gradient have master weights and optimizer states, {bytes}",
+        mend="freeze them before the engine is built, and pass only parameters with requires_grad",
+        find=_frozen_states,
+    ),
+    Fault(
+        code="kept-graph",
+        problem="retain_graph=True keeps {bytes} of activations until the next batch",
+        mend="leave it out of the last backward, or delete the loss before the next forward",
+        find=_kept_graph,
+    ),
+    Fault(
+        code="kept-outputs",
+        problem="tensors of each batch stay on the device: {bytes} more with every batch",
+        mend="keep loss.item() or output.detach().cpu(), not the tensor with its graph",
+        find=_kept_outputs,
+    ),
+    Fault(
+        code="kept-gradients",
+        problem="the gradients of the last step, {bytes}, live during the forward and any evaluation",
+        mend="call zero_grad(set_to_none=True) right after step()",
+        find=_kept_gradients,
+    ),
+    Fault(
+        code="half-weights",
+        problem="{detail} ({bytes}) for 16-bit weights, and no float32 copy of them: small updates are lost",
+        mend="keep float32 weights and use autocast, or DeepSpeed with bf16, which has float32 master weights",
+        find=_half_weights,
+    ),
+    Fault(
+        code="expert-leaves",
+        problem="{detail} chooses experts by token: under ZeRO-3 ranks gather different ones and wait for ever",
+        mend="call deepspeed.utils.set_z3_leaf_modules(model, [{detail}]) before deepspeed.initialize",
+        find=_experts,
+    ),
+    LOST_GRADIENTS,
+    Fault(
+        code="unused-search",
+        problem="find_unused_parameters=True searches the graph in each step, and all parameters are used",
+        mend="leave find_unused_parameters out",
+        find=_unused_search,
+    ),
+    Fault(
+        code="pinned-memory",
+        problem="page-locked memory of {bytes} a rank needs {detail}",
+        mend='set "pin_memory": false in the offload section or the DataLoader, or use more nodes',
+        find=_pinned,
+    ),
+)
