@@ -88,7 +88,8 @@ def recurrent_layers(meter: ScriptTracker) -> None:
         meter.note(f"cuDNN's {kind}: its workspace is an upper bound", bound=True)
         autocast = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
-        states = [None if t is None else t.to(dtype) for t in (hx if kind == "lstm" else (hx, None))]
+        first_states, cells = hx if kind == "lstm" else (hx, None)
+        states = first_states.to(dtype), None if cells is None else cells.to(dtype)
         described = _Layers(
             kind=kind, number=number, directions=1 + both, dropout=trains and dropout > 0, trains=trains, dtype=dtype
         )
