@@ -15,8 +15,11 @@ import json
 import math
 import os
 import statistics
+import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.search_setup import SearchSetup, setup_of
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
+from zerofit.plan.interval import LONG, class_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients
 from zerofit.plan.search import timer_of
@@ -49,6 +53,16 @@ ONE_THREAD = ("deepcompile-offload",)  # `accelerate launch` sets OMP_NUM_THREAD
 # tables whose own script asks for page-locked memory (insights/when-to-upgrade-gpus/benchmark.py:141 in their source);
 # DeepSpeed's default is pageable before 0.19.5, which no source has
 PINNED = ("stas-h200", "stas-b200")
+# what errors are listed by, besides the tables
+KINDS: dict[str, Callable[[Case], bool]] = {
+    "DeepSpeed": lambda case: case["stack"] != "other",
+    "DeepSpeed, Hugging Face": lambda case: case["stack"] == "hf-deepspeed",
+    "16K tokens and more": lambda case: (case["seq_len"] or 0) >= LONG,
+    "offloading": lambda case: case["offload_optimizer"] != "none",
+    "tensor parallel": lambda case: case["tp"] > 1,
+    "pipelines": lambda case: case["pp"] > 1,
+    "several nodes": lambda case: case["nodes"] > 1,
+}
 SAME_SPEED = 0.03  # published figures that differ by less say nothing of an order
 
 
@@ -66,10 +80,13 @@ def main() -> None:
     judge = Judge(cases, arguments.cache)
     ratios, left_out = judge.ratios(FITTED), judge.left_out()
     print("fitted to all:", judge.fit(cases))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     result = {
+        "date": f"{datetime.now():%Y-%m-%d}",
+        "commit": commit.strip(),
         **summary(cases, ratios),
         "left_out": summary(cases, left_out),
-        **intervals(cases, left_out),
+        **intervals(cases, left_out, judge.classes()),
         "coefficients": asdict(FITTED),
     }
     show(result)
@@ -85,20 +102,25 @@ class Judge:
     def __init__(self, cases: list[Case], cache: Path):
         self._cases = cases
         self._planned = [planned(case, cache) for case in cases]
+        self._rows = [rows_of(case, *pair) for case, pair in zip(cases, self._planned, strict=True)]
         self._known: dict[Coefficients, dict[str, float]] = {}
 
     def ratios(self, coefficients: Coefficients) -> dict[str, float]:
         """Return forecast / published speed of each case: the fastest of the layouts that its source leaves open."""
         if coefficients not in self._known:
             found = self._known.setdefault(coefficients, {})
-            for case, (setup, cluster) in zip(self._cases, self._planned, strict=True):
+            for case, (setup, cluster), rows in zip(self._cases, self._planned, self._rows, strict=True):
                 timer = timer_of(setup.profile, cluster, setup.request, fitted=coefficients)
-                space = space_of(setup.profile, cluster, setup.request)
-                rows = [row for family in space.families for row in family if is_row(case, row)]
-                speeds = [row.global_batch / timer.step(row).step_s for row in rows]
-                assert speeds, (case["id"], space.left_out)
-                found[case["id"]] = max(speeds) / case["published_samples_per_s"]
+                speed = max(row.global_batch / timer.step(row).step_s for row in rows)
+                found[case["id"]] = speed / case["published_samples_per_s"]
         return self._known[coefficients]
+
+    def classes(self) -> dict[str, str]:
+        """Return the class of each case, as the plan gives it."""
+        found = {}
+        for case, (setup, cluster), rows in zip(self._cases, self._planned, self._rows, strict=True):
+            found[case["id"]] = class_of(rows[0], setup.profile.task, setup.profile.seq_len, cluster.nodes)
+        return found
 
     def left_out(self) -> dict[str, float]:
         """Return each case's ratio by coefficients that were fitted without its source's figures."""
@@ -173,11 +195,18 @@ def options_of(case: Case) -> LayoutPins:
     return options
 
 
-def is_row(case: Case, row: PlannedLayout) -> bool:
-    """Return whether a row of the plan has the sharding of a case: FSDP2 resharded or not, in one group."""
-    return row.engine == "deepspeed" or (
-        row.replicas == 1 and row.reshard == ("SHARD_GRAD_OP" not in case["framework"])
-    )
+def rows_of(case: Case, setup: SearchSetup, cluster: Cluster) -> list[PlannedLayout]:
+    """Return the rows of the plan with the case's layout: buckets and overlap are open, FSDP2's resharding is not.
+
+    Raises ValueError if the plan has none.
+    """
+    space = space_of(setup.profile, cluster, setup.request)
+    reshard = "SHARD_GRAD_OP" not in case["framework"]
+    every = [row for family in space.families for row in family if not row.by_layer or row.replicas == 1]
+    rows = [row for row in every if not row.by_layer or row.reshard == reshard]
+    if not rows:
+        raise ValueError(f"{case['id']}: {space.left_out}")
+    return rows
 
 
 def attention_of(case: Case) -> AttentionKernel:
@@ -240,7 +269,7 @@ def summary(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:
     right, pairs = order(cases, ratios)
     return {
         "all": errors(cases, ratios),
-        "DeepSpeed": errors([case for case in cases if case["stack"] != "other"], ratios),
+        **{kind: errors([case for case in cases if belongs(case)], ratios) for kind, belongs in KINDS.items()},
         "median_of_tables": round(statistics.median(row["median"] for row in by_table.values()), 4),
         "pairs_in_order": right,
         "pairs": pairs,
@@ -270,13 +299,14 @@ def order(cases: list[Case], ratios: dict[str, float]) -> tuple[int, int]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the summary."""
-    left_out = {f"{name}, left out": result["left_out"][name] for name in ("all", "DeepSpeed")}
-    rows = {"all": result["all"], "DeepSpeed": result["DeepSpeed"], **left_out, **result["tables"]}
+    kinds = ("all", *KINDS)
+    left_out = {f"{kind}, left out": result["left_out"][kind] for kind in kinds}
+    rows = {**{kind: result[kind] for kind in kinds}, **left_out, **result["tables"]}
     for name, row in rows.items():
-        print(f"{name:22s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
+        print(f"{name:34s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
     pairs = f"{result['pairs_in_order']} of {result['pairs']} pairs of layouts in the right order"
     print(f"median of tables {result['median_of_tables']:g}; {pairs}")
-    print(f"80 % intervals widened by {result['wider']:g} have of figures of other sources", result["coverage"])
+    print("80 % intervals have of figures of other sources", result["coverage"], "widened by", result["wider"])
 
 
 if __name__ == "__main__":

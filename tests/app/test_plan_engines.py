@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig
 from click.testing import CliRunner
 
 import zerofit as zf
@@ -53,7 +53,7 @@ def test_a_forecast_is_the_peak_of_accelerates_own_run(tmp_path: Path, monkeypat
     plan = zf.plan("model.json", cluster, engines=["fsdp2"], seq_len=64, **batch)
     planned = next(run for run in plan.layouts if run.layout.reshard and run.layout.replicas == 2)
     (file,) = write_accelerate(tmp_path / "out", planned.layout, cluster)
-    read = load_config_from_file(str(file))
+    read = ClusterConfig.from_yaml_file(str(file))
     assert (read.num_processes, read.num_machines, read.mixed_precision) == (4, 2, "bf16")
     assert read.parallelism_config == {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
     place = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
@@ -79,6 +79,7 @@ def test_the_command_ranks_both_engines_and_writes_accelerates_file(tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (["--engine", "torchtitan"], "torchtitan trains its own models"),
         (["--engine", "megatron"], "no engine 'megatron'; there are: deepspeed, fsdp2"),
         (["--engine", "fsdp2", "--loss-chunk", "512"], "--engine fsdp2 with --loss-chunk"),
     ],

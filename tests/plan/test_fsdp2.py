@@ -50,22 +50,33 @@ def peaks(planned: PlannedLayout) -> dict[str, int]:
 
 
 def test_the_head_is_gathered_beside_the_last_block_and_the_embedding_is_scattered_last():
-    """Forward: the head, gathered and in its flat buffer. Backward ends with the embedding's gradient, its input for
-    the reduce-scatter, and the output in bf16 and float32; the parts of all other gradients are there."""
+    """Forward: the head, gathered and in its flat buffer, and the last block's buffer. Backward ends with the
+    embedding's gradient, its input for the reduce-scatter, and the output in bf16 and float32; the parts of all other
+    gradients are there."""
     found, kept = peaks(layout()), 12 * SIZE // 4
-    assert found["forward"] == kept + 2 * 600_000 * 2
+    assert found["forward"] == kept + 2 * (600_000 * 2 + 200_000)
     scattered = 2 * 600_000 + 2 * 600_000 + (2 + 4) * 150_000
     assert found["backward"] == kept + 4 * 1_000_000 // 4 + scattered
     assert found["step"] == kept + 4 * SIZE // 4
 
 
 def test_without_reshard_all_layers_stay_gathered():
-    assert peaks(layout(reshard=False))["forward"] == 12 * SIZE // 4 + 2 * SIZE + 2 * 600_000
+    assert peaks(layout(reshard=False))["forward"] == 12 * SIZE // 4 + 2 * SIZE + 2 * (600_000 + 200_000)
 
 
 def test_accelerate_accumulates_full_gradients():
     """Gradients of earlier micro batches wait in bf16, so the loss is reached with all of them."""
-    assert peaks(layout(accumulation=2))["forward"] == 12 * SIZE // 4 + 2 * 600_000 * 2 + 2 * SIZE
+    assert peaks(layout(accumulation=2))["forward"] == 12 * SIZE // 4 + 2 * (600_000 * 2 + 200_000) + 2 * SIZE
+
+
+def test_frozen_weights_are_kept_and_gathered_in_16_bits_without_states():
+    """12 bytes for 200,000 of the blocks, 2 for 1.4 million; the head has no gradient to scatter."""
+    ends = [LayerRun(name=name, count=1, matrices=(), vectors=(), frozen=(600_000,)) for name in ("embedding", "head")]
+    block = LayerRun(name="block", count=2, matrices=(100_000,), vectors=(), frozen=(100_000,))
+    partly = replace(UNTIED, layers=(ends[0], block, ends[1]))
+    memory = forecast(partly, layout())
+    assert memory.static_bytes == (12 * 200_000 + 2 * 1_400_000) // 4
+    assert "communication buckets" not in memory.breakdown
 
 
 @pytest.mark.parametrize(
@@ -105,6 +116,7 @@ def test_a_second_gather_and_a_reduction_between_nodes_take_time():
     cluster = Cluster("h100-80gb", gpus=8, nodes=2)
     timer = Timer(UNTIED, cluster, rates_of(cluster, "bf16", None))
     each, once = (timer.parts(layout(dp=16, reshard=reshard)).fetches for reshard in (True, False))
+    assert each and once
     assert [size for size, _ in each.forward] == [1_200_000, 400_000, 1_200_000]
     assert [size for size, _ in each.backward] == [1_200_000, 400_000, 0]
     assert [size for size, _ in once.backward] == [0, 0, 0]

@@ -19,6 +19,7 @@ from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script import (
     cuda,
     distributed,
+    generation,
     gpu,
     host,
     kernels,
@@ -37,6 +38,8 @@ MESH = "torch.distributed.device_mesh"
 PARAMETER, INIT = "torch.nn.parameter", "torch.distributed.fsdp._init_utils"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
+GRAPHS, GENERATION = "torch.cuda._graph_annotations", "transformers:GenerationMixin"
+LOOPS = ("_sample", "_beam_search", "_beam_search_has_unfinished_sequences")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
@@ -63,7 +66,25 @@ PATCHES = {
             )
         ],
     ),
-    "compiling": (["torch:compile", "torch.nn:Module.compile"], []),
+    "compiling": (
+        ["torch:compile", "torch.nn:Module.compile", "torch.nn.attention.flex_attention:create_block_mask"],
+        [],
+    ),
+    "graphs": (
+        ["torch.cuda:CUDAGraph", "torch.cuda:graph_pool_handle", f"{GRAPHS}:maybe_stamp_capture_root"],
+        [],
+    ),
+    "generation": (
+        [f"{GENERATION}.{name}" for name in ("generate", "_update_model_kwargs_for_generation", *LOOPS)],
+        [
+            Reason(
+                "transformers.generation.utils",
+                "GenerationMixin._sample",
+                "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
+                "unfinished_sequences = unfinished_sequences & ~stopping_criteria(input_ids, scores)",
+            )
+        ],
+    ),
     "triton_kernels": ([], []),
     "handles": (["torch.distributed:Work.wait"], []),
     "fetched_parameters": (
@@ -231,7 +252,21 @@ def test_every_patch_is_listed():
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, recurrent, pretrained, bits, writes, gpu, cuda, launchers, lengths):
+    patched = (
+        host,
+        distributed,
+        kernels,
+        recurrent,
+        pretrained,
+        bits,
+        writes,
+        gpu,
+        cuda,
+        launchers,
+        lengths,
+        generation,
+    )
+    for module in patched:
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

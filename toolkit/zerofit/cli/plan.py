@@ -25,7 +25,7 @@ from zerofit.cli.options import (
     run_options,
 )
 from zerofit.cli.plan_show import COLUMNS, show, show_end, show_methods
-from zerofit.features.engines import ENGINES
+from zerofit.features.engines import ENGINES, NOT_PLANNED
 from zerofit.plan.layout import OFFLOADS
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import PRECISIONS
@@ -90,7 +90,8 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
     """Return the named engines. Raises BadParameter with those that there are."""
     names = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
     if unknown := [name for name in names if name not in ENGINES]:
-        raise click.BadParameter(f"no engine {unknown[0]!r}; there are: {', '.join(ENGINES)}")
+        reason = NOT_PLANNED.get(unknown[0], f"no engine {unknown[0]!r}; there are: {', '.join(ENGINES)}")
+        raise click.BadParameter(reason)
     return names
 
 

@@ -23,3 +23,8 @@ ENGINES: dict[Engine, EngineEntry] = {
     # are scattered once a step
     "fsdp2": EngineEntry(title="FSDP2", accumulates_full_gradients=True),
 }
+# other engines, and why plan does not rank their layouts
+NOT_PLANNED = {
+    "torchtitan": "torchtitan trains its own models with other kernels, of which plan has no profile; use fsdp2 "
+    "for the same sharding, or simulate it: zerofit simulate -- torchrun -m torchtitan.train ...",
+}

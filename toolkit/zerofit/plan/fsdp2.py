@@ -7,7 +7,7 @@ group of the head. Other parameters of the embedding are in the root's group, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from zerofit.plan.backward import LiveMemory
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import host_state_bytes, states_of
 from zerofit.plan.persistent import MASTER_BYTES, PersistentMemory
-from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline, TimelineEvent
+from zerofit.plan.timeline import FROZEN, NOTHING, Parameter, Point, StageTimeline, TimelineEvent
 from zerofit.plan.transient import StepMemory
 from zerofit.spec.overhead import pinned_bytes
 
@@ -23,16 +23,23 @@ from zerofit.spec.overhead import pinned_bytes
 class _GatheredGroup(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
-    shard: int  # of a rank, with padding
-    numel: int  # of the full parameters
-    largest: int  # shard of the largest parameter
-    last: int  # of the last parameter, full
+    shard: int = 0  # of a rank, with padding
+    trained: int = 0  # of these, with gradients
+    numel: int = 0  # of the full trained parameters
+    largest: int = 0  # shard of the largest trained parameter
+    last: int = 0  # of the last trained parameter, full
 
     @classmethod
     def of(cls, parameters: Sequence[Parameter], ranks: int, width: int) -> _GatheredGroup:
         """Divide parameters among ranks."""
-        shards, numels = [shard(p, ranks, width) for p in parameters], [p.numel for p in parameters]
-        return cls(sum(shards), sum(numels), max(shards, default=0), numels[-1] if numels else 0)
+        every, trained = (sum(shard(p, ranks, width) for p in found) for found in (parameters, _trained(parameters)))
+        largest = max((shard(p, ranks, width) for p in _trained(parameters)), default=0)
+        numels = [p.numel for p in _trained(parameters)]
+        return cls(every, trained, sum(numels), largest, numels[-1] if numels else 0)
+
+
+def _trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+    return [parameter for parameter in parameters if parameter.group != FROZEN]
 
 
 def shard(parameter: Parameter, ranks: int, width: int) -> int:
@@ -41,7 +48,7 @@ def shard(parameter: Parameter, ranks: int, width: int) -> int:
     A profile has no shapes. One side of a matrix is the model's width; the side that needs more padding counts.
     """
     numel = parameter.numel
-    sides = {numel} if parameter.group == 1 or not width or numel % width else {width, numel // width}
+    sides = {numel} if parameter.group == 1 or not width or numel % width or numel == width else {width, numel // width}
     return max(-(-rows // ranks) * (numel // rows) for rows in sides)
 
 
@@ -50,13 +57,15 @@ def block_persistent(line: StageTimeline, layout: PlannedLayout) -> PersistentMe
 
     Offloaded parameters and their gradients are page-locked (_fsdp_param.py:345).
     """
-    parts = [shard(p, layout.shard_ranks, line.width) for p in chain(*line.layers)]
+    parts = [shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers))]
+    sizes = [MASTER_BYTES * part for part in parts]
+    frozen = [layout.element_bytes * shard(p, layout.shard_ranks, line.width) for p in line.frozen]
     buffers = {"buffers of the model": line.buffers_bytes}
     if layout.offload_param == "none":
         states = states_of(layout, parts, "cuda").device
-        return PersistentMemory({**buffers, "parameters": MASTER_BYTES * sum(parts), "optimizer state": states}, {})
-    locked = sum(pinned_bytes(MASTER_BYTES * part) for part in parts)
-    host = {"parameters": locked, "gradients": locked, "optimizer state": host_state_bytes(layout) * sum(parts)}
+        return PersistentMemory({**buffers, "parameters": sum(sizes + frozen), "optimizer state": states}, {})
+    gradients, states = sum(map(pinned_bytes, sizes)), host_state_bytes(layout) * sum(parts)
+    host = {"parameters": gradients + sum(map(pinned_bytes, frozen)), "gradients": gradients, "optimizer state": states}
     return PersistentMemory(buffers, host)
 
 
@@ -68,7 +77,8 @@ def block_init(line: StageTimeline, layout: PlannedLayout) -> Iterator[dict[str,
 
 def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemory]:
     """Yield the moment of the step, with a rank's gradients; Adam is fused and allocates nothing."""
-    yield StepMemory(gradients=block_persistent(line, layout).device.get("parameters", 0))
+    parts = (shard(p, layout.shard_ranks, line.width) for p in _trained(chain(*line.layers)))
+    yield StepMemory(gradients=MASTER_BYTES * sum(parts) if layout.offload_param == "none" else 0)
 
 
 def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LiveMemory], list[LiveMemory]]:
@@ -89,7 +99,7 @@ def block_fetches(elements: Sequence[int], layout: PlannedLayout) -> tuple[tuple
 # What a rank has gathered, and what waits for the network (_fsdp_param_group.py):
 #
 #     forward    gather k -> copy out of the flat buffer -> run layer k -> release k
-#                the flat buffer of k stays until k + 1 has been gathered (wait_for_unshard)
+#                the flat buffer of k stays until k + 1 has been copied out (wait_for_unshard)
 #     backward   copy k out -> gather k - 1 -> run layer k -> release k -> scatter its gradients
 #                the input of the scatter stays until the next layer's gradients are scattered (post_backward)
 #
@@ -109,7 +119,7 @@ class _LayerReplay:
         self.root = _GatheredGroup.of([p for p in layers[0] if p is not tied], self.ranks, line.width)
         self.kept = self.flat = self.input = 0  # bytes: gathered parameters, the flat buffer, a scatter's input
         # full gradients of earlier micro batches, or scattered ones
-        every = sum(p.numel for p in chain(*layers))
+        every = sum(p.numel for p in _trained(chain(*layers)))
         self.whole = layout.keeps_full_gradients
         self.adds_up = layout.accumulation > 1 and not self.whole
         self.full = self.reduced * every if self.whole else 0
@@ -122,7 +132,8 @@ class _LayerReplay:
         for n, group in enumerate(self.groups):
             before, points = moments.get(n, (None, ()))
             for opened in self._opened(n):
-                gathered = self.kept + self.flat + self._flat(opened) + self._sent(opened)
+                # a local variable keeps the buffer before until the parameters are copied out (wait_for_unshard)
+                gathered = self.kept + self.flat + self._flat(opened) + max(self._sent(opened), self._gathered(opened))
                 if before is not None:
                     yield self._live(before, gathered, n)
                 self.kept, self.flat = self.kept + self._gathered(opened), self._flat(opened)
@@ -146,11 +157,12 @@ class _LayerReplay:
                 gradients = pending + (0 if self.in_place else self.element * (event.done - layer[0].done))
                 for point in event.live:
                     # the loss is differentiated before the head's backward gathers the last block
-                    began = n < self.last or event is not layer[0] or point[0] >= self.element * self.groups[n].last
+                    own = self.element * self.groups[n].last
+                    began = n < self.last or event is not layer[0] or (own and point[0] >= own)
                     ahead = self.flat if began else 0
                     yield self._live(point, self.kept + ahead, n, gradients)
             end = layer[-1].end if layer else None
-            own = 0 if self.whole else self.element * sum(p.numel for p in self.line.layers[n])
+            own = 0 if self.whole else self.element * sum(p.numel for p in _trained(self.line.layers[n]))
             if n and not (self.line.tied and n == self.last):
                 yield from self._scatter(group, end, pending + own, n)
             else:
@@ -168,13 +180,13 @@ class _LayerReplay:
 
     def _gather(self, n: int, end: Point | None, gradients: int) -> Iterator[LiveMemory]:
         """Copy layer n out of its buffer, and gather the one before it (pre_backward)."""
-        if not self.layout.reshard:
+        if not self.layout.reshard or n < self.line.still:
             return
         if n < self.last:
             self.kept += self._gathered(self.groups[n])
             if end is not None:
                 yield self._live(end, self.kept + self.flat, n, gradients)
-        ahead = self.groups[n - 1] if n else _GatheredGroup(0, 0, 0, 0)
+        ahead = self.groups[n - 1] if n else _GatheredGroup()
         self.flat = self._flat(ahead)
         if end is not None:
             yield self._live(end, self.kept + self.flat + self._sent(ahead), n, gradients)
@@ -182,7 +194,9 @@ class _LayerReplay:
     def _scatter(self, group: _GatheredGroup, end: Point | None, gradients: int, layer: int) -> Iterator[LiveMemory]:
         """Release a group and scatter its gradients (post_backward, foreach_reduce)."""
         self.kept -= self._gathered(group)
-        self.input = self.reduced * self.ranks * group.shard
+        self.input = self.reduced * self.ranks * group.trained
+        if not group.trained:
+            return
         if end is not None:
             yield self._live(end, self.kept + self.flat, layer, gradients)
         size = self.reduced if self.whole else self.element
@@ -191,13 +205,13 @@ class _LayerReplay:
         if end is not None:
             # a loop variable keeps the last gradient (_fsdp_collectives.py, foreach_reduce)
             left = gradients - (0 if self.whole else size * group.numel) + (size * group.last if self.ranks > 1 else 0)
-            lowered = self.reduced * group.shard if self.reduced < MASTER_BYTES else 0
-            yield self._live(end, self.kept + self.flat, layer, left, lowered + MASTER_BYTES * group.shard)
+            lowered = self.reduced * group.trained if self.reduced < MASTER_BYTES else 0
+            yield self._live(end, self.kept + self.flat, layer, left, lowered + MASTER_BYTES * group.trained)
         if not (self.offloaded or self.adds_up):
-            self.scattered += MASTER_BYTES * group.shard
+            self.scattered += MASTER_BYTES * group.trained
         if self.layout.replicas > 1 and self.reduced < MASTER_BYTES:
             # each group keeps what its replicas have reduced (_all_reduce_state)
-            self.scattered += self.reduced * group.shard
+            self.scattered += self.reduced * group.trained
 
     def _gathered(self, group: _GatheredGroup) -> int:
         return self.element * self.ranks * group.shard
@@ -215,7 +229,9 @@ class _LayerReplay:
             return self.element * group.largest if self.half else 0
         if not self.half:
             return MASTER_BYTES * group.shard if self.offloaded else 0
-        return self.element * group.shard + (MASTER_BYTES * group.largest if self.offloaded else 0)
+        if self.offloaded:
+            return self.element * group.shard + MASTER_BYTES * group.largest
+        return self.element * group.trained
 
     def _live(
         self, activations: Point, gathered: int, layer: int, gradients: int = 0, temporaries: int = 0

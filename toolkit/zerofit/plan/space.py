@@ -192,10 +192,10 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
     optimizer = request.keep.get("optimizer", "adamw")
     refused = {
         "on CPUs": cluster.on_cpu,
-        f"of {profile.model}, which is no decoder of transformers": profile.task != "causal-lm"
+        f"for {profile.model}, which is no decoder of transformers": profile.task != "causal-lm"
         or not profile.model_type,
         "with experts": profile.experts is not None,
-        "with adapters, frozen or quantised weights": profile.trained < profile.parameters,
+        "with quantised weights": any(layer.quantized for layer in profile.layers),
         "with fp16": request.precision == "fp16",
         "with tensor, pipeline, sequence or expert parallelism": degrees.product * degrees.ep > 1,
         f"with {optimizer}": optimizer != "adamw",
@@ -204,7 +204,7 @@ def _by_layer_problem(engine: Engine, profile: Profile, cluster: Cluster, reques
     }
     for what, found in refused.items():
         if found:
-            message = f"{ENGINES[engine].title}: layouts {what} are not forecast"
+            message = f"{ENGINES[engine].title} layouts are not forecast {what}"
             hint = f"leave {engine} out of --engine, or simulate your script: zerofit simulate -- COMMAND"
             return Problem(kind="engine", message=message, hint=hint, where="--engine")
     return None

@@ -62,7 +62,6 @@ def script_facts(
     return ScriptFacts(
         name=PurePath(target.command.script).name,
         model=type(model).__name__,
-        wrapper=type(models[0]).__name__ if models[0] is not model else "",
         blocks=blocks,
         block=type(repeated[0]).__name__ if repeated else "",
         checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),

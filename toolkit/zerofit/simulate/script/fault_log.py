@@ -6,6 +6,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -51,21 +52,25 @@ class FaultLog:
         bound = inspect.signature(backward).bind
         wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
 
+        @wraps(backward)
         def run_backward(*args: Any, **kwargs: Any) -> None:
             if bound(*args, **kwargs).arguments.get("retain_graph"):
                 self.retained_at = own_line()
             backward(*args, **kwargs)
 
+        @wraps(check)
         def check_inputs(inputs: Any) -> None:
             inputs = list(inputs)
             self.detached |= not any(t.requires_grad for t in inputs if isinstance(t, Tensor))
             check(inputs)
 
+        @wraps(wrap)
         def init(model: Any, *args: Any, **kwargs: Any) -> None:
             wrap(model, *args, **kwargs)
             if model.find_unused_parameters:
                 self.wrapped.append((model, own_line()))
 
+        @wraps(enable)
         def enabled(model: Any, *args: Any, **kwargs: Any) -> None:
             self.checkpointed_at = own_line()
             enable(model, *args, **kwargs)
@@ -78,6 +83,7 @@ class FaultLog:
             replace_in(owner, "zero_grad", self._zeroing(owner.zero_grad))
 
     def _zeroing(self, method: Callable[..., None]) -> Callable[..., None]:
+        @wraps(method)  # libraries read signatures
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             self.zeroed_at = own_line()
             method(*args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_fake_tensor_cache,
     unset_fake_temporarily,
 )
 from torch.distributed.distributed_c10d import Work
@@ -66,6 +68,8 @@ _BOUNDED = (
     torch.ops.aten.unique_dim.default,
     torch.ops.aten.unique_consecutive.default,
 )
+# arguments of theirs are storages, which the key of a cached result would keep alive
+_OF_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _COPIES = ("_to_copy", "copy_")
@@ -296,8 +300,10 @@ class ScriptTracker(AllocationTracker):
         if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
             # with only real inputs FakeTensorMode would run `real.to(device)` (torch/_subclasses/fake_tensor.py)
             taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
+        keyed = disable_fake_tensor_cache(self.fakes) if func in _OF_STORAGES else nullcontext()
         try:
-            out = as_stored(func, taken, func(*taken, **named))
+            with keyed:
+                out = as_stored(func, taken, func(*taken, **named))
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         except RuntimeError as error:
