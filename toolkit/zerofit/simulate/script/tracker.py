@@ -294,6 +294,11 @@ class ScriptTracker(AllocationTracker):
                 return self._stand_in(func, args)
             with unset_fake_temporarily():
                 return known.item()
+        if func is _INDEXED[1] and args[2].numel() == 1 and len(args[1]) == 1 and not args[3:]:
+            mask = args[1][0]  # a scalar fills a mask without a list of its places (canDispatchToMaskedFill)
+            if isinstance(mask, FakeTensor) and mask.dtype == torch.bool and known_value(mask) is None:
+                forget(args[0])
+                return args[0]
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
         taken, named = args, kwargs
