@@ -26,6 +26,7 @@ from zerofit.simulate.script import (
     launchers,
     lengths,
     pretrained,
+    recurrent,
     writes,
 )
 
@@ -131,6 +132,17 @@ PATCHES = {
     "sharded_shapes": (
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
+    ),
+    "sparse_gradients": (["torch:embedding", "torch:embedding_bag", "torch.optim:SparseAdam.step"], []),
+    "recurrent_layers": (
+        [
+            *(f"torch._VF:{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence")),
+            "torch.nn:RNNBase.flatten_parameters",
+        ],
+        [
+            Reason("torch.nn.modules.rnn", "LSTM.forward", "self input hx", "result = _VF.lstm("),
+            Reason("torch.nn.modules.rnn", "GRU.forward", "self input hx", "result = _VF.gru("),
+        ],
     ),
     "higher_order_ops": (
         ["torch:cond", "torch._higher_order_ops.cond:_get_current_dispatch_mode"],
@@ -240,7 +252,21 @@ def test_every_patch_is_listed():
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lengths, generation):
+    patched = (
+        host,
+        distributed,
+        kernels,
+        recurrent,
+        pretrained,
+        bits,
+        writes,
+        gpu,
+        cuda,
+        launchers,
+        lengths,
+        generation,
+    )
+    for module in patched:
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

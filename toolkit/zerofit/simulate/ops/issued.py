@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,24 +51,19 @@ class IssuedLog:
     def __init__(self) -> None:
         self.items: list[IssuedWork | IssuedWait] = []
         self._communicators: dict[str, int] = {}
-        self._awaited: dict[int, tuple[int, int]] = {}  # id of a handle or result -> its stream, its place
-        self._handles: list[object] = []  # kept alive, so no other object gets their ids
+        self._awaited: dict[int, tuple[object, int, int]] = {}  # id of a handle -> the handle, its stream, its place
 
-    def send(
-        self, work: IssuedWork, ranks: CommunicatingRanks, handles: Sequence[object], results: Sequence[object]
-    ) -> None:
-        """Record a collective on the stream of its group; the objects that wait for it are handles or results."""
+    def send(self, work: IssuedWork, ranks: CommunicatingRanks, handles: Sequence[object]) -> None:
+        """Record a collective on the stream of its group; `handles`: the objects that wait for it."""
         stream = self._communicators.setdefault(ranks.name, -1 - len(self._communicators))
         self.items.append(work._replace(stream=stream, behind=work.stream, ranks=ranks))
-        self._awaited |= {id(awaited): (stream, len(self.items)) for awaited in (*handles, *results)}
-        self._handles += handles
-        for tensor in results:  # not kept alive, since their memory counts
-            weakref.finalize(tensor, self._awaited.pop, id(tensor), None)
+        for handle in handles:  # kept alive, so no other object gets its id
+            self._awaited[id(handle)] = handle, stream, len(self.items)
 
     def wait_for(self, handle: object, stream: int) -> None:
         """Record that a stream waits for a collective."""
         if id(handle) in self._awaited:
-            on, before = self._awaited[id(handle)]
+            _, on, before = self._awaited[id(handle)]
             self.wait(stream, on, before)
 
     def wait(self, stream: int | None, on: int | None, before: int | None = None) -> None:

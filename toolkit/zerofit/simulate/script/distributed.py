@@ -108,8 +108,7 @@ def handles(meter: ScriptTracker) -> None:
 
 def _noted(original: Any, meter: ScriptTracker) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if meter.streams.issued is not None:
-            meter.streams.issued.wait_for(self, meter.streams.current.number)
+        meter.wait_for(self)
         return original(self, *args, **kwargs)
 
     return wait

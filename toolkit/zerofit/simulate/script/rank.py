@@ -32,7 +32,7 @@ from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, writes
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
@@ -130,8 +130,10 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
+        recurrent.recurrent_layers(meter)
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
+    kernels.sparse_gradients(meter)
     host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()
