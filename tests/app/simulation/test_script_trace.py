@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import zerofit as zf
 from zerofit.app.simulation.script_trace import _Clocks
 from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.rates import rates_of
-from zerofit.simulate.ops.issued import COPY, HOOKS, KERNEL, STEP, CommunicatingRanks, IssuedLog, IssuedWait, IssuedWork
+from zerofit.simulate.ops.issued import COPY, HOOKS, KERNEL, STEP, CommunicatingRanks, IssuedLog, IssuedWork
 from zerofit.spec.profile import Kernel, Linear
 
 H100 = zf.Cluster("h100-80gb", gpus=4)
@@ -70,7 +69,7 @@ def test_a_collective_follows_the_work_before_it_and_who_waits_for_its_handle_fo
     handle, sent_s = object(), collective_s("all_reduce", 1e9, 1, RankGroup(4, 4), RATES)
     log = IssuedLog()
     log.items += [kernel()]
-    log.send(IssuedWork("allreduce", 0, "forward", "", 0, bytes=1e9), PAIR, [handle], [])
+    log.send(IssuedWork("allreduce", 0, "forward", "", 0, bytes=1e9), PAIR, [handle])
     log.items += [kernel()]
     beside = placed(log)
     assert beside.end_s == pytest.approx(LAUNCH_S + KERNEL_S + max(KERNEL_S, sent_s))
@@ -164,18 +163,3 @@ def test_a_scripts_own_batches_are_copied_to_the_device(pinned):
     here = [batch * 2] if pinned else []  # read and written on the host, to be pinned
     assert [event["args"]["bytes"] for event in copies] == [*here, batch]
     assert copies[-1]["dur"] == pytest.approx(1e6 * batch / RATES.host_copy(pinned), rel=1e-3)
-
-
-class Result:
-    """Stands for a collective's tensor."""
-
-
-def test_a_trace_keeps_no_result_alive():
-    """The memory of results counts: ZeRO-3 gathers all parameters in a step, and frees them again."""
-    log, result = IssuedLog(), Result()
-    log.send(IssuedWork("allgather", 0, "forward", "", 0, bytes=1e9), PAIR, [], [result])
-    log.wait_for(result, 0)
-    assert isinstance(log.items[-1], IssuedWait)
-    alive = weakref.ref(result)
-    del result
-    assert alive() is None and not log._awaited
