@@ -19,6 +19,7 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import multiprocessing
+import traceback
 import unittest.mock
 
 import torch
@@ -34,6 +35,8 @@ SHAPE = {
     "num_attention_heads": 4,
     "vocab_size": 260,
 }
+BUCKETS = {"reduce_bucket_size": 50000, "stage3_param_persistence_threshold": 100}
+BUCKETS |= {"stage3_gather_16bit_weights_on_model_save": True}
 ADAPTERS: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 LENGTH, BEFORE, AFTER, LR = 16, 3, 5, 1e-2
 
@@ -69,8 +72,6 @@ CASES = {
     "ds-zero3-sub-groups": Case(program="deepspeed", stage=3, groups=2, zero={"sub_group_size": 5000}),
     "ds-moe": Case(program="deepspeed", stage=2, model="moe"),
     "ds-moe-zero0": Case(program="deepspeed", stage=0, model="moe"),
-    "ds-pipeline": Case(program="deepspeed", stage=1, model="pipeline"),
-    "ds-pipeline-zero0": Case(program="deepspeed", stage=0, model="pipeline"),
     "accelerate-zero2": Case(program="accelerate", stage=2, precision="bf16"),
     "accelerate-zero3": Case(program="accelerate", stage=3, precision="bf16", model="qwen2"),
     "accelerate": Case(program="accelerate-plain"),
@@ -87,6 +88,9 @@ CASES = {
     "dcp-fsdp2-tied": Case(program="fsdp", model="qwen2"),
     "dcp-fsdp1-sharded": Case(program="fsdp1"),
     "dcp-fsdp1-full": Case(program="fsdp1", kind="full"),
+    # last: DeepSpeed keeps the topology of a pipeline for the engines after it
+    "ds-pipeline": Case(program="deepspeed", stage=1, model="pipeline"),
+    "ds-pipeline-zero0": Case(program="deepspeed", stage=0, model="pipeline"),
 }
 
 
@@ -128,12 +132,7 @@ def ds_config(case: Case) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
-        "zero_optimization": {
-            "stage": case.stage,
-            "reduce_bucket_size": 50000,
-            "stage3_param_persistence_threshold": 100,
-            **case.zero,
-        },
+        "zero_optimization": {"stage": case.stage, **BUCKETS, **case.zero},
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True, "weight_decay": 0.01}},
         "zero_allow_untested_optimizer": True,
     }
@@ -142,6 +141,13 @@ def ds_config(case: Case) -> dict[str, Any]:
     if "offload_optimizer" in case.zero:
         config["zero_force_ds_cpu_optimizer"] = False
     return config
+
+
+def start_engine(model: Any, config: dict[str, Any], groups: Any) -> Any:
+    """Return a DeepSpeed engine."""
+    import deepspeed
+
+    return deepspeed.initialize(model=model, config=config, model_parameters=groups)[0]
 
 
 def steps(step: Callable[[], torch.Tensor], count: int) -> list[float]:
@@ -171,7 +177,7 @@ def with_deepspeed(case: Case, folder: Path) -> None:
         return
     model = make_model(case)
     config = ds_config(case)
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameter_groups(model, case.groups))
+    engine = start_engine(model, config, parameter_groups(model, case.groups))
 
     def step() -> torch.Tensor:
         tokens = batch(dist.get_rank())
@@ -213,7 +219,6 @@ class Mixture(torch.nn.Module):
 
 def with_own_layers(case: Case, folder: Path) -> None:
     """Write with DeepSpeed's mixture of experts, or its pipeline."""
-    import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
     from deepspeed.pipe import PipelineModule
 
@@ -227,7 +232,7 @@ def with_own_layers(case: Case, folder: Path) -> None:
     else:
         model = Mixture(min(2, ranks))
         groups = split({"params": list(model.parameters()), "name": "all"})
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups or list(model.parameters()))
+    engine = start_engine(model, config, groups or list(model.parameters()))
 
     def step() -> torch.Tensor:
         if case.model == "pipeline":
@@ -255,14 +260,14 @@ def with_accelerate(case: Case, folder: Path) -> None:
         config = ds_config(case)
         del config["optimizer"], config["gradient_clipping"]
         config["gradient_accumulation_steps"] = 1
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         plugin = DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(
         deepspeed_plugin=plugin, mixed_precision="no" if case.precision == "fp32" else case.precision
     )
-    model = make_model(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    loader = torch.utils.data.DataLoader([{"input_ids": row} for row in batch(0)], batch_size=2)  # pyright: ignore
+    model: Any = make_model(case)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
+    rows: Any = [{"input_ids": row} for row in batch(0)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
     model, optimizer, _ = accelerator.prepare(model, optimizer, loader)
 
     def step() -> torch.Tensor:
@@ -277,7 +282,8 @@ def with_accelerate(case: Case, folder: Path) -> None:
     accelerator.save_state(str(folder / "saved"))
     state = accelerator.get_state_dict(model)
     if dist.get_rank() == 0:
-        accelerator.unwrap_model(model).save_pretrained(folder / "reference", state_dict=state)
+        plain: Any = accelerator.unwrap_model(model)
+        plain.save_pretrained(folder / "reference", state_dict=state)
     dist.barrier()
     finish(folder, case, steps(step, AFTER))
     reset_accelerate()
@@ -286,7 +292,9 @@ def with_accelerate(case: Case, folder: Path) -> None:
 def reset_accelerate() -> None:
     """Forget the state of the previous case."""
     from accelerate.state import AcceleratorState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    unset_hf_deepspeed_config()
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
@@ -311,7 +319,8 @@ def with_trainer(case: Case, folder: Path) -> None:
     import transformers
 
     reset_accelerate()
-    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # it refuses bf16 on CPUs
+    arguments_of: Any = transformers.training_args
+    arguments_of.is_torch_bf16_gpu_available = lambda: True  # it refuses bf16 on CPUs
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     config = ds_config(case) if case.program == "trainer" else None
     arguments = transformers.TrainingArguments(
@@ -331,7 +340,7 @@ def with_trainer(case: Case, folder: Path) -> None:
         deepspeed=config,
         disable_tqdm=True,
     )
-    rows = [{"input_ids": row, "labels": row} for _ in range(64) for row in batch(0)]
+    rows: Any = [{"input_ids": row, "labels": row} for _ in range(64) for row in batch(0)]
     trainer = transformers.Trainer(model=make_model(case), args=arguments, train_dataset=rows)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -341,13 +350,14 @@ def with_trainer(case: Case, folder: Path) -> None:
 
 def with_fsdp(case: Case, folder: Path) -> None:
     """Write with FSDP2 or FSDP1 and torch.distributed.checkpoint."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model: Any = make_model(case)
     if case.program != "fsdp1":
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -372,7 +382,9 @@ def with_fsdp(case: Case, folder: Path) -> None:
         if dist.get_rank() == 0:
             torch.save({"model": weights, "optimizer": states}, folder / "saved" / "state.pt")
     else:
-        dcp.save({"model": weights, "optimizer": states, "step": BEFORE}, checkpoint_id=str(folder / "saved"))
+        state_dict_saver.save(
+            {"model": weights, "optimizer": states, "step": BEFORE}, checkpoint_id=str(folder / "saved")
+        )
     full, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         plain = make_model(case)
@@ -394,17 +406,16 @@ PROGRAMS = {
 }
 
 
-def main(folder: Path, ranks: int, names: list[str]) -> None:
-    """Write the cases on so many ranks; a case that a program refuses leaves error.txt."""
+def start_ranks(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run `work` in forked ranks with a process group of gloo; exit with the worst code."""
     import accelerate  # noqa: F401 - imported once, before the ranks fork
     import deepspeed  # noqa: F401
     import torch.distributed.checkpoint
     import transformers  # noqa: F401
 
     torch.set_num_threads(1)
-    port = free_port()
-    fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=rank_main, args=(folder, rank, ranks, port, names)) for rank in range(ranks)]
+    port, fork = free_port(), multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_rank, args=(rank, ranks, port, work, arguments)) for rank in range(ranks)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -412,32 +423,28 @@ def main(folder: Path, ranks: int, names: list[str]) -> None:
     sys.exit(max(abs(worker.exitcode or 0) for worker in workers))
 
 
-def rank_main(folder: Path, rank: int, ranks: int, port: int, names: list[str]) -> None:
-    """Write every case as one rank."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCH_EXTENSIONS_DIR": str(ops_folder()),
-    }
-    import traceback
-
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in named.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCH_EXTENSIONS_DIR": str(ops_folder())}
     import deepspeed
 
     deepspeed.init_distributed("gloo")
+    work(*arguments)
+    dist.destroy_process_group()
+
+
+def write_all(folder: Path, names: list[str]) -> None:
+    """Write the cases as one rank; a case that a program refuses leaves error-RANK.txt."""
     for name in names:
-        case, place = CASES[name], folder / f"{name}-{ranks}"
+        case, place = CASES[name], folder / f"{name}-{dist.get_world_size()}"
         place.mkdir(parents=True, exist_ok=True)
         try:
             PROGRAMS[case.program](case, place)
         except Exception:
-            (place / f"error-{rank}.txt").write_text(traceback.format_exc())
+            (place / f"error-{dist.get_rank()}.txt").write_text(traceback.format_exc())
         dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(CASES))
+    start_ranks(int(sys.argv[2]), write_all, Path(sys.argv[1]), sys.argv[3:] or list(CASES))

@@ -15,8 +15,11 @@ import json
 import math
 import os
 import statistics
+import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,14 @@ from zerofit.app.planning.request import PlanningRequest
 from zerofit.app.planning.search_setup import SearchSetup, setup_of
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees
+from zerofit.plan.interval import LONG, class_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients
 from zerofit.plan.search import timer_of
 from zerofit.plan.space import space_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import find_device
+from zerofit.spec.errors import ModelError, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import AttentionKernel
@@ -49,6 +54,16 @@ ONE_THREAD = ("deepcompile-offload",)  # `accelerate launch` sets OMP_NUM_THREAD
 # tables whose own script asks for page-locked memory (insights/when-to-upgrade-gpus/benchmark.py:141 in their source);
 # DeepSpeed's default is pageable before 0.19.5, which no source has
 PINNED = ("stas-h200", "stas-b200")
+# what errors are listed by, besides the tables
+KINDS: dict[str, Callable[[Case], bool]] = {
+    "DeepSpeed": lambda case: case["stack"] != "other",
+    "DeepSpeed, Hugging Face": lambda case: case["stack"] == "hf-deepspeed",
+    "16K tokens and more": lambda case: (case["seq_len"] or 0) >= LONG,
+    "offloading": lambda case: case["offload_optimizer"] != "none",
+    "tensor parallel": lambda case: case["tp"] > 1,
+    "pipelines": lambda case: case["pp"] > 1,
+    "several nodes": lambda case: case["nodes"] > 1,
+}
 SAME_SPEED = 0.03  # published figures that differ by less say nothing of an order
 
 
@@ -64,12 +79,16 @@ def main() -> None:
     os.environ["ZEROFIT_CACHE"] = str(arguments.cache)
     cases: list[Case] = json.loads(arguments.cases.read_text())["cases"]
     judge = Judge(cases, arguments.cache)
+    cases = judge.cases
     ratios, left_out = judge.ratios(FITTED), judge.left_out()
     print("fitted to all:", judge.fit(cases))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     result = {
+        "date": f"{datetime.now():%Y-%m-%d}",
+        "commit": commit.strip(),
         **summary(cases, ratios),
         "left_out": summary(cases, left_out),
-        **intervals(cases, left_out),
+        **intervals(cases, left_out, judge.classes()),
         "coefficients": asdict(FITTED),
     }
     show(result)
@@ -83,29 +102,39 @@ class Judge:
     """Forecasts of all cases for given coefficients, and coefficients fitted to some of the cases."""
 
     def __init__(self, cases: list[Case], cache: Path):
-        self._cases = cases
-        self._planned = [planned(case, cache) for case in cases]
+        self.cases: list[Case] = []  # those that plan forecasts
+        self._planned: list[tuple[SearchSetup, Cluster, list[PlannedLayout]]] = []
+        for case in cases:
+            try:
+                self._planned.append(planned(case, cache))
+                self.cases.append(case)
+            except (UserError, ModelError) as error:
+                print(f"{case['id']}: no forecast: {error}")
         self._known: dict[Coefficients, dict[str, float]] = {}
 
     def ratios(self, coefficients: Coefficients) -> dict[str, float]:
         """Return forecast / published speed of each case: the fastest of the layouts that its source leaves open."""
         if coefficients not in self._known:
             found = self._known.setdefault(coefficients, {})
-            for case, (setup, cluster) in zip(self._cases, self._planned, strict=True):
+            for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
                 timer = timer_of(setup.profile, cluster, setup.request, fitted=coefficients)
-                space = space_of(setup.profile, cluster, setup.request)
-                rows = [row for family in space.families for row in family if is_row(case, row)]
-                speeds = [row.global_batch / timer.step(row).step_s for row in rows]
-                assert speeds, (case["id"], space.left_out)
-                found[case["id"]] = max(speeds) / case["published_samples_per_s"]
+                speed = max(row.global_batch / timer.step(row).step_s for row in rows)
+                found[case["id"]] = speed / case["published_samples_per_s"]
         return self._known[coefficients]
+
+    def classes(self) -> dict[str, str]:
+        """Return the class of each case, as the plan gives it."""
+        found = {}
+        for case, (setup, cluster, rows) in zip(self.cases, self._planned, strict=True):
+            found[case["id"]] = class_of(rows[0], setup.profile.task, setup.profile.seq_len, cluster.nodes)
+        return found
 
     def left_out(self) -> dict[str, float]:
         """Return each case's ratio by coefficients that were fitted without its source's figures."""
         ratios = {}
-        for source in dict.fromkeys(map(source_of, self._cases)):
-            fitted = self.fit([case for case in self._cases if source_of(case) != source])
-            mine = [case["id"] for case in self._cases if source_of(case) == source]
+        for source in dict.fromkeys(map(source_of, self.cases)):
+            fitted = self.fit([case for case in self.cases if source_of(case) != source])
+            mine = [case["id"] for case in self.cases if source_of(case) == source]
             ratios |= {key: self.ratios(fitted)[key] for key in mine}
         return ratios
 
@@ -135,15 +164,29 @@ class Judge:
         )
 
 
-def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster]:
-    """Return the plan's request for a case, as options of `zerofit plan` make it."""
-    cluster, options = cluster_of(case), options_of(case)
+def planned(case: Case, cache: Path) -> tuple[SearchSetup, Cluster, list[PlannedLayout]]:
+    """Return the plan's request for a case, as options of `zerofit plan` make it, and its rows with the case's layout.
+
+    FSDP is planned as FSDP2 where that is forecast, else as ZeRO-3. Raises UserError and ModelError.
+    """
+    cluster, options, file = cluster_of(case), options_of(case), profile_of(case, cache)
     image = f"image:{case['image']}" if case["image"] else None
-    engine = "fsdp2" if "FSDP" in case["framework"] and case["tp"] == 1 else "deepspeed"
-    if engine == "fsdp2":
-        del options["zero_stage"]
-    request = PlanningRequest(profile=profile_of(case, cache), image=image, engines=(engine,), pins=options)
-    return setup_of(cluster, request, Reporter())[0], cluster
+    left_out: dict[str, tuple[Problem, int]] = {}
+    for engine in ("fsdp2", "deepspeed") if "FSDP" in case["framework"] else ("deepspeed",):
+        pins: Any = {name: value for name, value in options.items() if engine == "deepspeed" or name != "zero_stage"}
+        request = PlanningRequest(profile=file, image=image, engines=(engine,), pins=pins)
+        setup = setup_of(cluster, request, Reporter())[0]
+        space = space_of(setup.profile, cluster, setup.request)
+        if rows := [row for family in space.families for row in family if is_row(case, row)]:
+            return setup, cluster, rows
+        left_out |= space.left_out
+    raise UserError(*(problem for problem, _ in left_out.values()))
+
+
+def is_row(case: Case, row: PlannedLayout) -> bool:
+    """Return whether a row has the case's sharding: buckets and overlap are open, FSDP2's resharding is not."""
+    reshard = "SHARD_GRAD_OP" not in case["framework"]
+    return not row.by_layer or (row.replicas == 1 and row.reshard == reshard)
 
 
 def options_of(case: Case) -> LayoutPins:
@@ -171,13 +214,6 @@ def options_of(case: Case) -> LayoutPins:
     if case["table"] in ONE_THREAD:
         options["cpu_threads"] = 1
     return options
-
-
-def is_row(case: Case, row: PlannedLayout) -> bool:
-    """Return whether a row of the plan has the sharding of a case: FSDP2 resharded or not, in one group."""
-    return row.engine == "deepspeed" or (
-        row.replicas == 1 and row.reshard == ("SHARD_GRAD_OP" not in case["framework"])
-    )
 
 
 def attention_of(case: Case) -> AttentionKernel:
@@ -240,7 +276,7 @@ def summary(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:
     right, pairs = order(cases, ratios)
     return {
         "all": errors(cases, ratios),
-        "DeepSpeed": errors([case for case in cases if case["stack"] != "other"], ratios),
+        **{kind: errors(mine, ratios) for kind, belongs in KINDS.items() if (mine := list(filter(belongs, cases)))},
         "median_of_tables": round(statistics.median(row["median"] for row in by_table.values()), 4),
         "pairs_in_order": right,
         "pairs": pairs,
@@ -270,13 +306,14 @@ def order(cases: list[Case], ratios: dict[str, float]) -> tuple[int, int]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the summary."""
-    left_out = {f"{name}, left out": result["left_out"][name] for name in ("all", "DeepSpeed")}
-    rows = {"all": result["all"], "DeepSpeed": result["DeepSpeed"], **left_out, **result["tables"]}
+    kinds = [kind for kind in ("all", *KINDS) if kind in result]
+    left_out = {f"{kind}, left out": result["left_out"][kind] for kind in kinds}
+    rows = {**{kind: result[kind] for kind in kinds}, **left_out, **result["tables"]}
     for name, row in rows.items():
-        print(f"{name:22s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
+        print(f"{name:34s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
     pairs = f"{result['pairs_in_order']} of {result['pairs']} pairs of layouts in the right order"
     print(f"median of tables {result['median_of_tables']:g}; {pairs}")
-    print(f"80 % intervals widened by {result['wider']:g} have of figures of other sources", result["coverage"])
+    print("80 % intervals have of figures of other sources", result["coverage"], "widened by", result["wider"])
 
 
 if __name__ == "__main__":

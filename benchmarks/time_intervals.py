@@ -5,70 +5,77 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
-from zerofit.plan.interval import CLASSES, class_of
+from zerofit.plan.interval import CLASSES
 
 Case = dict[str, Any]
-WIDER = tuple(round(1 + 0.05 * n, 2) for n in range(21))  # how far intervals may be widened
+Classed = dict[str, list[Case]]
+WIDER = tuple(round(0.5 + 0.05 * n, 2) for n in range(71))  # factors on an interval's distance from its middle
+FEW_SOURCES = 3  # a class with figures of fewer sources takes those of all texts, too
+COVERED = 0.8
 
 
-def intervals(cases: list[Case], ratios: dict[str, float]) -> dict[str, Any]:
+def intervals(cases: list[Case], ratios: Mapping[str, float], class_by_id: Mapping[str, str]) -> dict[str, Any]:
     """Return for each class how many figures it has, and the middle 80 % of published / forecast step time.
 
-    Sources lie further apart than the figures of one: intervals are widened about their middle until 80 % of the
-    figures lie within what the other sources tell. `coverage` says how many do. `pairs`: the same of one layout's
-    step time where another of the same model and machine is known.
+    Sources lie further apart than the figures of one. So each class is widened about its middle until 80 % of its
+    figures lie within what the other sources tell. `coverage` says how many do. `pairs`: the same of one layout's step
+    time where another of the same model and machine is known.
     """
-    classed = {name: [case for case in cases if class_of_case(case) == name] for name in CLASSES}
-    coverages = {wider: coverage(classed, ratios, wider) for wider in WIDER}
-    wider = min(coverages, key=lambda one: (abs(coverages[one]["all"] - 0.8), one))
-    spans = {name: interval(classed, ratios, name, wider) for name in classed}
+    classed = {name: [case for case in cases if class_by_id[case["id"]] == name] for name in CLASSES}
+    classed = {name: found for name, found in classed.items() if found}
+    wider = {name: _wider(classed, ratios, name) for name in classed}
+    spans = {name: span(pool(classed, name), ratios, wider[name]) for name in classed if len(pool(classed, name)) > 1}
+    inside = {name: covered(classed, ratios, name, wider[name]) for name in classed}
     pairs = [ratios[a["id"]] / ratios[b["id"]] for group in alike(cases) for a, b in itertools.permutations(group, 2)]
-    tenths = statistics.quantiles(pairs, n=10, method="inclusive")
+    tenths = statistics.quantiles(pairs, n=10, method="inclusive") if pairs else [1.0]
+    every = [within for found in inside.values() for within in found]
     return {
         "classes": {name: [len(classed[name]), round(low, 2), round(high, 2)] for name, (low, high) in spans.items()},
         "wider": wider,
-        "coverage": coverages[wider],
+        "coverage": {name: round(mean(found), 3) for name, found in {**inside, "all": every}.items()},
         "pairs_interval": [len(pairs) // 2, round(tenths[0], 2), round(tenths[-1], 2)],
     }
 
 
-def class_of_case(case: Case) -> str | None:
-    """Return the class of a figure; None for texts on other engines than DeepSpeed's, with which zerofit trains."""
-    if not case["image"] and case["stack"] == "other":
-        return None
-    return class_of("image" if case["image"] else "causal-lm", case["offload_optimizer"])
+def mean(inside: list[bool]) -> float:
+    """Return the share of figures inside; all of none."""
+    return statistics.mean(inside) if inside else 1.0
 
 
-def interval(classed: dict[str, list[Case]], ratios: dict[str, float], name: str, wider: float) -> tuple[float, float]:
-    """Return the 10th and 90th percentile of a class, moved away from the median, as shares of the forecast.
-
-    An offloaded optimizer is not known better than DeepSpeed's engine as a whole.
-    """
-    pools = [classed[name]]
-    if name == "offload":
-        pools.append(classed["offload"] + classed["text"])
-    spans = []
-    for pool in pools:
-        logs = [math.log(ratios[case["id"]]) for case in pool]
-        if len(logs) > 1:
-            tenths = statistics.quantiles(logs, n=10, method="inclusive")
-            low, middle, high = tenths[0], tenths[4], tenths[-1]
-            spans.append((middle - wider * (middle - low), middle + wider * (high - middle)))
-    return math.exp(min(low for low, _ in spans)), math.exp(max(high for _, high in spans))
+def _wider(classed: Classed, ratios: Mapping[str, float], name: str) -> float:
+    """Return the factor with which a class covers 80 % of its figures."""
+    shares = {wider: mean(covered(classed, ratios, name, wider)) for wider in WIDER}
+    return min(shares, key=lambda wider: (abs(shares[wider] - COVERED), wider))
 
 
-def coverage(classed: dict[str, list[Case]], ratios: dict[str, float], wider: float) -> dict[str, float]:
-    """Return the share of figures within the interval that is made without their source, by class and of all."""
-    inside: dict[str, list[bool]] = {name: [] for name in classed}
-    for name, mine in classed.items():
-        for source in dict.fromkeys(map(source_of, mine)):
-            others = {key: [case for case in of if source_of(case) != source] for key, of in classed.items()}
-            low, high = interval(others, ratios, name, wider)
-            inside[name] += [low <= ratios[case["id"]] <= high for case in mine if source_of(case) == source]
-    everything = [one for found in inside.values() for one in found]
-    return {name: round(statistics.mean(found), 3) for name, found in {**inside, "all": everything}.items()}
+def pool(classed: Classed, name: str, without: str = "") -> list[Case]:
+    """Return the figures that tell a class's interval, without a source."""
+    mine = [case for case in classed[name] if source_of(case) != without]
+    if name == "image" or len(set(map(source_of, mine))) >= FEW_SOURCES:
+        return mine
+    texts = (case for key, cases in classed.items() if key != "image" for case in cases)
+    return mine + [case for case in texts if source_of(case) != without]
+
+
+def span(cases: list[Case], ratios: Mapping[str, float], wider: float) -> tuple[float, float]:
+    """Return the 10th and 90th percentile, moved away from the median, as shares of the forecast."""
+    tenths = statistics.quantiles((math.log(ratios[case["id"]]) for case in cases), n=10, method="inclusive")
+    low, middle, high = tenths[0], tenths[4], tenths[-1]
+    return math.exp(middle - wider * (middle - low)), math.exp(middle + wider * (high - middle))
+
+
+def covered(classed: Classed, ratios: Mapping[str, float], name: str, wider: float) -> list[bool]:
+    """Return for each figure of a class whether the interval that is made without its source contains it."""
+    inside: list[bool] = []
+    for source in dict.fromkeys(map(source_of, classed[name])):
+        if len(pool(classed, name, source)) < 2:
+            continue
+        low, high = span(pool(classed, name, source), ratios, wider)
+        inside += [low <= ratios[case["id"]] <= high for case in classed[name] if source_of(case) == source]
+    return inside
 
 
 def alike(cases: list[Case]) -> list[list[Case]]:

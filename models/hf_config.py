@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,12 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: ModelArgs):
         _refuse_no_layers(source.name, config)
         _fit(source, config, inputs, args)
     return config
+
+
+def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's arguments on which its costs depend: fused attention kernels differ in rates alone."""
+    fused = model_args.get(ATTENTION) in ATTENTION_KERNELS and model_args[ATTENTION] != "eager"
+    return {name: value for name, value in model_args.items() if name != ATTENTION or not fused}
 
 
 @contextmanager

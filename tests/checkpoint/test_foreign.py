@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from tests.checkpoint.conftest import RUNS
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.full_state import FullState
@@ -137,12 +141,23 @@ def other_step(saved: Path) -> None:
     torch.save(content, file)
 
 
+def text(saved: Path) -> None:
+    next(saved.glob("*/*pp_rank_1_*optim_states.pt")).write_text("<html>404</html>")
+
+
 def half_written(saved: Path) -> None:
     (saved / "global_step4").mkdir()
     (saved / "latest").write_text("global_step4")
 
 
-DAMAGE = {lose_rank: "missing", truncate: "truncated", flip: "changed", other_step: "mixed", half_written: "misplaced"}
+DAMAGE = {
+    text: "unreadable",
+    lose_rank: "missing",
+    truncate: "truncated",
+    flip: "changed",
+    other_step: "mixed",
+    half_written: "misplaced",
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
@@ -172,3 +187,91 @@ def test_what_it_is(runs, tmp_path):
     assert Checkpoint(saved).describe().name == "a checkpoint by DeepSpeed: ZeRO-3, 2 ranks, step 3"
     (row,) = Checkpoint.list(saved).checkpoints
     assert (row.step, row.world_size, row.layout.zero_stage, row.problems) == (3, 2, 3, [])
+
+
+def test_export_is_what_the_run_exported(runs, tmp_path):
+    """Names, ties and the type come from the files and config.json, and not from the run."""
+    saved, own = plain(runs, "zero3-bf16", tmp_path)
+    Checkpoint(own).export(tmp_path / "ours")
+    shutil.copyfile(tmp_path / "ours/config.json", saved / "config.json")
+    result = Checkpoint(saved).export(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and result.dtype == "bf16"
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+
+
+def test_export_without_a_config_keeps_the_names(distributed, tmp_path):
+    Checkpoint(distributed).export(tmp_path / "out")
+    model, _ = trained_model()
+    model.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
+
+
+def test_a_run_resumes_from_plain_deepspeed_in_another_layout(runs, pools, tmp_path):
+    """The next loss is that of the run that wrote the files."""
+    saved, own = plain(runs, "zero3-bf16", tmp_path)
+    step2 = own.with_name("step-00000002")
+    shutil.rmtree(saved / "global_step3")
+    shutil.copytree(step2 / "state", saved / "global_step2")
+    (saved / "latest").write_text("global_step2")
+    text = runs("zero3-bf16").job.run.data
+    how = {**RUNS["zero3-bf16"], "data": text, "ds_config": "zero1"}
+    resumed = pools(2).train(tmp_path / "run", **how, resume=str(saved))
+    assert [row["step"] for row in resumed.steps] == [3]
+    assert resumed.losses[0] == pytest.approx(runs("zero3-bf16").losses[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_itself_reads_what_is_written_for_it(runs, tmp_path, stage):
+    """On three ranks, with its own script; the states are those of the run."""
+    saved, own = plain(runs, "zero2", tmp_path)
+    for source, out in ((saved, tmp_path / "a"), (own, tmp_path / "b")):
+        result = Checkpoint(source).convert(out, to="deepspeed", ranks=3, stage=stage)
+        assert result.tag == "global_step3" and Checkpoint(out).verify().ok
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(out))
+        ours, theirs = FullState(own), FullState(out)
+        for name in ours.names:
+            assert torch.equal(weights[name], ours.read(name))
+            for kind in ours.kinds(name):
+                assert torch.equal(theirs.read(name, kind), ours.read(name, kind))
+        assert [len(group.names) for group in theirs.groups] == [len(group.names) for group in FullState(saved).groups]
+
+
+def test_fsdp_itself_reads_what_is_written_for_it(tmp_path):
+    model, optimizer = trained_model()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    Checkpoint(tmp_path / "state.pt").convert(tmp_path / "out", to="dcp")
+    fresh, moments = trained_model()
+    torch.nn.init.zeros_(fresh[0].weight)
+    weights, states = get_state_dict(fresh, moments)
+    states["state"]["0.weight"]["exp_avg"].zero_()
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert torch.equal(weights["0.weight"], model[0].weight)
+    assert torch.equal(states["state"]["0.weight"]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+def test_deepspeed_needs_ranks_and_stage(tmp_path):
+    with pytest.raises(UserError, match="--ranks"):
+        Checkpoint(tmp_path).convert(tmp_path / "out", to="deepspeed")
+
+
+def test_repair_takes_the_weights_of_the_model_states(runs, tmp_path):
+    """A lost rank's master weights become those of the model states, and its optimizer states zero."""
+    saved, own = plain(runs, "zero2", tmp_path)
+    lose_rank(saved)
+    with pytest.raises(UserError, match="pp_rank_1_mp_rank_00_optim_states\\.pt is missing"):
+        Checkpoint(saved).convert(tmp_path / "out", to="deepspeed", ranks=2, stage=2)
+    Checkpoint(saved).convert(tmp_path / "out", to="deepspeed", ranks=2, stage=2, repair=True)
+    ours, theirs = FullState(own), FullState(tmp_path / "out")
+    for name in ours.names:  # the run is in float32: its model states are the master weights
+        assert torch.equal(theirs.read(name), ours.read(name))
+    lost = [name for name in ours.names if not theirs.read(name, "exp_avg").any()]
+    kept = [name for name in ours.names if torch.equal(theirs.read(name, "exp_avg"), ours.read(name, "exp_avg"))]
+    assert lost and kept and len(lost) + len(kept) >= len(ours.names) - 2  # a partition ends within at most 2
+
+
+def test_a_lost_rank_of_stage_three_cannot_be_repaired(runs, tmp_path):
+    saved, _ = plain(runs, "zero3-bf16", tmp_path)
+    lose_rank(saved)
+    with pytest.raises(UserError, match="no file has its weights"):
+        Checkpoint(saved).export(tmp_path / "out", repair=True)

@@ -54,7 +54,7 @@ def test_one_figure_scales_all_layouts(stored):
 
 
 def test_the_figure_narrows_the_intervals(stored):
-    assert PAIRS.high / PAIRS.low < min(one.high / one.low for one in CLASSES.values())
+    assert PAIRS.high / PAIRS.low < CLASSES["text"].high / CLASSES["text"].low
     found = asked(*stored, *MINE, "--measured", "0.05s", "--top", 500)
     for row in found["layouts"]:
         low, high = row["step_s_range"]

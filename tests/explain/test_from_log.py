@@ -105,6 +105,33 @@ def test_a_notebook_and_a_rich_traceback():
     assert explained(notebook).phase == explained(rich).phase == "backward"
 
 
+CPU = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+)
+CPU += "to allocate 4096000 bytes. Error code 12 (Cannot allocate memory)"
+
+
+def test_on_a_cpu_rank_the_phase_names_the_cause():
+    for cause in ("activations", "logits", "evaluation", "generation"):
+        assert explained(PHASES[cause][0].replace(full(), CPU)).cause == cause
+    later = "".join(f"step {step} loss: 1.0\n" for step in range(5)) + traceback("loss.backward()", error=CPU)
+    assert not explained(later).is_known and "rss" in explained(later).run_next
+    offloaded = ("deepspeed/ops/adam/cpu_adam.py", 9, "step", "self.ds_opt_adam.adam_update(")
+    assert explained(traceback("engine.step()", offloaded, error=CPU)).cause == "offloaded-states"
+
+
+def test_the_kernels_report_of_a_control_group():
+    kernel = (
+        "[17.1] python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0\n"
+        "[17.2] memory: usage 1048576kB, limit 1048576kB, failcnt 123\n"
+        "[17.3] oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),task=python,pid=4021,uid=0\n"
+        "[17.4] Memory cgroup out of memory: Killed process 4021 (python) total-vm:9000000kB, anon-rss:1020000kB, "
+        "file-rss:4096kB, shmem-rss:0kB, UID:0 pgtables:4000kB"
+    )
+    figures = explained(kernel).figures
+    assert (figures.limit_bytes, figures.process_bytes) == (GIB, (1020000 + 4096) << 10)
+
+
 def test_memory_that_grows_with_each_step_is_a_leak():
     lines = []
     for step in range(8):

@@ -117,6 +117,14 @@ def test_compressed(written):
     assert is_pickle(path) and explain_snapshot(path).cause == "activations"
 
 
+@pytest.mark.parametrize("frames", [3, "ab", [3, None], [{"filename": 3, "line": "x"}], [{}]])
+def test_frames_of_a_wrong_form_are_left_out(written, frames):
+    run = ran_out_in_forward(2)
+    for event in run.trace:
+        event["frames"] = frames
+    assert sum(explain_snapshot(written(run.snapshot())).alive.values()) == 64 * MIB
+
+
 class Harmful:
     """Runs a command when it is unpickled."""
 

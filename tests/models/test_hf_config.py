@@ -14,7 +14,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Mamba2Config
 
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, find, source_config, source_of
-from zerofit.models.hf_config import make_config, notes_of_config
+from zerofit.models.hf_config import make_config, notes_of_config, traced_args
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.model_facts import width
 from zerofit.spec.run import Run
@@ -106,6 +106,8 @@ def test_an_attention_kernel_is_an_argument_as_in_transformers(tmp_path, offline
     source = find(written(tmp_path))
     found = {name: make_config(source, None, {"attn_implementation": name}) for name in ("eager", "flash_attention_2")}
     assert [config._attn_implementation for config in found.values()] == ["eager", "sdpa"]
+    assert traced_args({"attn_implementation": "flash_attention_2", "n_layer": 2}) == {"n_layer": 2}
+    assert traced_args({"attn_implementation": "eager"}) == {"attn_implementation": "eager"}
     with pytest.raises(ModelError, match="attn_implementation is 'flash'"):
         make_config(source, None, {"attn_implementation": "flash"})
 

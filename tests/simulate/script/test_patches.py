@@ -16,7 +16,19 @@ from tests.simulate.test_patches import C10D, Reason, definition, value_of
 from zerofit.simulate.fakes import quantized as bits
 from zerofit.simulate.memory.ledger import Ledger
 from zerofit.simulate.ops.streams import Streams
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lengths, pretrained, writes
+from zerofit.simulate.script import (
+    cuda,
+    distributed,
+    generation,
+    gpu,
+    host,
+    kernels,
+    launchers,
+    lengths,
+    pretrained,
+    recurrent,
+    writes,
+)
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
@@ -26,6 +38,8 @@ MESH = "torch.distributed.device_mesh"
 PARAMETER, INIT = "torch.nn.parameter", "torch.distributed.fsdp._init_utils"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
+GRAPHS, GENERATION = "torch.cuda._graph_annotations", "transformers:GenerationMixin"
+LOOPS = ("_sample", "_beam_search", "_beam_search_has_unfinished_sequences")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
@@ -52,7 +66,25 @@ PATCHES = {
             )
         ],
     ),
-    "compiling": (["torch:compile", "torch.nn:Module.compile"], []),
+    "compiling": (
+        ["torch:compile", "torch.nn:Module.compile", "torch.nn.attention.flex_attention:create_block_mask"],
+        [],
+    ),
+    "graphs": (
+        ["torch.cuda:CUDAGraph", "torch.cuda:graph_pool_handle", f"{GRAPHS}:maybe_stamp_capture_root"],
+        [],
+    ),
+    "generation": (
+        [f"{GENERATION}.{name}" for name in ("generate", "_update_model_kwargs_for_generation", *LOOPS)],
+        [
+            Reason(
+                "transformers.generation.utils",
+                "GenerationMixin._sample",
+                "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
+                "unfinished_sequences = unfinished_sequences & ~stopping_criteria(input_ids, scores)",
+            )
+        ],
+    ),
     "triton_kernels": ([], []),
     "handles": (["torch.distributed:Work.wait"], []),
     "fetched_parameters": (
@@ -100,6 +132,17 @@ PATCHES = {
     "sharded_shapes": (
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
+    ),
+    "sparse_gradients": (["torch:embedding", "torch:embedding_bag", "torch.optim:SparseAdam.step"], []),
+    "recurrent_layers": (
+        [
+            *(f"torch._VF:{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence")),
+            "torch.nn:RNNBase.flatten_parameters",
+        ],
+        [
+            Reason("torch.nn.modules.rnn", "LSTM.forward", "self input hx", "result = _VF.lstm("),
+            Reason("torch.nn.modules.rnn", "GRU.forward", "self input hx", "result = _VF.gru("),
+        ],
     ),
     "higher_order_ops": (
         ["torch:cond", "torch._higher_order_ops.cond:_get_current_dispatch_mode"],
@@ -209,7 +252,21 @@ def test_every_patch_is_listed():
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lengths):
+    patched = (
+        host,
+        distributed,
+        kernels,
+        recurrent,
+        pretrained,
+        bits,
+        writes,
+        gpu,
+        cuda,
+        launchers,
+        lengths,
+        generation,
+    )
+    for module in patched:
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

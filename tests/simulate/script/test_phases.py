@@ -12,7 +12,7 @@ CHUNKED = """\
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +39,7 @@ for _ in range(50):
     optimizer.zero_grad()
 """
 SHARDED = {
-    "fully_shard(net, mesh=mesh)": "FSDP2 (dp_shard 2)",
+    "fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))": "FSDP2 (dp_shard 2)",
     "from torch.distributed.fsdp import FullyShardedDataParallel as F; net.body = F(net.body)": "FSDP",
     "net.body = DistributedDataParallel(net.body)": "DDP",
     "": "",
@@ -52,5 +52,6 @@ def test_chunks_of_a_loss_are_one_backward(folder, wrap):
     assert [p.name for p in result.phases if p.step >= 0] == 2 * ["forward", "backward", "step"]
     seen = facts(result).facts
     assert seen.accumulation == 2 and seen.sharding == SHARDED[wrap]
+    assert seen.precision == ("bf16" if "bfloat16" in wrap else "fp32")
     said = dict(_facts(result))["run"]
     assert "ZeRO" not in said and said.endswith(f"rank 0 of 2{wrap and f', {SHARDED[wrap]}'}")

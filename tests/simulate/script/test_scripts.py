@@ -294,6 +294,7 @@ parser.parse_args(["--bf16"])
         ("import torch\ntorch.cuda.get_device_properties(0).later\n", "zerofit cannot simulate this", "report it"),
         ("import torch\ntorch.cuda.device_count(5)\n", "zerofit cannot simulate this", "report it"),
         ("raise AssertionError('to be moved to cuda but got simgpu:0')\n", "zerofit cannot simulate this", "report it"),
+        ("raise RuntimeError('to a storage on device \"meta\"')\n", "zerofit cannot simulate this", "report it"),
         (ENGINE, "before its engine ran an optimizer step", "at least one step"),
         (
             ENGINE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerofit.checkpoint.foreign import Foreign, foreign_at, foreign_in
 from zerofit.checkpoint.model_folder import refuse_existing
@@ -22,6 +22,7 @@ from zerofit.checkpoint.store import (
     store_of,
     verify,
 )
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run_folder import Batch, Layout
 from zerofit.spec.units import parse_bytes
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from zerofit.spec.run import Precision
 
 SHARD_SIZE = "1GiB"
+ConvertFormat = Literal["universal", "deepspeed", "dcp", "hf"]
+ADAPTERS = "adapter_config.json"  # of peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +199,8 @@ class Checkpoint:
         dtype: Precision | None = None,
         max_shard_size: str = SHARD_SIZE,
         merge: bool = False,
+        model: str | Path | None = None,
+        repair: bool = False,
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
@@ -204,27 +209,64 @@ class Checkpoint:
         Adapters are written in peft's format, or with `merge` merged into the full model. With `merge` the path may
         also be a folder of adapters, or of a run without checkpoints. `dtype`: of the parameters (default: the run's
         precision). `max_shard_size`: limit for the files of a transformers model. A custom model
-        `package.module:callable` is imported and called only with `trust_model_code`.
+        `package.module:callable` is imported and called only with `trust_model_code`. `model`: for another program's
+        checkpoint, the folder with config.json and the tokenizer, if they are not beside it. `repair` replaces the
+        master weights of a rank whose file is lost with those of DeepSpeed's model states.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
         from zerofit.checkpoint.adapters import adapters_of
-        from zerofit.checkpoint.export import export
+        from zerofit.checkpoint.export import export, export_foreign
 
         refuse_existing(Path(out))
+        merged = merge and (self.path / ADAPTERS).is_file()
+        if not is_own(self.path) and not merged and (found := foreign_at(self.path)):
+            config = Path(model) if model is not None else None
+            return export_foreign(found, Path(out), dtype, shard_bytes, config=config, repair=repair, report=report)
         adapters = adapters_of(self.path) if merge else None
         path = adapters or locate(self.path, deep=True, report=report)
         how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
         return export(path, Path(out), dtype, shard_bytes, **how)
 
-    def convert(self, out: str | Path, *, on_event: OnEvent | None = None) -> ConvertResult:
-        """Write a DeepSpeed universal checkpoint, which its engines can load on any number of ranks."""
+    def convert(
+        self,
+        out: str | Path,
+        *,
+        to: ConvertFormat = "universal",
+        ranks: int | None = None,
+        stage: int | None = None,
+        dtype: Precision | None = None,
+        repair: bool = False,
+        on_event: OnEvent | None = None,
+    ) -> ConvertResult:
+        """Write the checkpoint for another program.
+
+        `to`: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks` at ZeRO
+        `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed checkpoints) or
+        "hf" (weights only, like `export`). `dtype` of the weights (default: the training's). `repair` as in `export`;
+        the optimizer's states of the lost rank become zero.
+        """
         report = Reporter(on_event)
+        if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):
+            message = f"--to deepspeed needs --ranks (1 or more) and --stage (0 to 3); got {ranks} and {stage}"
+            hint = "the number of processes and the ZeRO stage of the run that loads it"
+            raise UserError(Problem(kind="usage", message=message, hint=hint, where="--ranks"))
+        if to == "hf":
+            result = self.export(out, dtype=dtype, repair=repair, on_event=on_event)
+            size = sum((result.out / file).stat().st_size for file in result.files)
+            from zerofit.checkpoint.universal import ConvertResult
+
+            return ConvertResult(out=result.out, tag="", parameters=result.parameters, bytes=size, format=to)
         report.status("importing torch ...")
+        from zerofit.checkpoint.deepspeed_writer import Target, convert_to
         from zerofit.checkpoint.universal import convert
 
         refuse_existing(Path(out))
-        return convert(locate(self.path, deep=True, report=report), Path(out), report)
+        path = locate(self.path, deep=True, report=report)
+        if to == "universal":
+            return convert(path, Path(out), report)
+        target = Target(ranks=ranks or 1, stage=stage or 0) if to == "deepspeed" else None
+        return convert_to(path, Path(out), target, dtype, repair=repair, report=report)
 
     def diff(
         self, other: Checkpoint | str | Path, *, states: bool = False, on_event: OnEvent | None = None

@@ -55,7 +55,8 @@ def explain(
     Args:
         what: the log of any program, a memory snapshot of torch, or a run folder; "-" is a log on standard input.
         command: what started the run; it is simulated, and compared with what was measured.
-        cluster: its hardware; None: this machine.
+        cluster: the hardware of the command (None: this machine). A run folder needs no command: with its hardware, its
+            run is simulated.
         on_event: gets progress.
 
     Raises UserError if the file cannot be read, or the command cannot be simulated.
@@ -71,11 +72,16 @@ def explain(
     """
     report = Reporter(on_event)
     found = _explained(what, report)
-    if command is None:
-        return found
-    from zerofit.app.simulation.scripts import simulate_script
+    if command is not None:
+        from zerofit.app.simulation.scripts import simulate_script
 
-    simulation = simulate_script(command, cluster, on_event=on_event)
+        simulation = simulate_script(command, cluster, on_event=on_event)
+    elif cluster is not None and Path(what).is_dir():
+        from zerofit.app.simulation.runs import simulate
+
+        simulation = simulate(RunFolder(Path(what)).run, cluster, on_event=on_event)
+    else:
+        return found
     simulation.knobs(on_event)
     return _with_simulation(found, simulation)
 

@@ -12,15 +12,25 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.foreign import MODEL_STATES, OPTIM_STATES, Foreign
-from zerofit.checkpoint.index import MASTER, EngineIndex, Location, RankIndex, SavedBuffer, Shard, incomplete
+from zerofit.checkpoint.index import (
+    MASTER,
+    EngineIndex,
+    Location,
+    ParameterGroup,
+    RankIndex,
+    SavedBuffer,
+    Shard,
+    incomplete,
+)
 from zerofit.checkpoint.optimizer_names import state_names
 from zerofit.checkpoint.store import STATE
 from zerofit.spec.errors import Problem, UserError
@@ -88,15 +98,17 @@ class DeepSpeedFiles:
         return name, self.load(name)
 
     def optimizer_ranks(self, mp: int) -> list[int]:
-        """Return the data parallel ranks of a model parallel rank's optimizer. Raises if a rank's file is missing."""
+        """Return the data parallel ranks that wrote an optimizer, also those whose file is lost."""
         ranks = sorted(dp for rank, dp in self.optimizers if rank == mp)
         first = self.load(self.optimizers[mp, ranks[0]])["optimizer_state_dict"]
-        counts = first.get("partition_count") or self.model(mp)[1].get("dp_world_size")
-        expected = max(counts) if isinstance(counts, list | tuple) else counts
-        if missing := sorted({*range(int(expected or len(ranks)))} - {*ranks}):
-            names = [self.optimizers[mp, ranks[0]].replace(f"pp_rank_{ranks[0]}_", f"pp_rank_{r}_") for r in missing]
-            raise incomplete(self.folder, f"written by {expected} ranks, but {', '.join(names)} is missing", MISSING)
-        return ranks
+        counts = first.get("partition_count") or self.model(mp)[1].get("dp_world_size") or len(ranks)
+        return [*range(max(*ranks, int(max(counts) if isinstance(counts, list | tuple) else counts) - 1) + 1)]
+
+    def lost(self, mp: int) -> dict[int, str]:
+        """Return the names of the optimizer's files that are missing, by rank."""
+        rank, name = next((dp, name) for (other, dp), name in self.optimizers.items() if other == mp)
+        missing = [dp for dp in self.optimizer_ranks(mp) if (mp, dp) not in self.optimizers]
+        return {dp: name.replace(f"pp_rank_{rank}_", f"pp_rank_{dp}_") for dp in missing}
 
 
 MISSING = "copy the files of all ranks into one folder; `zerofit ckpt verify` lists what is lost"
@@ -111,12 +123,12 @@ class _Parts:
     buffers: list[SavedBuffer] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    filled: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # elements found, by parameter
+    groups: list[ParameterGroup] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def add(self, name: str, shape: tuple[int, ...], start: int, numel: int, where: dict[str, Location]) -> None:
         self.order[name] = None
         self.shards.append(Shard(name=name, shape=shape, cut=None, start=start, numel=numel, where=where))
-        self.filled[name] += numel
 
 
 def deepspeed_index(found: Foreign) -> RankIndex:
@@ -136,6 +148,7 @@ def deepspeed_index(found: Foreign) -> RankIndex:
             _add_rest(files, whole, parts)
         _, state = files.model(files.model_ranks[0])
         counters = _counters(files, state)
+        parts.groups = parts.groups or _partitioned_groups(files, found.stage_three)
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
         message = f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})"
         raise incomplete(found.files, message) from None
@@ -148,6 +161,8 @@ def deepspeed_index(found: Foreign) -> RankIndex:
         counters=counters,
         unsupported=None,
         notes=parts.notes,
+        lost=parts.lost,
+        groups=parts.groups,
     )
     world = int(state.get("dp_world_size") or 1) * len(files.model_ranks)
     return RankIndex(world_size=world, engines={STATE: engine})
@@ -177,18 +192,68 @@ def _add_flat_groups(files: DeepSpeedFiles, mp: int, parts: _Parts) -> None:
     parts.ties |= state.get("shared_params") or {}
     done: dict[str, int] = defaultdict(int)
     already = set(parts.order)  # tied weights that an earlier pipeline stage also has
+    lost = files.lost(mp)
+    parts.lost += lost.values()
     for dp in files.optimizer_ranks(mp):
-        file = files.optimizers[mp, dp]
-        saved = files.load(file)["optimizer_state_dict"]
+        file = files.optimizers.get((mp, dp), "")
+        saved = files.load(file)["optimizer_state_dict"] if file else _lost_partition(files, mp)
         shuffled = (state.get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients")
         for group, fragments in enumerate(_fragments(saved, _groups(state), done, bool(shuffled))):
             for local, start, numel in fragments:
                 name = _global_name(local, dp, state)
                 if name in already or not numel:
                     continue
-                where = _flat_locations(files, file, saved, group, start)
+                if file:
+                    where = _flat_locations(files, file, saved, group, start)
+                else:
+                    where = _replaced(files, mp, name, done[name], saved["kinds"])
                 parts.add(name, shapes[local], done[name], numel, where)
                 done[name] += numel
+
+
+def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
+    """Return what is known about the partition of a lost file: its sizes and kinds, those of another rank's."""
+    _, state = files.model(mp)
+    if state.get("num_experts") or not state.get("module"):
+        raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)
+    known = next(name for (rank, _), name in files.optimizers.items() if rank == mp)
+    saved = files.load(known)["optimizer_state_dict"]
+    sizes, kinds = [], []
+    for group, flat in enumerate(saved["single_partition_of_fp32_groups"]):
+        places = _flat_locations(files, known, saved, group, 0)
+        padding = saved["group_paddings"][group] if saved.get("group_paddings") else 0
+        sizes.append(flat.numel() + int(padding))
+        kinds = [kind for kind in places if kind != MASTER]
+    flats = [torch.empty(size, device="meta") for size in sizes]
+    return {"single_partition_of_fp32_groups": flats, "kinds": kinds}
+
+
+def _replaced(files: DeepSpeedFiles, mp: int, name: str, start: int, kinds: list[str]) -> dict[str, Location]:
+    """Return what replaces a lost stretch: the weights of the model states, and zeros for the optimizer's states."""
+    model = files.at(files.model(mp)[0], ["module", name], start)
+    return {MASTER: model} | {kind: replace(model, lost=True) for kind in kinds}
+
+
+def _partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[ParameterGroup]:
+    """Return the optimizer's groups at stages 1 to 3; those of a pipeline's stages are joined."""
+    groups: list[ParameterGroup] = []
+    for mp, file in sorted(
+        (mp, name) for (mp, dp), name in files.optimizers.items() if dp == min(d for _, d in files.optimizers)
+    ):
+        saved = files.load(file)["optimizer_state_dict"]
+        base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict")
+        shapes = _groups(files.model(mp)[1])
+        entries = base["param_groups"] if isinstance(base, dict) else [{"params": [n]} for n in range(len(shapes))]
+        for number, entry in enumerate(entries):
+            own = entry["params"] if stage_three else [number]  # at stage 3 a group has sub-groups
+            names = [name for member in own if member < len(shapes) for name in shapes[member]]
+            settings = {key: value for key, value in entry.items() if key != "params"}
+            if number < len(groups):
+                names = [*groups[number].names, *(n for n in names if n not in groups[number].names)]
+                groups[number] = ParameterGroup(names, settings)
+            else:
+                groups.append(ParameterGroup(names, settings))
+    return groups
 
 
 def _fragments(
@@ -260,6 +325,8 @@ def _add_stage_three(files: DeepSpeedFiles, mp: int, parts: _Parts) -> None:
     shapes = {name: tuple(shape) for group in _groups(state) for name, shape in group.items()}
     parts.ties |= state.get("shared_params") or {}
     ranks = files.optimizer_ranks(mp)
+    if lost := files.lost(mp):
+        raise incomplete(files.folder, f"{', '.join(lost.values())} is missing, and no file has its weights", MISSING)
     for dp in ranks:
         file = files.optimizers[mp, dp]
         saved = files.load(file)["optimizer_state_dict"]
@@ -346,7 +413,9 @@ def _add_unpartitioned(files: DeepSpeedFiles, whole: dict[str, tuple[str, Keys, 
         if groups is None:
             parts.notes.append(f"the optimizer's states in {file} cannot be matched with the parameters' names")
             continue
-        for number, named in enumerate(groups):
+        for number, (named, entry) in enumerate(zip(groups, base["param_groups"], strict=True)):
+            settings = {key: value for key, value in entry.items() if key != "params"}
+            parts.groups.append(ParameterGroup([name for _, name in named], settings))
             for name, where in _unpartitioned_places(files, file, saved, number, named, whole):
                 if name not in parts.order:
                     parts.add(name, shapes[name], 0, math.prod(shapes[name]), where)
@@ -394,7 +463,8 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
     """Return the counters of the run, as `train.shard_index` writes them."""
     file = next(iter(files.optimizers.values()), None)
     saved = files.load(file)["optimizer_state_dict"] if file else (state.get("optimizer") or {})
-    schedule = state.get("lr_scheduler") or {}
+    # the run has its own curve, of which only the position is taken
+    schedule = state.get("lr_scheduler") or {"last_epoch": int(state.get("global_steps") or 0)}
     scaler = saved.get("loss_scaler")
     return {
         "step": step_count(saved),
@@ -402,6 +472,7 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
         "skipped_steps": int(state.get("skipped_steps") or 0),
         "global_samples": int(state.get("global_samples") or 0),
         "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
+        "schedule": state.get("lr_scheduler"),
         "loss_scaler": {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)} or None,
     }
 

@@ -5,30 +5,37 @@ Tensors are read and written one by one, so only the largest tensor must fit the
 
 from __future__ import annotations
 
+import math
+import re
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.adapters import is_adapters, read_adapters, write_adapters
+from zerofit.checkpoint.adapters import CONFIG, WEIGHTS, is_adapters, read_adapters, write_adapters
+from zerofit.checkpoint.foreign import Foreign, foreign_at
+from zerofit.checkpoint.foreign_facts import facts_of, model_config_folder
 from zerofit.checkpoint.full_state import FullState, full_model
 from zerofit.checkpoint.merge import TrainedPart, merged_weights
 from zerofit.checkpoint.model_folder import (
     ModelInfo,
+    TensorEntry,
     read_model_info,
     refuse_existing,
     refuse_small_disk,
     staged_folder,
+    write_file,
 )
 from zerofit.checkpoint.published import SHARD_BYTES, PublishedFiles, PublishedModel
-from zerofit.checkpoint.store import MANIFEST, Manifest, manifest_of
+from zerofit.checkpoint.store import MANIFEST, Manifest, is_own, manifest_of
 from zerofit.data.chat_template import CHAT_TEMPLATE, tokenizer_files
 from zerofit.models.build import build
-from zerofit.models.catalog import ModelError, ModelSource, source_of
+from zerofit.models.catalog import ModelError, ModelSource, find, source_of
 from zerofit.models.dtypes import DTYPES, NAMES, torch_name
 from zerofit.models.inputs import are_tokenized
 from zerofit.models.quantized import without_bits
@@ -38,8 +45,9 @@ from zerofit.spec.model_facts import Precision
 from zerofit.spec.named_code import refuse_foreign_code
 from zerofit.spec.units import shown_bytes
 
-if TYPE_CHECKING:
-    pass
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
+TOKENIZER_FILES += ("chat_template*", "generation_config.json", "preprocessor_config.json")
+ADAPTER_NAME = re.compile(r"(.*\.lora_(?:[AB]|embedding_[AB]|magnitude_vector))\.[^.]+(\.weight)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,8 @@ def export(
     report = report or Reporter()
     refuse_existing(out)
     report.status("building the model on the meta device ...")
+    if not is_own(checkpoint) and not is_adapters(checkpoint) and (found := foreign_at(checkpoint)):
+        return export_foreign(found, out, dtype, max_shard_bytes, report=report)
     if is_adapters(checkpoint):
         return _write(_of_adapters(checkpoint, dtype, trust_model_code), out, max_shard_bytes, report)
     manifest = manifest_of(checkpoint)
@@ -102,7 +112,9 @@ def export(
     reads_tokens = are_tokenized(manifest.inputs)
     exported = ExportedModel(
         published=PublishedModel(model, source.family == "transformers"),
-        tensors=lambda: ((name, state.read(state.ties.get(name, name))) for name in model.state_dict()),
+        tensors=lambda: (
+            (name, state.read(state.ties.get(name, name), dtype=_read_as(wanted))) for name in model.state_dict()
+        ),
         dtype=wanted,
         write_tokenizer=tokenizer_files(run.tokenizer, run.chat_template) if reads_tokens else None,
         info=ModelInfo.of_run(
@@ -115,6 +127,110 @@ def export(
         part = _part_of(manifest, model, source, state)
         exported = _merged(part, wanted, exported.write_tokenizer, exported.info)
     return _write(exported, out, max_shard_bytes, report)
+
+
+def export_foreign(
+    found: Foreign,
+    out: Path,
+    dtype: Precision | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    *,
+    config: Path | None = None,
+    repair: bool = False,
+    report: Reporter,
+) -> ExportResult:
+    """Write another program's weights: a Hugging Face folder, peft's adapters, or one safetensors file.
+
+    `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or the one above). Without
+    any, names are those in the checkpoint. `repair` replaces what a lost rank had. Raises UserError.
+    """
+    state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)
+    precision = facts_of(found).precision
+    wanted = dtype or cast("Precision", precision or NAMES.get(state.saved_dtype, "fp32"))
+    adapters = next((f for f in (found.path, found.path.parent) if is_adapters(f)), None)
+    if adapters is not None:
+        return _write_foreign_adapters(state, adapters, out, wanted)
+    if folder is None:
+        report.note(f"{found.path} has no config.json: names are the checkpoint's (--model FOLDER has a config)")
+    try:
+        model = _named_model(folder) if folder else _shape_model(state)
+    except ModelError as error:
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--model")) from None
+    parameters = dict(model.named_parameters())
+    if folder:
+        state.match(parameters)
+    firsts = {id(p): name for name, p in parameters.items()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if firsts[id(parameter)] != name and name not in state.names:
+            state.ties.setdefault(name, firsts[id(parameter)])
+    _check_names(model, state, found.path, without_frozen=False)
+    exported = ExportedModel(
+        published=PublishedModel(model, folder is not None),
+        tensors=lambda: (
+            (name, state.read(state.ties.get(name, name), dtype=_read_as(wanted))) for name in model.state_dict()
+        ),
+        dtype=wanted,
+        write_tokenizer=partial(_copy_tokenizer, folder) if folder else None,
+        info=None,
+    )
+    return _write(exported, out, max_shard_bytes, report)
+
+
+def _read_as(dtype: Precision) -> torch.dtype:
+    """Return the type to read in: half the memory for the largest tensor, but fp16's range is checked in float32."""
+    return torch.bfloat16 if dtype == "bf16" else torch.float32
+
+
+def _named_model(folder: Path) -> nn.Module:
+    """Build the model of a config.json on the meta device."""
+    with torch.device("meta"):
+        return build(replace(find(str(folder.absolute())), pretrained=None), None, {})
+
+
+def _shape_model(state: FullState) -> nn.Module:
+    """Return a module without code that has the checkpoint's names and shapes."""
+    model = nn.Module()
+    for name in state.tensors:
+        owner = model
+        *path, last = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        buffer = name in state.buffers
+        tensor = torch.empty(state.shape(name), dtype=state.read(name).dtype if buffer else None, device="meta")
+        if buffer:
+            owner.register_buffer(last, tensor)
+        else:
+            owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    return model
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Precision) -> ExportResult:
+    """Write peft's adapters: its names leave out the adapter's own name, and the frozen weights."""
+    names = {}
+    for name in state.names:
+        owner, _, rest = name.partition(".modules_to_save.")
+        if rest:
+            names[name] = f"{owner}.{rest.partition('.')[2]}"
+        elif match := ADAPTER_NAME.fullmatch(name):
+            names[name] = match[1] + match[2]
+    entries = [TensorEntry(name=new, shape=state.shape(old), dtype=DTYPES[dtype]) for old, new in names.items()]
+    old = {new: name for name, new in names.items()}
+    refuse_small_disk(out, sum(entry.bytes for entry in entries))
+    with staged_folder(out) as staging:
+        write_file(staging / WEIGHTS, entries, lambda name: state.read(old[name]), lambda count: None)
+        shutil.copyfile(source / CONFIG, staging / CONFIG)
+        _copy_tokenizer(source, staging)
+        files = sorted(path.name for path in staging.iterdir())
+    parameters = sum(math.prod(entry.shape) for entry in entries)
+    return ExportResult(out=out, files=files, parameters=parameters, dtype=dtype)
 
 
 def _part_of(manifest: Manifest, model: nn.Module, source: ModelSource, state: FullState) -> TrainedPart:

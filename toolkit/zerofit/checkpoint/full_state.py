@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zerofit.checkpoint.foreign import Foreign, foreign_at
 from zerofit.checkpoint.index import (
     MASTER,
     Location,
+    ParameterGroup,
     RankIndex,
     SavedBuffer,
     Shard,
@@ -52,10 +54,10 @@ class FullState:
     without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
     (`global_steps`, `step`, `loss_scaler`, ...); `notes` what the files lack. Raises UserError "incomplete-checkpoint"
     if the files do not cover every element exactly once or an index is invalid, "no-whole-view" if the layout does not
-    save all state.
+    save all state. With `repair` what a lost rank had is replaced, if other files have the weights.
     """
 
-    def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE):
+    def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
         self._folder, self._open = Path(checkpoint), {}
         self._shards: dict[str, list[Shard]] = defaultdict(list)
         self._buffers: dict[str, list[SavedBuffer]] = defaultdict(list)
@@ -63,6 +65,7 @@ class FullState:
         self.counters: dict[str, Any] = {}
         order: dict[str, None] = {}
         self.notes: list[str] = []
+        self.groups: list[ParameterGroup] = []
         for rank in _indexes(self._folder):
             for engine, prefix in engines.items():
                 if engine not in rank.engines:
@@ -75,7 +78,10 @@ class FullState:
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
+                if index.lost and not repair:
+                    raise self._incomplete(f"{', '.join(index.lost)} is missing")
                 self.notes += index.notes
+                self.groups += index.groups
                 for shard in index.parameters:
                     self._shards[prefix + shard.name].append(shard)
                 for buffer in index.buffers:
@@ -83,6 +89,20 @@ class FullState:
         self.names = list(order)
         self._check_names()
         self._check_coverage()
+
+    def match(self, wanted: Iterable[str]) -> None:
+        """Drop what a program's wrapper puts before the wanted names ("module.", "_forward_module.model.")."""
+        wanted = list(wanted)
+        if not wanted:
+            return
+        saved = {*self.names, *self._buffers, *self.ties}
+        ends = {name.removesuffix(wanted[0]) for name in saved if name.endswith(wanted[0])}
+        prefix = next((p for p in sorted(ends, key=len) if all(p + name in saved for name in wanted)), "")
+        self.names = [name.removeprefix(prefix) for name in self.names]
+        self.ties = {name.removeprefix(prefix): source.removeprefix(prefix) for name, source in self.ties.items()}
+        self.groups = [replace(g, names=[name.removeprefix(prefix) for name in g.names]) for g in self.groups]
+        self._shards = {name.removeprefix(prefix): shards for name, shards in self._shards.items()}
+        self._buffers = {name.removeprefix(prefix): buffers for name, buffers in self._buffers.items()}
 
     @property
     def buffers(self) -> list[str]:
@@ -108,27 +128,33 @@ class FullState:
             (shard.where[MASTER].file, shard.start, shard.numel) for shard in self._shards_of(name) if not shard.cut
         ]
 
-    def read(self, name: str, kind: str = MASTER) -> Tensor:
-        """Return a parameter or state in full shape as float32, or a buffer; only this tensor is in memory."""
+    def read(self, name: str, kind: str = MASTER, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a parameter or state in full shape as `dtype`, or a buffer; only this tensor is in memory."""
         if name in self._buffers:
             return self.buffer(name)
         shape = self.shape(name)
-        return self.read_flat(name, kind, 0, math.prod(shape)).view(shape)
+        return self.read_flat(name, kind, 0, math.prod(shape), dtype).view(shape)
 
-    def read_flat(self, name: str, kind: str, start: int, numel: int) -> Tensor:
-        """Return a part of the flattened full tensor, float32 (numel,), and read no more than needed.
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """The type of the first parameter in the files."""
+        shard = self._shards_of(self.names[0])[0]
+        return self._stored(shard, MASTER, 0, 1).dtype
+
+    def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a part of the flattened full tensor, (numel,), and read no more than needed.
 
         If the tensor is saved in shares, it is assembled first.
         """
         shards = self._shards_of(name)
         if any(shard.cut for shard in shards):
-            return self._join(shards, kind).view(-1)[start : start + numel]
+            return self._join(shards, kind).view(-1)[start : start + numel].to(dtype)
         parts: list[tuple[int, Tensor]] = []
         for shard in shards:
             first, end = max(start, shard.start), min(start + numel, shard.start + shard.numel)
             if first < end:
                 parts.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
-        out = torch.empty(numel)
+        out = torch.empty(numel, dtype=dtype)
         for offset, part in parts:
             out[offset : offset + len(part)] = part
         return out
@@ -161,6 +187,8 @@ class FullState:
     def _stored(self, shard: Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements of a shard from `start`, in the file's type and mapped memory."""
         where = shard.where[kind]
+        if where.lost:
+            return torch.zeros(numel)
         # mapped, so only the pages of this stretch are read from disk
         if where.raw:  # DeepSpeed's swap files on NVMe
             path, dtype = self._path(where.file), getattr(torch, where.raw)

@@ -69,6 +69,7 @@ class Location:
     offset: Count = 0  # in elements of the flattened tensor
     raw: Literal["float32", "bfloat16", "float16"] | None = None
     span: tuple[Count, Count] | None = None  # first byte, bytes
+    lost: bool = False  # the file is lost: the numbers are taken as zero
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,14 @@ class SavedBuffer:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """An optimizer's parameters, in order, and their settings (`lr`, `betas`, ...)."""
+
+    names: list[str]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class EngineIndex:
     """The part of an index of one engine; a GAN has two."""
 
@@ -104,6 +113,8 @@ class EngineIndex:
     counters: dict[str, Any]
     unsupported: str | None
     notes: list[str] = field(default_factory=list)  # what another program's files do not contain
+    lost: list[str] = field(default_factory=list)  # files whose tensors are replaced, which --repair accepts
+    groups: list[ParameterGroup] = field(default_factory=list)  # the optimizer's, if another program's files have them
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from zerofit.checkpoint.index import (
     MASTER,
     EngineIndex,
     Location,
+    ParameterGroup,
     RankIndex,
     SavedBuffer,
     Shard,
@@ -31,6 +32,7 @@ from zerofit.models.catalog import find
 from zerofit.spec.errors import Problem, UserError
 
 STATE_KEY = re.compile(r"(?:(?P<prefix>.*)\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_0-9]+)")
+GROUP_KEY = re.compile(r"optim\w*\.param_groups\.(?P<number>\d+)\.(?P<setting>\w+)")
 WEIGHTS = ("model", "state_dict", "module", "model_state_dict")  # keys of a state dict within a file
 STATES = ("optimizer", "optimizer_states", "optimizer_state_dict")
 STATISTICS = (".running_mean", ".running_var")  # batch norm's buffers
@@ -46,9 +48,10 @@ def _index(
         parameters=parameters,
         buffers=buffers,
         ties=more.get("ties", {}),
-        counters=blank | {"step": None, "global_steps": counters.get("step") or 0} | counters,
+        counters=blank | {"lr_scheduler": {"last_epoch": counters["global_steps"]}} | counters,
         unsupported=None,
         notes=more.get("notes", []),
+        groups=more.get("groups", []),
     )
     return RankIndex(world_size=world_size, engines={STATE: engine})
 
@@ -74,7 +77,8 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing, which rank 0 writes last", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
-    for place, stored in metadata.storage_data.items():
+    order = {key: number for number, key in enumerate(metadata.state_dict_metadata)}  # that of the state dict
+    for place, stored in sorted(metadata.storage_data.items(), key=lambda item: order[item[0].fqn]):
         if getattr(stored, "transform_descriptors", None):
             message = f"{folder / METADATA}: tensors are stored with {', '.join(stored.transform_descriptors)}"
             raise UserError(Problem(kind="no-whole-view", message=message, where=str(folder)))
@@ -129,7 +133,18 @@ def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Loc
     ranks = {shard.where[MASTER].file for shard in shards}
     counters = {"step": step, "global_steps": step or found.step or 0}
     notes = [] if states else ["it has no optimizer states"]
-    return _index(shards, counters, len(ranks), buffers, notes=notes)
+    return _index(shards, counters, len(ranks), buffers, notes=notes, groups=_distributed_groups(found, scalars))
+
+
+def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[ParameterGroup]:
+    """Return the optimizer's groups as `get_optimizer_state_dict` saves them."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, where in scalars.items():
+        if match := GROUP_KEY.fullmatch(key):
+            value = safe_load.load(found.path / where.file, span=where.span)
+            groups.setdefault(match["number"], {})[match["setting"]] = value
+    named = [dict(group) for _, group in sorted(groups.items(), key=lambda item: int(item[0])) if "params" in group]
+    return [ParameterGroup(list(group.pop("params")), group) for group in named]
 
 
 def _prefix(weights: list[str], states: list[str]) -> str:

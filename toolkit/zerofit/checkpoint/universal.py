@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.foreign import foreign_at
+from zerofit.checkpoint.foreign_facts import facts_of
 from zerofit.checkpoint.full_state import GAN_ENGINES, ONE_ENGINE, FullState
 from zerofit.checkpoint.index import HINT
 from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
-from zerofit.checkpoint.store import STATE, Manifest, folder_name, manifest_of
+from zerofit.checkpoint.store import STATE, Manifest, folder_name, is_own, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
@@ -45,6 +48,7 @@ class ConvertResult:
     tag: str
     parameters: int  # elements
     bytes: int
+    format: str = "universal"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object for `zerofit ckpt convert --json`."""
@@ -59,21 +63,16 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     """
     report = report or Reporter()
     refuse_existing(out)
-    manifest = manifest_of(checkpoint)
-    if manifest.frozen:
-        message = f"{checkpoint} has no frozen weights, but a universal checkpoint needs the full model"
-        hint = "`zerofit train --resume` reads it in any layout; `zerofit ckpt export --merge` writes the full model"
-        raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where="PATH"))
-    tag = folder_name(manifest.step)
-    engines = GAN_ENGINES if manifest.job.facts.task == "gan" else ONE_ENGINE
-    tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in engines}
-    states = {engine: FullState(checkpoint, {engine: ""}) for engine in engines}
+    sources, step, ranks = _sources(checkpoint)
+    tag = folder_name(step)
+    tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in sources}
+    states = {engine: FullState(checkpoint, {engine: ""}) for engine in sources}
     total = sum(4 * _numel(state, name) * len(state.kinds(name)) for state in states.values() for name in state.names)
     refuse_small_disk(out, total)
     with staged_folder(out) as staging:
         done = 0
         for engine, state in states.items():
-            for written in _write_engine(checkpoint / engine, state, manifest, staging / tags[engine]):
+            for written in _write_engine(sources[engine], state, ranks, staging / tags[engine]):
                 done += written
                 report.status(f"converting {shown_bytes(done)} of {shown_bytes(total)}")
         (staging / "latest_universal").write_text(tag)
@@ -81,13 +80,32 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)
 
 
-def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Path) -> Iterator[int]:
+def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
+    """Return the folder of DeepSpeed's files of each engine (None: no DeepSpeed wrote it), the step, and the ranks."""
+    if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
+        facts = facts_of(found)
+        return {STATE: found.files if found.format == "deepspeed" else None}, facts.step or 0, facts.ranks or 1
+    manifest = manifest_of(checkpoint)
+    refuse_without_frozen(checkpoint, manifest)
+    engines = GAN_ENGINES if manifest.job.facts.task == "gan" else ONE_ENGINE
+    return {engine: checkpoint / engine for engine in engines}, manifest.step, manifest.job.layout.dp
+
+
+def refuse_without_frozen(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise UserError "no-whole-view" if a checkpoint has only the trained part of the model."""
+    if manifest.frozen:
+        message = f"{checkpoint} has no frozen weights, but other programs need the full model"
+        hint = "`zerofit train --resume` reads it in any layout; `zerofit ckpt export --merge` writes the full model"
+        raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where="PATH"))
+
+
+def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Path) -> Iterator[int]:
     """Write one engine's files into `folder`; yield the bytes of each tensor.
 
     FullState has refused names that point outside the folder.
     """
     try:
-        counters, optimizer = _counters(source), _optimizer_globals(source)
+        counters, optimizer = engine_facts(source, state)
     except (LookupError, TypeError, AttributeError) as error:
         message = f"the files in {source} are not DeepSpeed's: {type(error).__name__}: {error}"
         raise UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where="PATH")) from None
@@ -104,9 +122,24 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
     inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
     _save(shared | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
     # Both names get the same content: stages 0 to 2 look for the first file, stage 3 for the second.
-    model_states = counters | {"dp_world_size": manifest.job.layout.dp, "mp_world_size": 1, "module": {}}
+    model_states = counters | {"dp_world_size": ranks, "mp_world_size": 1, "module": {}}
     for file in MODEL_STATES:
         _save(model_states, folder / file)
+
+
+def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the counters of an engine, and its optimizer's globals, groups and step.
+
+    Without DeepSpeed's files (`source` is None) those in the index. Raises UserError "no-optimizer".
+    """
+    if source is not None:
+        return _counters(source), _optimizer_globals(source)
+    if state.counters["step"] is None:
+        raise _no_optimizer("it")
+    counters = {key: state.counters[key] for key in COUNTERS} | {"ds_version": version("deepspeed")}
+    groups = [group.settings for group in state.groups]
+    step = torch.tensor(float(state.counters["step"]))
+    return counters, {"globals": {"dynamic_loss_scale": False, "overflow": False}, "groups": groups, "step": step}
 
 
 def _save(value: Any, path: Path) -> None:
@@ -128,9 +161,7 @@ def _optimizer_globals(source: Path) -> dict[str, Any]:
     saved = safe_load.load(files[0], for_engine=True)
     own = _own_state(saved)
     if own is None:
-        message = f"{files[0]} has no optimizer state"
-        hint = "only checkpoints after at least one step can be converted"
-        raise UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
+        raise _no_optimizer(str(files[0]))
     zero = saved.get("optimizer_state_dict") or {}
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
     step = next((entry["step"] for entry in (*states, *own["param_groups"]) if "step" in entry), None)
@@ -138,6 +169,11 @@ def _optimizer_globals(source: Path) -> dict[str, Any]:
         step = step.clone()  # else torch.save would also write the rest of its storage
     groups = [{key: value for key, value in g.items() if key != "params"} for g in own["param_groups"]]
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
+
+
+def _no_optimizer(what: str) -> UserError:
+    hint = "only checkpoints after at least one step, with the optimizer, can be converted (--to hf: weights only)"
+    return UserError(Problem(kind="no-optimizer", message=f"{what} has no optimizer state", hint=hint, where="PATH"))
 
 
 def _own_state(saved: Any) -> dict[str, Any] | None:

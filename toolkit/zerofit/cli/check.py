@@ -205,10 +205,13 @@ def _show(report: CheckReport | UnreadFile, show_all: bool, several: bool) -> No
     errors, warnings = len(result.errors), len(result.warnings)
     total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     total = total if result.findings else "nothing wrong"
-    if result.allowed_ranks:
-        total += f"; data parallel ranks that train_batch_size allows: {result.allowed_ranks}"
-    judge = "" if several else f"; checked against DeepSpeed {catalog().version}"
-    print_facts(err(), [("", f"{result.file}: {total}; {result.reader.sentence()}{judge}")], indent=0, hang=4)
+    facts = [f"data parallel ranks that train_batch_size allows: {result.allowed_ranks}"] * bool(result.allowed_ranks)
+    facts += [result.reader.sentence(), *([] if several else [f"checked against DeepSpeed {catalog().version}"])]
+    if result.findings:
+        print_facts(err(), [("", f"{result.file}: {total}")], indent=0, hang=4)
+        print_facts(err(), [("", fact) for fact in facts], indent=4)
+    else:
+        print_facts(err(), [("", "; ".join([f"{result.file}: {total}", *facts]))], indent=0, hang=4)
     show_findings(result, show_all, on_stderr=report.resolved is not None)
     if report.resolved:
         print(json.dumps(report.resolved.config, indent=2))

@@ -36,7 +36,7 @@ class UnreadFile:
 
 
 def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
-    """Print a file's findings under two headings, by line, the same finding of several places once."""
+    """Print a file's findings under two headings, sorted by line. Equal findings at several places are printed once."""
     console, printed = err() if on_stderr else out(), 0
     listed = _grouped(result.findings)
     for title, stops in ((STOPS, True), (DIFFERS, False)):

@@ -31,8 +31,39 @@ if TYPE_CHECKING:
     from zerofit.spec.run_folder import Layout
 
 DIFFERENT, DAMAGED = 1, 2
+
+
+def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    if trusted:
+        from zerofit.checkpoint.safe_load import trusted_pickles
+
+        context.with_resource(trusted_pickles(True))
+
+
+TRUST_PICKLE = click.option(
+    "--trust-pickle",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="load files that name other classes than those of checkpoints: their code may run",
+)
+REPAIR = click.option(
+    "--repair",
+    is_flag=True,
+    help="replace what a lost rank of ZeRO-1 or 2 had: weights of the model states, and zeros for the optimizer",
+)
 SHARD = "1GiB"
 FEW = 12  # tensors to print
+LOADING = {
+    "universal": (
+        "universal checkpoint",
+        'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)',
+    ),
+    "deepspeed": ("DeepSpeed checkpoint", "engine.load_checkpoint(folder) with the same parameter groups"),
+    "dcp": ("distributed checkpoint", "torch.distributed.checkpoint.load with the keys model and optimizer"),
+    "hf": ("weights", "from_pretrained(folder)"),
+}
+FORMATS = tuple(LOADING)
 
 
 @click.group(cls=Group)
@@ -48,6 +79,7 @@ def ckpt() -> None:
 @ckpt.command()
 @click.argument("path", metavar="RUN|FOLDER", type=PATH)
 @click.option("--deep", is_flag=True, help="read every file and compare checksums, not only sizes")
+@TRUST_PICKLE
 @AS_JSON
 def ls(path: Path, deep: bool, as_json: bool) -> None:
     """List the checkpoints of a run, damaged ones too."""
@@ -56,6 +88,7 @@ def ls(path: Path, deep: bool, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("path", type=PATH)
+@TRUST_PICKLE
 @AS_JSON
 def show(path: Path, as_json: bool) -> None:
     """Print the step, model, layout, precision, versions and size of a checkpoint."""
@@ -64,6 +97,7 @@ def show(path: Path, as_json: bool) -> None:
 
 @ckpt.command()
 @click.argument("path", type=PATH)
+@TRUST_PICKLE
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
     """Read every file of a checkpoint and compare checksums.
@@ -77,13 +111,23 @@ def verify(path: Path, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("path", type=PATH)
 @click.argument("out", type=PATH)
+@click.option("--to", type=click.Choice(FORMATS), default="universal", help="program that loads it [universal]")
+@click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
+@click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [that of the training]")
+@REPAIR
+@TRUST_PICKLE
 @AS_JSON
-def convert(path: Path, out: Path, as_json: bool) -> None:
-    """Write a checkpoint as DeepSpeed's universal checkpoint.
+def convert(path: Path, out: Path, as_json: bool, **options: Any) -> None:
+    """Write a checkpoint for another program, with the optimizer's states.
 
-    DeepSpeed loads it on any number of ranks.
+    universal: DeepSpeed on any number of ranks, with load_universal.
+
+    deepspeed: DeepSpeed on --ranks at --stage, without further settings.
+
+    dcp: FSDP2 and other programs that use torch.distributed.checkpoint. hf: weights only, as export writes them.
     """
-    _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event), as_json, show_converted)
+    _answer(path, lambda saved, on_event: saved.convert(out, on_event=on_event, **options), as_json, show_converted)
 
 
 @ckpt.command()
@@ -92,7 +136,10 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the parameters [the run's precision]")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
 @click.option("--merge", is_flag=True, help="merge the adapters of --lora into the model")
+@REPAIR
+@click.option("--model", type=PATH, help="folder with config.json, for another program's checkpoint without one")
 @TRUST_MODEL_CODE
+@TRUST_PICKLE
 @AS_JSON
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
@@ -108,6 +155,7 @@ def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--states", is_flag=True, help="compare the optimizer's states too")
+@TRUST_PICKLE
 @AS_JSON
 def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
     """Compare two checkpoints or exported folders tensor by tensor.
@@ -215,9 +263,8 @@ def show_verdict(result: VerifyResult) -> None:
 def show_converted(result: ConvertResult) -> None:
     """Print its path, and how to load it."""
     console = out()
-    written = f"{result.out}, universal checkpoint {result.tag}, {shown_bytes(result.bytes)}"
-    print_verdict(console, "WRITTEN", written)
-    use = 'set "checkpoint": {"load_universal": true} in the DeepSpeed JSON, then engine.load_checkpoint(folder)'
+    what, use = LOADING[result.format]
+    print_verdict(console, "WRITTEN", f"{result.out}, {what} {result.tag}".rstrip() + f", {shown_bytes(result.bytes)}")
     print_facts(console, [("to load", use)], indent=9)
 
 

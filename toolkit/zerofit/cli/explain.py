@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,11 +13,14 @@ from zerofit.app.explaining import explain as explain_what
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, out, print_facts, print_verdict
 from zerofit.cli.options import AS_JSON, hardware_options
-from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster
-from zerofit.cli.simulate_show import CHANGES, cost
+from zerofit.cli.simulate import HARDWARE_FIELDS, SCRIPT, CommandAfterDashes, command_cluster, single_cluster
+from zerofit.cli.simulate_show import CHANGES, KINDS, cost
 from zerofit.explain.result import Change, Explanation
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from zerofit.spec.cluster import Cluster
 
 NOT_KNOWN = 1
 CANNOT_KNOW = "CANNOT KNOW"
@@ -24,7 +28,7 @@ CANNOT_KNOW = "CANNOT KNOW"
 
 @click.command(cls=CommandAfterDashes)
 @click.argument("what", metavar="LOG | SNAPSHOT | RUN_FOLDER | -  [-- COMMAND]")
-@hardware_options(*HARDWARE_FIELDS, kinds="hardware of COMMAND, such as h100-80gb [this machine]")
+@hardware_options(*HARDWARE_FIELDS, kinds="hardware of COMMAND or RUN_FOLDER, such as h100-80gb")
 @AS_JSON
 @click.pass_context
 def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> None:
@@ -34,22 +38,30 @@ def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> No
     of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
 
     With the command that started the run after --, it is simulated as by `zerofit simulate`: the answer compares run
-    and forecast, and lists simulated changes. This needs torch.
+    and forecast, and lists simulated changes. For a run folder, --gpu and --gpus are enough. This needs torch.
 
     Exit code 0: it names a cause; 1: the evidence does not show one, and the answer has what to run next; 2: bad input.
     """
 
     def work() -> Explanation:
-        words = ctx.meta[SCRIPT]
-        if words is None and any(value for value in hardware.values()):
-            hint = "put the command that started the run after --"
-            raise UserError(Problem(kind="usage", message="hardware without a command", hint=hint, where="--gpu"))
         with EventConsole() as console:
-            cluster = command_cluster(words, hardware) if words is not None else None
-            return explain_what(what, words, cluster, on_event=console)
+            return explain_what(what, ctx.meta[SCRIPT], _cluster(ctx, what, hardware), on_event=console)
 
     result = answer(work, as_json, show)
     sys.exit(0 if result.is_known else NOT_KNOWN)
+
+
+def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster | None:
+    """Return the hardware of the command, or of a run folder whose run is to be simulated; None without either."""
+    words = ctx.meta[SCRIPT]
+    if words is not None:
+        return command_cluster(words, hardware)
+    if not any(hardware.values()):
+        return None
+    if not Path(what).is_dir():
+        hint = "put the command that started the run after --"
+        raise UserError(Problem(kind="usage", message="hardware without a command", hint=hint, where="--gpu"))
+    return single_cluster(hardware)
 
 
 def show(result: Explanation) -> None:
@@ -84,7 +96,9 @@ def _facts(result: Explanation) -> Iterator[tuple[str, str]]:
     yield from _labelled("lines", lines)
     if result.forecast:
         at = f" in {result.forecast.phase}" if result.forecast.phase else ""
-        yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}"
+        kinds = sorted(result.forecast.kinds.items(), key=lambda entry: -entry[1])[:KINDS]
+        largest = "; at its peak " + ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in kinds) if kinds else ""
+        yield "forecast", f"{shown_bytes(result.forecast.allocated_bytes)} in tensors{at}{largest}"
         yield from _labelled("they part", result.forecast.parts)
     yield from _labelled("to make room", list(_changes(result.changes)))
 

@@ -82,7 +82,8 @@ def _close(result: PlanResult) -> Iterator[tuple[str, str]]:
     for row in result.close[:1]:
         room = row.fit.device_available_bytes - row.memory.peak_bytes
         words = f"{row.layout}: {row.step_s:.3g} s; its peak leaves {shown_bytes(room)} of the margin's "
-        yield CLOSE, f"{words}{shown_bytes(row.fit.margin_bytes)}; --confirm {len(result.close)} simulates it"
+        simulated = f"--confirm {len(result.close)} simulates it"
+        yield "close", f"{CLOSE}: {words}{shown_bytes(row.fit.margin_bytes)}; {simulated}"
 
 
 def show_end(plan: Plan, details: bool) -> None:
@@ -137,9 +138,9 @@ def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
     shares = ", ".join(f"{name} {s / best.step_s:.0%}" for name, s in times[:5])
     span = ""
     if best.errors and best.errors.low < best.errors.high:
-        what, figures, low, high = best.errors
+        what, figures, low, high, narrower = best.errors
         span = f", {low * best.step_s:.3g} to {high * best.step_s:.3g} s in 8 of 10 runs"
-        span += f" (from {figures} published figures: {what})" if details else ""
+        span += f" (from {figures} published figures: {what}; `{narrower}` narrows it)" if details else ""
     yield "layout 1", f"peak memory in {memory.peak_phase}: {kinds}"
     yield "", f"step time: {shares}{span}"
     overlap = "with" if layout.overlap else "without"

@@ -47,7 +47,7 @@ RUN_FIELDS = (
     *("model_args", "task", "loss", "data", "data_root", "text_field", "pair_field", "label_field", "target_len"),
     *("tokenizer", "image_size", "steps", "micro_batch", "micro_batch_by_rank"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
-    *("activation_checkpointing", *Savings._fields, "ds_config", "ranks"),
+    *("activation_checkpointing", *Savings._fields, "attn_implementation", "ds_config", "ranks"),
     *("tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
     *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),

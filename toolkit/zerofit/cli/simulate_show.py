@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerofit.cli.console import fitting_table, out, print_facts
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
-from zerofit.simulate.forecast.result import SimulatedRun, SimulatedScript, Simulation
+from zerofit.simulate.forecast.result import ALIKE, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.forecast.verdict import FITS, NOT
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
@@ -23,7 +23,6 @@ FEW = 8  # collectives in a table
 KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
-ALIKE = 2  # percent of a step's time, below the error of the forecast
 
 
 def show(result: Simulation, details: bool) -> None:
@@ -44,7 +43,8 @@ def show(result: Simulation, details: bool) -> None:
 def _needs(result: Simulation) -> str:
     """Return the line with needed and available memory: of the device, or of the host if that is too small."""
     needed, available = _needed(result), result.device_total_bytes
-    of = f"needs {shown_bytes(needed)} of {shown_bytes(available)} on {result.device}"
+    most = "" if result.verdict in COLOURS else f" to {shown_bytes(available - result.margin_bytes)}"
+    of = f"needs {shown_bytes(needed)}{most} of {shown_bytes(available)} on {result.device}"
     if result.margin_bytes >= 0 and result.verdict == NOT:
         host = f"{shown_bytes(result.host_node_bytes)} of {shown_bytes(result.host_total_bytes)}"
         return f"needs {host} of host memory on a node ({HOST_RESERVE:.0%} is reserved for the system)"
@@ -222,6 +222,6 @@ def cost(slowdown: float | None) -> str:
     if slowdown >= 1:
         return f"~{1 + slowdown:.2g} x the time"
     percent = round(100 * abs(slowdown))
-    if percent < ALIKE:
+    if abs(slowdown) < ALIKE:
         return "as fast"
     return f"~{percent}% {'slower' if slowdown > 0 else 'faster'}"

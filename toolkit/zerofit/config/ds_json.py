@@ -26,7 +26,7 @@ from zerofit.spec.foreign import parse_json
 LARGEST = 64 * 2**20  # bytes; a configuration has a few thousand
 LARGEST_YAML = 2**18  # characters to try as YAML; PyYAML reads 100,000 a second
 YAML = "; the text looks like YAML"
-BESIDE = "use --accelerate-config for Accelerate's YAML, --training-args for axolotl's, LLaMA-Factory's or arguments"
+BESIDE = "use --accelerate-config for Accelerate's YAML, --training-args for the YAML of axolotl or LLaMA-Factory"
 
 # Bundled files have numbers here for other programs; zerofit's runs decide these values themselves.
 RUN_DECIDES = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
+RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
 KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
 # The observer is called before the error is raised, so the snapshot has all that was alive. torch.cuda.init first:
 # an observer that is attached before CUDA starts is lost.
@@ -57,6 +58,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "delete the dictionary after loading",
     ),
     "states": (_SHARD, _OFFLOAD, "an optimizer with 8-bit states, or LoRA"),
+    "optimizer-temporaries": ("foreach=False, or fused=True, in torch's optimizer", _SHARD, _OFFLOAD),
     "optimizer-state": (
         _SHARD,
         "an optimizer with 8-bit states (adamw_8bit)",
@@ -85,6 +87,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "evaluation": (
         "a smaller per_device_eval_batch_size (its default is 8, whatever training uses)",
+        "keep the argmax of earlier batches, not their logits",
         "torch.no_grad() around a loop of your own",
     ),
     "generation": (

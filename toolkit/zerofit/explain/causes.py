@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI, RECORD
-from zerofit.explain.messages import DEVICE, HOST, KERNEL, SHARED, Shortage
-from zerofit.explain.progress import Progress
+from zerofit.explain.advice import NVIDIA_SMI, RECORD, RSS
+from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
+from zerofit.explain.messages import Shortage
+from zerofit.explain.other_causes import OTHER_RULES, host
 from zerofit.explain.result import UNKNOWN
 from zerofit.explain.tracebacks import (
     BACKWARD,
@@ -22,38 +21,13 @@ from zerofit.explain.tracebacks import (
     LOSS,
     SAVING,
     STEP,
-    CodeFrame,
     gathers,
 )
 from zerofit.spec.units import shown_bytes
 
 GIB = 1 << 30
 CONTEXT_BYTES, CONTEXT_SHARE = GIB, 0.04  # usual memory of a process outside of torch's allocator: context, NCCL, BLAS
-FULL_HOST = 0.8  # share of a host's memory from which its next large allocation may fail
-USUAL_FRAGMENTS = 0.03  # share of reserved memory that is unused in most healthy runs (benchmarks/fragmentation.py)
-LATER = 2  # steps after which the optimizer's states exist, so that a step needs no more than the one before
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogEvidence:
-    """All that a log shows about one error."""
-
-    shortage: Shortage
-    frames: Sequence[CodeFrame]
-    phase: str
-    progress: Progress
-    sharers: tuple[str, ...] = ()  # ranks that ran out on the same device
-    in_worker: bool = False  # of a DataLoader
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """A cause, and what shows it."""
-
-    name: str
-    summary: str
-    evidence: tuple[str, ...] = ()
-    run_next: str = ""
+USUAL_FRAGMENTS = 0.05  # share of reserved memory that is unused in most healthy runs (benchmarks/fragmentation.py)
 
 
 def cause_of(evidence: LogEvidence) -> Cause:
@@ -86,6 +60,8 @@ def _other_processes(evidence: LogEvidence) -> Cause | None:
     others = sum(figures.other_bytes)
     if not others or figures.asked_bytes is None or figures.asked_bytes > (figures.free_bytes or 0) + others:
         return None
+    if max(figures.other_bytes) < CONTEXT_BYTES:
+        return None  # contexts only: `_filled` mentions them
     shown = f"{_count(len(figures.other_bytes), 'other process', 'other processes')} on the device"
     if len(evidence.sharers) > 1:
         return Cause(
@@ -161,6 +137,8 @@ def _fragmented(evidence: LogEvidence) -> Cause | None:
         return None
     if unused < USUAL_FRAGMENTS * (figures.reserved_bytes or 0):
         return None
+    if figures.total_bytes is not None and (figures.reserved_bytes or 0) > figures.total_bytes:
+        return None  # torch counts memory that is not on the device
     reserved, pieces = shown_bytes(figures.reserved_bytes or 0), shown_bytes(asked)
     return Cause(
         name="fragmentation",
@@ -183,19 +161,32 @@ def _refused_though_free(evidence: LogEvidence) -> Cause | None:
 
 _IN_PHASE = {
     INIT: ("states", "Master weights, gradients or optimizer states did not fit when the engine was created."),
-    KEPT_LOGITS: ("evaluation-keeps-logits", "The evaluation keeps the logits of all its batches on the GPU."),
-    EVALUATION: ("evaluation", "An evaluation's batch did not fit next to the training's weights and states."),
+    KEPT_LOGITS: ("evaluation-keeps-logits", "The evaluation keeps the logits of all its batches."),
+    EVALUATION: (
+        "evaluation",
+        "An evaluation's batch did not fit next to the training's states, or outputs of earlier ones.",
+    ),
     GENERATION: ("generation", "Generation ran out: its key-value cache and logits grow with each token and sequence."),
-    SAVING: ("saving", "Saving gathers parameters on the GPU, next to the training's weights and states."),
-    DATA: ("data-on-device", "Input data did not fit on the GPU."),
+    SAVING: ("saving", "Saving gathers parameters, next to the training's weights and states."),
+    DATA: ("data-on-device", "Input data did not fit."),
     LOSS: ("logits", "The logits or the loss did not fit: [tokens, vocabulary] values, often a second time in fp32."),
     STEP: (
         "optimizer-state",
         "The optimizer's states did not fit: Adam allocates two fp32 values a parameter in its first step.",
     ),
-    FORWARD: ("activations", "A micro batch's activations did not fit next to what was already on the GPU."),
+    FORWARD: ("activations", "A micro batch's activations did not fit next to what was there before."),
     BACKWARD: ("activations", "Backward ran out: gradients are allocated while a micro batch's activations are alive."),
 }
+
+
+def _on_cpu(evidence: LogEvidence) -> Cause | None:
+    """Find the cause in a CPU rank's training, where tensors are in host memory."""
+    in_training = (FORWARD, BACKWARD, LOSS, EVALUATION, KEPT_LOGITS, GENERATION, STEP)
+    offloaded = any("cpu_adam" in frame.file or "offload" in frame.name for frame in evidence.frames)
+    if "you tried to allocate" not in evidence.shortage.message or evidence.phase not in in_training or offloaded:
+        return None
+    cause = _in_phase(evidence)
+    return replace(cause, run_next=RSS) if cause and cause.run_next else cause
 
 
 def _in_phase(evidence: LogEvidence) -> Cause | None:
@@ -205,9 +196,7 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
     if leak := progress.leak:
         label, first, last = leak
         grown = f"allocated memory at {label!r} grew from {shown_bytes(first)} to {shown_bytes(last)}, step by step"
-        return Cause(
-            name="leak", summary="Memory grew with every step until the GPU was full.", evidence=(grown, *shown)
-        )
+        return Cause(name="leak", summary="Memory grew with every step until it was full.", evidence=(grown, *shown))
     if phase in (FORWARD, BACKWARD, STEP) and progress.steps >= LATER:
         return Cause(
             name=UNKNOWN,
@@ -218,8 +207,11 @@ def _in_phase(evidence: LogEvidence) -> Cause | None:
         )
     if phase == LOADING:
         return _loading(evidence, shown)
+    if phase == STEP and any("_multi_tensor" in frame.name or "_foreach" in frame.code for frame in evidence.frames):
+        summary = "The optimizer's step computes temporary values for all parameters at once (foreach)."
+        return Cause(name="optimizer-temporaries", summary=summary, evidence=shown)
     if phase in (FORWARD, BACKWARD) and gathers(evidence.frames):
-        summary = "A layer's parameters, gathered from all ranks, did not fit next to what was already on the GPU."
+        summary = "A layer's parameters, gathered from all ranks, did not fit next to what was there before."
         return Cause(name="gathered-parameters", summary=summary, evidence=shown)
     if phase not in _IN_PHASE:
         summary = "Tensors of this program fill the GPU. Without a traceback the log does not show which."
@@ -238,158 +230,28 @@ def _loading(evidence: LogEvidence, shown: tuple[str, ...]) -> Cause:
 
 
 def _filled(shortage: Shortage) -> tuple[str, ...]:
+    """Return what fills the device, and smaller things that take room from it."""
     figures = shortage.figures
     if figures.allocated_bytes is None or not figures.total_bytes:
         return ()
-    share = figures.allocated_bytes / figures.total_bytes
-    shown = f"tensors use {shown_bytes(figures.allocated_bytes)} of {shown_bytes(figures.total_bytes)}"
-    if share > 1:
-        return (f"{shown}: the driver moves memory to the host (Windows, WSL), so the GPU was overfull before",)
-    return (f"{shown} ({share:.0%})",)
-
-
-# --- messages without figures ----------------------------------------------------------------------------------------
-
-
-def _driver(evidence: LogEvidence) -> Cause | None:
-    """Find why the driver itself had no memory, which torch's allocator does not explain."""
-    names = {frame.name for frame in evidence.frames}
-    if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
-        return _pinned(evidence)
-    if evidence.in_worker:
-        return Cause(
-            name="cuda-in-dataloader",
-            summary="A DataLoader's worker used CUDA, so it needed a context of its own on the GPU.",
-            evidence=("the error was raised in a worker process",),
+    share, reserved = figures.allocated_bytes / figures.total_bytes, figures.reserved_bytes or 0
+    shown = [f"tensors use {shown_bytes(figures.allocated_bytes)} of {shown_bytes(figures.total_bytes)} ({share:.0%})"]
+    if reserved > figures.total_bytes:
+        shown.append(f"torch counts {shown_bytes(reserved)}, more than there is: it is paged out (WSL, vLLM's sleep)")
+    elif figures.unallocated_bytes and figures.unallocated_bytes > (figures.asked_bytes or 0):
+        shown.append(f"{shown_bytes(figures.unallocated_bytes)} more are unused fragments")
+    if figures.other_bytes:
+        contexts = _count(len(figures.other_bytes), "other process has", "other processes have")
+        shown.append(
+            f"{contexts} {shown_bytes(sum(figures.other_bytes))}: ranks that use this GPU by mistake have a context"
         )
-    if evidence.progress.steps < LATER and (
-        evidence.phase in ("", LOADING, INIT) or names & {"_lazy_init", "set_device"}
-    ):
-        return Cause(
-            name="device-full-at-start",
-            summary="The GPU had no room for this program's first allocation: other processes fill it.",
-            evidence=("the driver's error has no figures, and no step had begun",),
-            run_next=NVIDIA_SMI,
-        )
-    return Cause(
-        name=UNKNOWN,
-        summary="The driver ran out outside of torch's allocator: a library, a custom kernel or another process.",
-        run_next=f"{NVIDIA_SMI} -l 1, while it runs",
-    )
-
-
-def _pinned(evidence: LogEvidence) -> Cause | None:
-    return Cause(
-        name="pinned-memory",
-        summary="Page-locked host memory ran out; CUDA reports it with the words of a full GPU.",
-        evidence=("the error was raised while host memory was pinned",),
-    )
-
-
-def _nccl(evidence: LogEvidence) -> Cause | None:
-    asked = evidence.shortage.figures.asked_bytes
-    return Cause(
-        name="nccl-buffers",
-        summary="NCCL found no room for a communicator's buffers, which are outside of torch's memory.",
-        evidence=(f"it asked for {shown_bytes(asked)}",) if asked else (),
-        run_next=NVIDIA_SMI,
-    )
-
-
-def _blas(evidence: LogEvidence) -> Cause | None:
-    if "ALLOC" in evidence.shortage.message or "memory_error" in evidence.shortage.message:
-        return Cause(
-            name="library-workspace",
-            summary="A library found no room for its handle or workspace: torch or another process has the rest.",
-            run_next=NVIDIA_SMI,
-        )
-    return Cause(
-        name=UNKNOWN,
-        summary="A CUDA library did not start: the GPU is full, an index was out of range, or libraries do not match.",
-        run_next="CUDA_LAUNCH_BLOCKING=1 before the same command: an earlier error then shows its own line",
-    )
-
-
-_HOST_WORK = {
-    "loading the model": (
-        "weights-in-host-memory",
-        "while the model was loaded: each rank of a host may load it whole",
-    ),
-    "creating the optimizer's states": ("offloaded-states", "while the optimizer's states were created in host memory"),
-    "preparing data": ("data-in-host-memory", "while data was prepared"),
-    "saving a checkpoint": ("saving-in-host-memory", "while a checkpoint was saved"),
-}
-_HOST_PHASES = {
-    LOADING: "loading the model",
-    INIT: "creating the optimizer's states",
-    STEP: "creating the optimizer's states",
-    SAVING: "saving a checkpoint",
-}
-
-
-def _host(evidence: LogEvidence) -> Cause | None:
-    """Find what filled the host's memory."""
-    figures, progress = evidence.shortage.figures, evidence.progress
-    if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
-        "cudaHost" in evidence.shortage.message
-    ):
-        return _pinned(evidence)
-    shown = []
-    if figures.process_bytes:
-        shown.append(f"the killed process used {shown_bytes(figures.process_bytes)}")
-    if figures.limit_bytes:
-        shown.append(f"its control group may use {shown_bytes(figures.limit_bytes)}")
-    if figures.asked_bytes:
-        shown.append(f"it asked for {shown_bytes(figures.asked_bytes)}")
-    if progress.readings and progress.readings[-1].host_share:
-        last = progress.readings[-1]
-        shown.append(f"{last.host_share:.0%} of the host's memory was used before ({shown_bytes(last.host_bytes)})")
-    work = _HOST_PHASES.get(evidence.phase) or ("" if progress.started else progress.activity)
-    name, when = _HOST_WORK.get(work, ("host-memory", f"in {evidence.phase}" if evidence.phase else ""))
-    return Cause(name=name, summary=f"The host ran out of memory {when}".rstrip() + ".", evidence=tuple(shown))
-
-
-def _killed(evidence: LogEvidence) -> Cause | None:
-    """Judge a SIGKILL without a word of the kernel: it is most likely its memory if the work before needed much."""
-    progress = evidence.progress
-    full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
-    if full or (not progress.started and progress.activity in _HOST_WORK):
-        found = _host(evidence)
-        assert found is not None
-        summary = found.summary.replace("The host ran", "Most likely the host ran")
-        note = "the process was killed (SIGKILL); only the kernel's log is proof"
-        return Cause(name=found.name, summary=summary, evidence=(*found.evidence, note), run_next=KERNEL_LOG)
-    return Cause(
-        name=UNKNOWN,
-        summary="A process was killed (SIGKILL): by the kernel for its memory, by a scheduler, or by a person.",
-        run_next=KERNEL_LOG,
-    )
-
-
-def _workers(evidence: LogEvidence) -> Cause | None:
-    if "Killed" not in evidence.shortage.message:
-        return Cause(name=UNKNOWN, summary="A DataLoader's worker ended without a message.", run_next=KERNEL_LOG)
-    summary = "A DataLoader's worker was killed (SIGKILL), most likely because the host ran out of memory."
-    return Cause(name="dataloader-workers", summary=summary, run_next=KERNEL_LOG)
-
-
-def _shared(evidence: LogEvidence) -> Cause | None:
-    summary = "Shared memory (/dev/shm) is full: DataLoader workers and NCCL use it. Containers have 64 MiB by default."
-    return Cause(name="shared-memory", summary=summary)
-
-
-def _kernel(evidence: LogEvidence) -> Cause | None:
-    found = re.search(r"Required: (\d+), Hardware limit: (\d+)", evidence.shortage.message)
-    shown = (f"it needs {found[1]} of {found[2]} bytes",) if found else ()
-    summary = "A kernel needs more shared memory or registers than this GPU has. Its memory (HBM) is not full."
-    return Cause(name="kernel-resources", summary=summary, evidence=shown)
+    return tuple(shown)
 
 
 def _count(number: int, singular: str, plural: str) -> str:
     return f"{number} {singular if number == 1 else plural}"
 
 
-Rule = Callable[[LogEvidence], Cause | None]
 _TORCH: tuple[Rule, ...] = (
     *(
         _single_tensor,
@@ -402,17 +264,5 @@ _TORCH: tuple[Rule, ...] = (
         _in_phase,
     ),
 )
-_RULES: dict[str, tuple[Rule, ...]] = {
-    "torch": _TORCH,
-    "kernel-oom": (_host,),
-    "scheduler": (_host,),
-    "host-allocator": (_host,),
-    "shared-memory": (_shared,),
-    "kernel-resources": (_kernel,),
-    "nccl": (_nccl,),
-    "blas": (_blas,),
-    "driver": (_driver,),
-    "dataloader-killed": (_workers,),
-    "killed": (_killed,),
-}
-PLACES = (DEVICE, HOST, SHARED, KERNEL)
+# On CPU ranks the host is the device: torch's CPU allocator names no figures, but its traceback has the phase.
+_RULES: dict[str, tuple[Rule, ...]] = {"torch": _TORCH, **OTHER_RULES, "host-allocator": (_on_cpu, host)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerofit.explain.advice import CHANGES
-from zerofit.explain.causes import LogEvidence, cause_of
+from zerofit.explain.causes import cause_of
+from zerofit.explain.evidence import LogEvidence
 from zerofit.explain.log import LogLine
 from zerofit.explain.messages import Shortage, ranked, shortages
 from zerofit.explain.progress import progress_before

@@ -171,9 +171,7 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
     for block in alive:
         kind = kind_of(block.frames, recorded and block.event >= 0)
         kinds[kind] += block.bytes
-        if block.frames:
-            asking = caller_of_torch(_calls(block.frames))
-            assert asking is not None
+        if asking := caller_of_torch(_calls(block.frames)):
             entry = lines.setdefault((asking.place, asking.name, kind), [0, 0])
             entry[0] += block.bytes
             entry[1] += 1
@@ -188,7 +186,7 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
 # it leaves are gradients. DeepSpeed's functions are those of `zerofit simulate`.
 def kind_of(frames: Frames, recorded: bool) -> str:
     """Return a block's kind by its stack (innermost first); `recorded`: whether others have stacks."""
-    calls = [(str(frame.get("filename", "")).replace("\\", "/"), str(frame.get("name", ""))) for frame in frames]
+    calls = [(call.file.replace("\\", "/"), call.name) for call in _stack(frames)]
     python = [(file, name) for file, name in calls if file.endswith(".py") or file.startswith("<")]
     names = {name for _, name in calls}
     if calls and calls[0][0] == KIND_FILE:
@@ -222,9 +220,15 @@ def _place(frames: Frames) -> str:
 
 def _calls(frames: Frames) -> list[CodeFrame]:
     """Return a stack as a traceback has it: outermost first, Python only if it has any."""
-    calls = [
-        CodeFrame(str(frame.get("filename", "")), int(frame.get("line", 0) or 0), str(frame.get("name", "")))
-        for frame in reversed(frames)
-        if frame.get("filename") != KIND_FILE
-    ]
+    calls = [call for call in _stack(frames)[::-1] if call.file != KIND_FILE]
     return [call for call in calls if call.file.endswith(".py") or call.file.startswith("<ipython")] or calls
+
+
+def _stack(frames: Frames) -> list[CodeFrame]:
+    found = []
+    for frame in frames:
+        if isinstance(frame, dict):
+            line = frame.get("line")
+            number = line if isinstance(line, int) else 0
+            found.append(CodeFrame(str(frame.get("filename", "")), number, str(frame.get("name", ""))))
+    return found

@@ -19,8 +19,8 @@ _FIGURES = {
     "total_bytes": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|max allowed: {_SIZE}",
     "free_bytes": rf"{_SIZE} free|of which {_SIZE} is free",
     "allocated_bytes": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}",
-    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch|{_SIZE} cached",
-    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "reserved_bytes": rf"{_SIZE} reserved in total by PyTorch",
+    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached",
     "limit_bytes": rf"{_SIZE} allowed",
     "process_bytes": rf"this process has {_SIZE} memory in use",
     "private_bytes": rf"{_SIZE} allocated in private pools",
@@ -30,6 +30,7 @@ _TORCH = re.compile(r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory|C10 Out
 _OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU|MLU|device) (\d+)[ ;]")
 MESSAGE_LINES = 12  # that a message may be wrapped over
+KERNEL_LINES = 200  # of the kernel's report, with a line for each process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,11 @@ class MemoryFigures:
     process_bytes: int | None = None  # this process on the device, with its context and libraries
     private_bytes: int | None = None  # in pools of CUDA graphs
     other_bytes: tuple[int, ...] = ()  # other processes on the device
+
+    @property
+    def known(self) -> int:
+        """How many figures are known."""
+        return sum(bool(value) for value in vars(self).values())
 
     @property
     def unallocated_bytes(self) -> int | None:
@@ -140,7 +146,7 @@ def shortages(lines: Sequence[LogLine]) -> list[Shortage]:
 def ranked(found: Sequence[Shortage]) -> list[Shortage]:
     """Return the messages that explain a failure, the most telling first."""
     order = list(_SIGNS)
-    return sorted(found, key=lambda shortage: (order.index(shortage.kind), shortage.line))
+    return sorted(found, key=lambda shortage: (order.index(shortage.kind), -shortage.figures.known, shortage.line))
 
 
 def _shortages(lines: Sequence[LogLine]) -> Iterator[Shortage]:
@@ -161,7 +167,9 @@ def _shortage(kind: str, place: str, lines: Sequence[LogLine], at: int) -> Short
         gpu = _GPU.search(text)
         return replace(found, gpu=int(gpu[1]) if gpu else None, figures=device_figures(text))
     if place == HOST:
-        return replace(found, figures=_host_figures(text))
+        # the kernel writes the limit of a control group some lines before the process that it kills
+        before = " ".join(line.text for line in lines[max(0, at - KERNEL_LINES) : at]) if kind == "kernel-oom" else ""
+        return replace(found, figures=_host_figures(text, before))
     if asked := re.search(r"(?:calloc|malloc)(?: async)? (\d+) bytes", text):
         return replace(found, figures=MemoryFigures(asked_bytes=int(asked[1])))
     return found
@@ -193,6 +201,9 @@ def device_figures(text: str) -> MemoryFigures:
     unallocated = found.pop("unallocated_bytes", None)
     if unallocated is not None and "allocated_bytes" in found:
         found["reserved_bytes"] = found["allocated_bytes"] + unallocated
+    # Under WDDM, MIG or another container's driver, the process's own figure may be 0 or 2^64
+    if not found.get("reserved_bytes", 0) <= found.get("process_bytes", -1) <= found.get("total_bytes", 0):
+        found.pop("process_bytes", None)
     # In a container, torch does not find its own process number on the device, so this process is among the others
     reserved = found.get("reserved_bytes", 0)
     if "process_bytes" not in found and (own := [size for size in others if size >= 0.99 * reserved]) and reserved:
@@ -201,14 +212,14 @@ def device_figures(text: str) -> MemoryFigures:
     return MemoryFigures(**found, other_bytes=tuple(others))
 
 
-def _host_figures(text: str) -> MemoryFigures:
-    """Return the figures of the kernel's, the CPU allocator's or numpy's message."""
+def _host_figures(text: str, before: str) -> MemoryFigures:
+    """Return the figures of the kernel's, the CPU allocator's or numpy's message, with the text before it."""
     if asked := re.search(r"you tried to allocate (\d+) bytes", text):
         return MemoryFigures(asked_bytes=int(asked[1]))
     if asked := re.search(rf"Unable to allocate {_SIZE} for an array", text):
         return MemoryFigures(asked_bytes=_bytes(asked[1], asked[2]))
     resident = [int(size) << 10 for size in re.findall(r"\b(?:anon|file|shmem)-rss:(\d+)kB", text)]
-    limit = re.search(r"\blimit (\d+)kB", text)
+    limit = re.search(r"memory: usage \d+kB, limit (\d+)kB", before)
     return MemoryFigures(
         process_bytes=sum(resident) if resident else None, limit_bytes=int(limit[1]) << 10 if limit else None
     )

@@ -169,9 +169,7 @@ def _devices(content: Any) -> list[MemorySnapshot]:
 def _event(event: dict[str, Any]) -> AllocatorCall:
     address = event.get("addr", event.get("address", -1))
     free = event.get("device_free", 0) or 0
-    return AllocatorCall(
-        str(event["action"]), int(address), int(event.get("size", 0)), event.get("frames") or (), int(free)
-    )
+    return AllocatorCall(str(event["action"]), int(address), int(event.get("size", 0)), _frames(event), int(free))
 
 
 def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> dict[int, AliveBlock]:
@@ -183,8 +181,13 @@ def _placed(allocated: dict[int, int], segments: Sequence[dict[str, Any]]) -> di
             address = int(block.get("address", address))
             if block["state"] in ALIVE:
                 history = block.get("history") or [{}]  # torch 2.0 and before
-                frames = block.get("frames") or history[0].get("frames") or ()
+                frames = _frames(block) or _frames(history[0])
                 size = int(block.get("requested_size") or history[0].get("real_size") or block["size"])
                 found[address] = AliveBlock(size, frames, allocated.get(address, -1))
             address += int(block["size"])
     return found
+
+
+def _frames(event: dict[str, Any]) -> Frames:
+    frames = event.get("frames")
+    return frames if isinstance(frames, list | tuple) else ()

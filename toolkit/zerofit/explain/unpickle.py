@@ -50,7 +50,7 @@ def read_plain_pickle(path: Path) -> Any:
         except MemoryError:
             raise Unreadable("it needs more memory than a snapshot of its size") from None
         except Exception as error:  # pickle raises most of Python's errors for bytes that are none
-            raise Unreadable(f"it is no pickle of plain data: {error}") from None
+            raise Unreadable(f"it is not a pickle of plain data: {error}") from None
 
 
 @contextmanager

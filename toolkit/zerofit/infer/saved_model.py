@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zerofit.checkpoint.adapters import is_adapters
+from zerofit.checkpoint.foreign import foreign_at
 from zerofit.checkpoint.model_folder import (
     CARD,
     SAFETENSORS_NAMES,
@@ -20,7 +21,7 @@ from zerofit.checkpoint.model_folder import (
     read_model_info,
 )
 from zerofit.checkpoint.safe_load import load
-from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
+from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, is_own, locate
 from zerofit.models.catalog import ModelError, ModelSource, find, label_names
 from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import Fed, ImageInputs, Inputs, LabelledTextInputs, TextInputs
@@ -61,6 +62,8 @@ def find_folder(path: Path, report: Reporter) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         hint = "name a run's folder, a checkpoint's or a model's"
         raise UserError(Problem(kind="no-model", message=f"{path} {what}", hint=hint, where="CKPT"))
+    if not is_own(path) and not has_weights(path) and not is_adapters(path) and (found := foreign_at(path)):
+        return found.path
     for folder in (path / MODEL, path):
         if has_weights(folder) or (folder / "config.json").is_file() or is_adapters(folder):
             return folder
@@ -73,7 +76,7 @@ def find_folder(path: Path, report: Reporter) -> Path:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint's, which is exported before it is used."""
-    return (folder / MANIFEST).is_file() and not has_weights(folder)
+    return not has_weights(folder) and ((folder / MANIFEST).is_file() or foreign_at(folder) is not None)
 
 
 def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:

@@ -28,7 +28,7 @@ from zerofit.checkpoint.export import export
 from zerofit.checkpoint.model_folder import TensorEntry, refuse_small_disk, write_file
 from zerofit.checkpoint.published import PublishedModel, PublishedTensor
 from zerofit.checkpoint.safe_load import load
-from zerofit.checkpoint.store import manifest_of
+from zerofit.checkpoint.store import is_own, manifest_of
 from zerofit.infer.guards import failures, quiet
 from zerofit.infer.limits import Device, MemoryLimits
 from zerofit.infer.memory import (
@@ -165,7 +165,7 @@ def open_model(
     """
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):
-        merge = is_adapters(folder) or manifest_of(folder).job.run.lora is not None
+        merge = is_adapters(folder) or (is_own(folder) and manifest_of(folder).job.run.lora is not None)
         options = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
         folder = export(folder, scratch / MODEL, dtype, **options).out
     saved = open_saved(folder, trust_model_code)

@@ -27,10 +27,10 @@ _FITTED = "fitted to published throughput (benchmarks/time_accuracy.py)"
 class Coefficients:
     """The coefficients for GPUs that were fitted to published throughput; no other coefficient was fitted."""
 
-    memory: float = 0.66  # share of the data sheet's bandwidth reached by kernels without products
-    network: float = 0.62  # share of the wire speed between nodes reached by collectives
-    network_hop_s: float = 39e-6  # one step of a ring between nodes, with the small messages of many ranks
-    exposed_between: float = 0.52  # share of a collective between nodes that is not hidden by compute
+    memory: float = 0.72  # share of the data sheet's bandwidth reached by kernels without products
+    network: float = 0.68  # share of the wire speed between nodes reached by collectives
+    network_hop_s: float = 33e-6  # one step of a ring between nodes, with the small messages of many ranks
+    exposed_between: float = 0.6  # share of a collective between nodes that is not hidden by compute
     hook_s: float = 405e-6  # host time for ZeRO-3 to fetch and release one parameter, with streams and events
 
 
@@ -120,6 +120,11 @@ EFFICIENCIES: dict[str, SourcedRate] = {
         0.43,
         "measured by others: ZeRO-Offload (Ren et al. 2021), table 4: DeepSpeed's CPU Adam on 1 to 10 billion "
         "parameters moves 93 to 127 of the 256 GB/s of a DGX-2's two Xeon 8168, with all their cores",
+    ),
+    "Grace host": SourcedRate(
+        0.68,
+        "assumed: a Grace has one socket, so its threads read no other socket's memory; STREAM reaches 486 of 512 GB/s "
+        "(arXiv:2407.07850)",
     ),
     "cpu general": SourcedRate(0.5, "assumed: grouped convolutions relative to the cores' peak"),
     "nvlink": SourcedRate(
@@ -360,7 +365,8 @@ def _assumed(
 
 def _host(cluster: Cluster, bandwidth: float, threads: int | None) -> SourcedRate:
     """Return bytes per second of a node's host memory under Adam, with these threads of each rank."""
-    every = _share_of(bandwidth, EFFICIENCIES["cpu host" if cluster.on_cpu else "host"])
+    kind = "Grace host" if cluster.device.host_link == "NVLink-C2C" else "cpu host" if cluster.on_cpu else "host"
+    every = _share_of(bandwidth, EFFICIENCIES[kind])
     few = (threads or 0) * cluster.gpus * THREAD.value
     return SourcedRate(few, f"{threads} threads a rank; {THREAD.how}") if 0 < few < every.value else every
 

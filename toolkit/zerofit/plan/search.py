@@ -103,11 +103,9 @@ def search(
     close = [] if request.every else _close(too_large, best, timer, correct)
     listed = (*best, *near, *close)
     ranked = [_ranked(timed_layout, profile, cluster, forecast, timer.rates, flops) for timed_layout in listed]
-    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts of DeepSpeed
-        ranked = [
-            row if row.layout.by_layer else replace(row, errors=errors_of(profile.task, row.layout.offload))
-            for row in ranked
-        ]
+    if correct is None and not cluster.on_cpu:  # the error figures are for uncorrected forecasts
+        facts = profile.task, profile.seq_len, cluster.nodes
+        ranked = [replace(row, errors=errors_of(row.layout, *facts)) for row in ranked]
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,

@@ -162,7 +162,6 @@ class ScriptFacts:
 
     name: str
     model: str  # its class
-    wrapper: str  # the class around it, such as DistributedDataParallel; "" without one
     blocks: str  # path of its repeated blocks, such as "model.layers"; "" without any
     block: str  # their class
     checkpointing_switch: bool  # whether it has gradient_checkpointing_enable()

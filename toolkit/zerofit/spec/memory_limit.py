@@ -52,6 +52,8 @@ def out_of_memory(message: str, where: Path) -> Problem:
     """Return the problem of a rank that ran out of memory; `where` is its log."""
     hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or use "
     hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
+    if where.parent.name == "logs":
+        hint += f"; `zerofit explain {where.parent.parent}` names the cause"
     return Problem(kind="out-of-memory", message=f"out of memory: {message}", hint=hint, where=str(where))
 
 

@@ -17,7 +17,7 @@ from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.compatible import piece_by_piece
 from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.index import MASTER
-from zerofit.checkpoint.store import Manifest, read_manifest
+from zerofit.checkpoint.store import is_own, read_manifest
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
@@ -36,16 +36,16 @@ KEPT = ("params", "lr", "initial_lr", "step")  # keys of optimizer groups that c
 TELL_EVERY_S = 2.0
 
 
-def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> Manifest:
-    """Load a checkpoint into freshly built engines; return the checkpoint's manifest.
+def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Load a checkpoint into freshly built engines; return the figures of its last step.
 
     In the same layout random states are restored too, so training continues bit for bit. DeepSpeed cannot read the
     files in another layout, and with some settings not even in the same layout. The parameters' shards are then read
     one by one.
     """
     checkpoint = Path(start.checkpoint)
-    manifest = read_manifest(checkpoint)
-    refuse_other_frozen(trainer, manifest.frozen)
+    manifest = read_manifest(checkpoint) if is_own(checkpoint) else None  # None: of another program
+    refuse_other_frozen(trainer, manifest and manifest.frozen)
     # noted before loading, which overwrites learning rate, weight decay and betas with those of the checkpoint's run
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
     if start.same_layout and not piece_by_piece(trainer.job):
@@ -65,7 +65,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     for saved_settings in settings:
         saved_settings.put_back()
     dist.barrier()
-    return manifest
+    return manifest.figures if manifest else {}
 
 
 class _RunSettings:
@@ -102,6 +102,7 @@ def _restore_shards(
     except Unsupported as reason:
         message = f"the new layout cannot load a checkpoint of another layout: {reason}"
         raise _error("no-restore", message) from None
+    saved.match(dict.fromkeys(shard.name for shard in shards))
     _refuse_other_model(shards, saved)
     if hasattr(engine.optimizer, "checkpoint_event_prologue"):
         engine.optimizer.checkpoint_event_prologue()

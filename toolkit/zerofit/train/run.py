@@ -103,8 +103,8 @@ class RankRun:
         self._saver = Saver(self.trainer, self.data.inputs, folder, events, callbacks)
         if job.start:
             events.phase(f"resuming from step {job.start.step}")
-            figures: Any = resume(self.trainer, job.start, events.phase).figures
-            recorder.last = figures
+            figures: Any = resume(self.trainer, job.start, events.phase)
+            recorder.last = figures or None
         self.loop = Loop(
             job=job,
             data=self.data,

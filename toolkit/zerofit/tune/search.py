@@ -131,7 +131,7 @@ class Search:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return untried candidates, smaller than those that did not fit, and not of a family that keeps failing."""
+        """Return untried candidates, without those larger than one that did not fit and families that keep failing."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)

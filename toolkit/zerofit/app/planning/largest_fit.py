@@ -96,7 +96,7 @@ class FewestDevices:
     def __str__(self) -> str:
         if self.cluster is None:
             return f"not even {self.looked_up_to} devices suffice"
-        return f"fewest devices: {self.cluster.ranks} ({self.cluster.nodes} node(s) of {self.cluster.gpus})"
+        return f"fewest devices: {self.cluster.ranks} ({self.cluster.gpus} per node)"
 
 
 def maximum_of(setup: SearchSetup, cluster: Cluster, what: Maximum, report: Reporter) -> tuple[SearchSetup, LargestFit]:
@@ -135,7 +135,7 @@ def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
     found = []
     more = fewest(setup, cluster, max(cluster.gpus, cluster.device.node.gpus))
     if more is not None and more.ranks > cluster.ranks:
-        found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
+        found.append(f"{more.ranks} x {cluster.device.kind} ({more.gpus} per node)")
     elif more is None:
         size = shown_bytes(cluster.device.memory_bytes)
         found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} suffice")

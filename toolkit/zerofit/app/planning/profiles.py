@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from zerofit.app.job.requests import assumed_inputs
 from zerofit.app.job.result_cache import result_file
 from zerofit.models.catalog import ModelError, ModelSource, find, read_config, with_task
 from zerofit.models.depth import of_all_layers
-from zerofit.models.hf_config import ATTENTION, notes_of_config
+from zerofit.models.hf_config import notes_of_config, traced_args
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.models.shipped_profiles import shipped_profile, shipped_settings
@@ -21,7 +20,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.extras import installed_version, missing_extra
 from zerofit.spec.files import write_json
 from zerofit.spec.foreign import read_json, refused
-from zerofit.spec.model_facts import ATTENTION_KERNELS, DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
 from zerofit.spec.named_code import names_callable
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.process import deepspeed_quiet
@@ -64,12 +63,6 @@ class ProfileRequest:
             partial=run.partial,
             task=run.task,
         )
-
-
-def traced_args(model_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's arguments on which its costs depend: fused attention kernels differ in rates alone."""
-    fused = model_args.get(ATTENTION) in ATTENTION_KERNELS and model_args[ATTENTION] != "eager"
-    return {name: value for name, value in model_args.items() if name != ATTENTION or not fused}
 
 
 def read_profile(path: Path) -> Profile:

@@ -9,9 +9,10 @@ from typing import Any
 
 from zerofit.app.planning.corrections import MeasuredScaling, MeasuredSpeed, TraceCalibration, calibrated, scaling_of
 from zerofit.app.planning.layout_pins import DEGREES, batch_and_precision, knobs_of, savings_of
-from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile, traced_args
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
+from zerofit.models.hf_config import traced_args
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct

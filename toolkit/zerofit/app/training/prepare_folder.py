@@ -18,7 +18,9 @@ from torch import nn
 from zerofit.app.job.resolve import ResolvedJob, resolve_job
 from zerofit.app.planning.job_forecast import forecast_step_s
 from zerofit.checkpoint.compatible import obstacles, same_storage
-from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_look, verify
+from zerofit.checkpoint.foreign import Foreign, foreign_at
+from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, is_own, quick_look, verify
+from zerofit.features.optimizers import of_json
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
@@ -39,6 +41,7 @@ SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "ch
 SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
 UNREMARKABLE |= {"profile", "profile_ranks"}
+ADAMS = ("adam", "adamw")  # whose states other programs' exp_avg and exp_avg_sq are
 
 
 Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
@@ -195,6 +198,8 @@ def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
         if entry is None:
             report.note(f"no checkpoint in {folder.path} yet: training starts at step 1")
             return None
+    elif not is_own(Path(resume)) and (found := foreign_at(Path(resume).absolute())):
+        return _foreign_start(found, job, report)
     else:
         entry = _named(Path(resume).absolute(), report)
     assert entry.manifest is not None
@@ -233,6 +238,34 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
         hint = "set --resume to a run folder or one of its checkpoints/step-* (listed by `zerofit ckpt ls`)"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
     return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
+
+
+def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
+    """Verify another program's checkpoint. Raises UserError if it is damaged, or of another optimizer."""
+    from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
+    from zerofit.checkpoint.full_state import FullState
+
+    if damage := verify_foreign(found, report.status):
+        message = f"{found.path} is damaged: {damage[0].file}: {damage[0].kind} {damage[0].message}".rstrip()
+        hint = "`zerofit ckpt verify` lists all damage; use an older checkpoint"
+        raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
+    facts, state = facts_of(found), FullState(found.path)
+    step, problems = state.counters["global_steps"], Problems()
+    if step > job.steps:
+        message = f"{found.path} is at step {step}, past --steps {job.steps}"
+        problems.add("steps", message, "raise --steps, or resume an older checkpoint", "--steps")
+    kinds = {kind for name in state.names for kind in state.kinds(name)}
+    entry = of_json(str(job.ds_config.get("optimizer", {}).get("type", "")).lower())
+    if "exp_avg" in kinds and (entry is None or entry.name not in ADAMS):
+        message = f"{found.path} has the states of an Adam, but this run trains with {job.run.optimizer}"
+        problems.add("optimizer", message, "use --optimizer adamw", "--optimizer")
+    problems.raise_if_any()
+    report.note(f"resuming from {facts.name}")
+    for note in state.notes:
+        report.note(f"{found.path}: {note}; the optimizer starts anew")
+    samples = state.counters["global_samples"] or step * job.batch.total
+    report.note(f"random states and the order of samples are not in it: data continue at sample {samples:,}")
+    return Start(checkpoint=str(found.path), step=step, samples=samples, same_layout=False)
 
 
 def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:

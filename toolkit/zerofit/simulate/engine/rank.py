@@ -21,6 +21,7 @@ from zerofit.features.zero import features_on
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
+from zerofit.models.hf_config import traced_args
 from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.models.quantized import PACKAGE
@@ -108,12 +109,16 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """Return a target with drawn weights instead of pickled ones and a temporary folder as NVMe: only shapes count."""
+    """Return a target with drawn weights instead of pickled ones, a temporary folder as NVMe, and torch's attention.
+
+    Only shapes count.
+    """
     job = target.job
     source = find(job.run.model)
     if source.origin == PRETRAINED and not list(Path(source.path or "").glob("*.safetensors")):
         job = replace(job, run=job.run.model_copy(update={"model": f"{source.path}/config.json"}))
-    job = replace(job, run=job.run.model_copy(update={"pretrained": None}))
+    shapes = {"pretrained": None, "model_args": traced_args(job.run.model_args)}
+    job = replace(job, run=job.run.model_copy(update=shapes))
     zero = dict(job.ds_config.get("zero_optimization", {}))
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part, {}).get("device") == "nvme":

@@ -32,7 +32,6 @@ _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_b
 _FSDP2: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}  # of TrainingArguments
 _EIGHT_BITS = {"optim": "adamw_bnb_8bit"}  # of TrainingArguments
 _LAUNCHED_BY = ("--multi_gpu", "--use_deepspeed", "--use_fsdp", "--multi-gpu", "--use-deepspeed", "--use-fsdp")
-_DDP = "DistributedDataParallel"
 _MAX_STAGE = 3
 _SHOWN = {
     STATE: "offload_optimizer to the host",
@@ -62,7 +61,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, target: ScriptTarge
     """
     ranks, on_gpu = target.world_size, target.on_gpu
     found = _of_trainer(command, facts, ranks, on_gpu) if facts.trainer else _of_lines(command, facts, ranks, on_gpu)
-    if facts.accelerate and not (facts.trainer or facts.engines) and ranks > 1:
+    if facts.accelerate and not facts.trainer and facts.sharding == "DDP":
         found += _of_accelerate(command, facts, target, folder)
     stages = range(facts.zero_stage + 1, _MAX_STAGE + 1) if facts.engines and ranks > 1 else range(0)
     file = named_config([*command.arguments, *command.launcher_words])
@@ -135,10 +134,10 @@ def _of_lines(command: ScriptCommand, facts: ScriptFacts, ranks: int, on_gpu: bo
     }
     found: list[tuple[str, ...]] = []
     found += [(HALVES,)] if facts.micro_batch > 1 and facts.micro_batch % 2 == 0 and not facts.engines else []
-    recomputes = not facts.checkpointing and (facts.checkpointing_switch or facts.blocks)
+    recomputes = not facts.checkpointing and facts.pipeline_stages == 1 and (facts.checkpointing_switch or facts.blocks)
     found += [(CHECKPOINTS,)] if recomputes else []
     found += [(EIGHT_BITS,)] if _takes_eight_bits(facts, on_gpu) else []
-    if ranks > 1 and facts.wrapper == _DDP and not facts.accelerate:
+    if ranks > 1 and facts.sharding == "DDP" and not facts.accelerate:
         found += [(SHARDED_STATES,)] if facts.optimizer in ("Adam", "AdamW") else []
         found += [(SHARDED,), *([(SHARDED, CHECKPOINTS)] if recomputes else [])]
     elif ranks == 1 and recomputes and (EIGHT_BITS,) in found:
@@ -181,7 +180,7 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
 
 def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
     """Return the content of the file that `accelerate launch --config_file` reads; {} without one."""
-    for option, value in pairwise(command.launcher_words):
+    for option, value in pairwise(_options(command)):
         if option == "--config_file":
             return read_json(Path(value)) if value.endswith(".json") else read_yaml(Path(value))[0]
     return {}
@@ -189,13 +188,16 @@ def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
 
 def _with_file(command: ScriptCommand, file: str) -> ScriptCommand:
     """Start a script by `accelerate launch` with this file."""
-    module = ("-m",) if command.is_module else ()
-    words: Words = (*module, command.script, *command.arguments)
-    options: Words = ()
-    if command.launcher == "accelerate launch":
-        options = tuple(word for word in command.launcher_words[: -len(words)] if word not in _LAUNCHED_BY)
-    options = _with(options, "--config_file", file)
-    return replace(command, launcher="accelerate launch", launcher_words=(*options, *words))
+    options = tuple(word for word in _options(command) if word not in _LAUNCHED_BY)
+    words = (*_with(options, "--config_file", file), command.script, *command.arguments)
+    return replace(command, launcher="accelerate launch", launcher_words=words)
+
+
+def _options(command: ScriptCommand) -> Words:
+    """Return the options of `accelerate launch`, or those with which it starts another launcher's script."""
+    if command.launcher != "accelerate launch":
+        return ("--module",) if command.is_module else ()
+    return command.launcher_words[: -len(command.arguments) - 1]
 
 
 def _typed(name: str, value: object) -> str:
@@ -207,8 +209,8 @@ def _typed(name: str, value: object) -> str:
 
 def _launched(command: ScriptCommand, name: str, value: str) -> ScriptKnob:
     """Change a launcher option; its words end with the script and the script's arguments."""
-    count = len(command.launcher_words) - len(command.arguments) - 1
-    options, rest = command.launcher_words[:count], command.launcher_words[count:]
+    options = _options(command)
+    rest = command.launcher_words[len(options) :]
     options = _with(options, name, value) if name in options else (name, value, *options)
     return ScriptKnob(change=f"{name} {value}", command=replace(command, launcher_words=(*options, *rest)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from zerofit.simulate.fakes.autocast import autocast_as_cuda
 from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.memory.ledger import DEVICE
 from zerofit.simulate.ops.streams import Streams
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.spec.memory_kinds import WORKSPACES
 
 _STATE_BYTES = 16  # of a CUDA generator
 
@@ -64,6 +67,53 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
     replace_in(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # read by device meshes
     for name in answers.keys() & set(dir(torch.accelerator)):
         replace_in(torch.accelerator, name, answers[name])
+
+
+def graphs(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Capture a CUDA graph by running its ops once. Its pool keeps the memory that they have used; replays need none.
+
+    (torch.cuda.CUDAGraph, graph_pool_handle; torch.cuda._graph_annotations.maybe_stamp_capture_root)
+    """
+    from torch.cuda import _graph_annotations, graphs
+
+    kept = Counter[object]()  # pool -> bytes that it keeps beyond the graphs' outputs
+
+    class Graph:
+        """A CUDA graph, as scripts and torch.cuda.graph use it."""
+
+        def __init__(self, keep_graph: bool = False):
+            self._pool: object = (0, id(self))
+            self._begin, self._memory = 0, list[torch.Tensor]()
+
+        def capture_begin(self, pool: object = None, *_: object, **__: object) -> None:
+            self._pool, self._begin = pool or self._pool, len(meter.ledger.events)
+
+        def capture_end(self) -> None:
+            meter.note("CUDA graph: captured op by op, with the memory that its pool keeps")
+            used, most = 0, 0
+            for index, change in meter.ledger.events[self._begin :]:
+                used += change if meter.ledger.storages[index].place == DEVICE else 0
+                most = max(most, used)
+            more = most - used - kept[self._pool]  # graphs of one pool run one after the other
+            if more > 0:
+                kept[self._pool] += more
+                self._memory.append(torch.empty(more, dtype=torch.uint8, device="cuda"))
+                meter.tag(self._memory[-1], WORKSPACES)
+
+        def pool(self) -> object:
+            return self._pool
+
+        def reset(self) -> None:
+            kept[self._pool] -= sum(tensor.nbytes for tensor in self._memory)
+            self._memory.clear()
+
+        replay = instantiate = enable_debug_mode = debug_dump = register_generator_state = _nothing
+
+    for module in (torch.cuda, graphs):
+        replace_in(module, "CUDAGraph", Graph)
+        replace_in(module, "graph_pool_handle", object)
+    replace_in(_graph_annotations, "maybe_stamp_capture_root", _nothing)
+    replace_in(torch._C, "_host_emptyCache", _nothing)
 
 
 def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
@@ -107,8 +108,7 @@ def handles(meter: ScriptTracker) -> None:
 
 def _noted(original: Any, meter: ScriptTracker) -> Any:
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if meter.streams.issued is not None:
-            meter.streams.issued.wait_for(self, meter.streams.current.number)
+        meter.wait_for(self)
         return original(self, *args, **kwargs)
 
     return wait
@@ -157,8 +157,8 @@ def data_parallel(meter: ScriptTracker) -> None:
         self._check_comm_hook(hook)
         chosen[id(self)] = state, hook
 
-    def register_builtin(self: Any, kind: c10d.BuiltinCommHookType) -> None:
-        if kind == c10d.BuiltinCommHookType.FP16_COMPRESS:
+    def register_builtin(self: Any, kind: BuiltinCommHookType) -> None:
+        if kind == BuiltinCommHookType.FP16_COMPRESS:
             chosen[id(self)] = None, fp16_compress_hook
 
     replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)

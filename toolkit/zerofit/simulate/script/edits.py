@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -99,12 +100,10 @@ def _sharded() -> None:
     """Shard a model with FSDP2 in place of wrapping it. (torch.nn.parallel.DistributedDataParallel)"""
     from torch.distributed.fsdp import fully_shard
 
-    replaced: set[int] = set()  # ids of parameters that are kept alive below
-    kept: list[nn.Parameter] = []
+    replaced: list[weakref.ref[nn.Parameter]] = []  # weak, since their memory is freed
 
     def new(cls: type, module: nn.Module, *_: object, **__: object) -> nn.Module:
-        kept.extend(module.parameters())
-        replaced.update(map(id, kept))
+        replaced.extend(weakref.ref(parameter) for parameter in module.parameters())
         for block in repeated_blocks(module)[1]:
             fully_shard(block)
         fully_shard(module)
@@ -113,7 +112,8 @@ def _sharded() -> None:
         return module
 
     def refuse_stale(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if any(id(p) in replaced for group in optimizer.param_groups for p in group["params"]):
+        stale = {id(parameter) for weak in replaced if (parameter := weak()) is not None}
+        if any(id(p) in stale for group in optimizer.param_groups for p in group["params"]):
             raise not_simulated("an optimizer that was made before fully_shard", "make it after fully_shard")
 
     original = nn.parallel.DistributedDataParallel

@@ -10,6 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Subset
 
 from zerofit.simulate.engine.phases import PhaseLog
+from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.units import shown_bytes
 
@@ -25,9 +26,6 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
     """
     args, dataset = trainer.args, trainer.eval_dataset
     if args.eval_strategy == "no" or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
-        return
-    if getattr(args, "predict_with_generate", False):
-        meter.note("evaluation: not simulated, since it generates (--predict_with_generate)")
         return
     rows = args.per_device_eval_batch_size * args.world_size
     batches = math.ceil(len(dataset) / rows)
@@ -46,6 +44,28 @@ def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
         meter.note(
             f"evaluation: {_MORE} of {batches} batches were simulated; it keeps {grown} (--eval_accumulation_steps)"
         )
+
+
+def evaluations(log: PhaseLog) -> None:
+    """Evaluate few batches where a Trainer evaluates within the simulated steps. (transformers.Trainer.evaluate)"""
+    from transformers import Trainer
+
+    original = Trainer.evaluate
+
+    def evaluated(self: Any, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        before = log.name
+        if before == EVALUATION:
+            return original(self, eval_dataset, *args, **kwargs)
+        log.begin(EVALUATION)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if hasattr(dataset, "__len__") and not isinstance(dataset, dict):
+            eval_dataset = _first(dataset, _FEW * self.args.per_device_eval_batch_size * self.args.world_size)
+        try:
+            return original(self, eval_dataset, *args, **kwargs)
+        finally:
+            log.begin(before)
+
+    replace_in(Trainer, "evaluate", evaluated)
 
 
 def gather_to_save(engines: Sequence[DeepSpeedEngine], log: PhaseLog) -> None:

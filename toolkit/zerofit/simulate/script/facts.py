@@ -54,7 +54,7 @@ def script_facts(
     engine = next(filter(has_optimizer, phases.engines), None)
     models: list[Any] = [engine.module] if engine else phases.models or [nn.Module()]
     parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
-    sizes = [_elements(p) for p in parameters]
+    sizes = [elements_of(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
     model = unwrapped(models[0])
@@ -62,7 +62,6 @@ def script_facts(
     return ScriptFacts(
         name=PurePath(target.command.script).name,
         model=type(model).__name__,
-        wrapper=type(models[0]).__name__ if models[0] is not model else "",
         blocks=blocks,
         block=type(repeated[0]).__name__ if repeated else "",
         checkpointing_switch=bool(getattr(model, "supports_gradient_checkpointing", False)),
@@ -76,7 +75,7 @@ def script_facts(
         accelerate=bool(AcceleratorState._shared_state),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         sharding=f"ZeRO-{engine.zero_optimization_stage()}" if engine else _sharding(models[0]),
-        precision=_precision(engine, parameters, meter.autocast),
+        precision=_precision(engine, parameters, meter.autocast, _gathered(models[0])),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
         accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
@@ -90,7 +89,7 @@ def script_facts(
     )
 
 
-def _elements(parameter: Any) -> int:
+def elements_of(parameter: Any) -> int:
     """Return a parameter's number of elements, also if it is partitioned or packed."""
     packed = getattr(parameter, "quant_state", None)
     return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
@@ -108,7 +107,13 @@ def _sharding(model: nn.Module) -> str:
     return f"{name} ({dimensions})" if name else dimensions
 
 
-def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:
+def _gathered(model: nn.Module) -> torch.dtype | None:
+    """Return the type to which FSDP2 casts the weights that it gathers (MixedPrecisionPolicy); None if to no other."""
+    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return next((found for state in states if (found := state._mp_policy.param_dtype)), None)
+
+
+def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None, gathered: torch.dtype | None) -> str:
     """Return the type of the computation, with "autocast" if autocast casts to it."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
@@ -116,8 +121,8 @@ def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> st
         autocast = autocast if enabled() else None
     else:
         kinds = Counter(p.dtype for p in parameters)
-        weights = kinds.most_common(1)[0][0] if kinds else None
-    by_autocast = autocast is not None and autocast != weights
+        weights = gathered or (kinds.most_common(1)[0][0] if kinds else None)
+    by_autocast = autocast not in (None, torch.float32, weights)  # a region in float32 is no precision of training
     return _PRECISIONS.get(autocast if by_autocast else weights, "fp32") + " autocast" * by_autocast
 
 

@@ -30,7 +30,7 @@ from zerofit.spec.errors import Problem, UserError
 _FEW = 100  # items of a list that are searched
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
-_NAMES = re.compile(r"simgpu|privateuse|fake ?tensor|fake_tensor|\bmeta (device|tensor)", re.IGNORECASE)
+_NAMES = re.compile(r"simgpu|privateuse|fake ?tensor|fake_tensor|\bmeta (device|tensor)|device \"?meta", re.IGNORECASE)
 _SIGNATURE = re.compile(r"^(\w+)[\w.<>]*\(\) (got|takes|missing)")  # of Python's TypeError: the function's name
 RETRY = "run the command without zerofit to see whether it ends the same way"
 

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class FaultLog:
     def __init__(self, meter: ScriptTracker):
         self.meter = meter
         self.names: dict[int, str] = {}  # id of a parameter that was trainable when its model was first seen -> name
-        self.updated: set[int] = set()  # ids of parameters that got a gradient
+        self.updated: Counter[int] = Counter()  # id of a parameter -> the gradients that it got
         self.plain_bytes = 0  # of parameters that were not partitioned before DeepSpeed's engine got them
         self.plain_at = self.engine_at = ""  # where the largest of them was built; where the engine was
         self.starts: list[int] = []  # number of the ledger's event at which each micro batch begins
@@ -51,21 +52,25 @@ class FaultLog:
         bound = inspect.signature(backward).bind
         wrap, enable = DistributedDataParallel.__init__, PreTrainedModel.gradient_checkpointing_enable
 
+        @wraps(backward)
         def run_backward(*args: Any, **kwargs: Any) -> None:
             if bound(*args, **kwargs).arguments.get("retain_graph"):
                 self.retained_at = own_line()
             backward(*args, **kwargs)
 
+        @wraps(check)
         def check_inputs(inputs: Any) -> None:
             inputs = list(inputs)
             self.detached |= not any(t.requires_grad for t in inputs if isinstance(t, Tensor))
             check(inputs)
 
+        @wraps(wrap)
         def init(model: Any, *args: Any, **kwargs: Any) -> None:
             wrap(model, *args, **kwargs)
             if model.find_unused_parameters:
                 self.wrapped.append((model, own_line()))
 
+        @wraps(enable)
         def enabled(model: Any, *args: Any, **kwargs: Any) -> None:
             self.checkpointed_at = own_line()
             enable(model, *args, **kwargs)
@@ -78,6 +83,7 @@ class FaultLog:
             replace_in(owner, "zero_grad", self._zeroing(owner.zero_grad))
 
     def _zeroing(self, method: Callable[..., None]) -> Callable[..., None]:
+        @wraps(method)  # libraries read signatures
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             self.zeroed_at = own_line()
             method(*args, **kwargs)
@@ -94,7 +100,7 @@ class FaultLog:
                 continue
             if parameter.requires_grad:
                 self.names[id(parameter)] = name
-                parameter.register_post_accumulate_grad_hook(lambda p: self.updated.add(id(p)))
+                parameter.register_post_accumulate_grad_hook(lambda p: self.updated.update((id(p),)))
             if not hasattr(parameter, "ds_id"):
                 self.plain_bytes += parameter.nbytes
                 storage = self.meter.storage_of(parameter)

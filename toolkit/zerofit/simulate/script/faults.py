@@ -30,6 +30,7 @@ from zerofit.simulate.memory.host import highest, host_moments
 from zerofit.simulate.memory.ledger import DEVICE, Storage
 from zerofit.simulate.ops.tracker import is_own
 from zerofit.simulate.record import ScriptFault
+from zerofit.simulate.script.facts import elements_of
 from zerofit.simulate.script.fault_log import FaultLog, Lives
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
@@ -70,10 +71,6 @@ class Script:
         """Return whether this much memory is worth a change."""
         return size >= max(WORTH_BYTES, WORTH_SHARE * self.peak_bytes)
 
-    def live_bytes(self, *kinds: str) -> int:
-        """Return the bytes of these kinds that live on device and host."""
-        return sum(s.bytes for s in self.log.meter.live_storages() if _kind(s) in kinds)
-
 
 Found = tuple[str, int, str]  # line, bytes, a detail for the text
 Detector = Callable[[Script], Iterable[Found]]
@@ -88,6 +85,12 @@ class Fault:
     mend: str
     find: Detector
 
+    def named(self, line: str, size: int, detail: str) -> ScriptFault:
+        """Return the fault of a script's line, with its bytes and a detail."""
+        words = {"bytes": shown_bytes(size), "detail": detail}
+        problem, mend = self.problem.format(**words), self.mend.format(**words)
+        return ScriptFault(code=self.code, line=line, bytes=size, problem=problem, mend=mend)
+
 
 def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengths: Lengths) -> None:
     """Set the log's faults, those that cost most memory first, unless they were found at the last step."""
@@ -95,17 +98,12 @@ def find_faults(log: FaultLog, target: ScriptTarget, phases: ScriptPhases, lengt
         return
     peak = max([log.meter.peak(), *(phase.peak_bytes for phase in phases.log.done)])
     script = Script(log=log, target=target, phases=phases, lengths=lengths, lives=Lives(log.meter), peak_bytes=peak)
-    found = [
-        ScriptFault(
-            code=fault.code,
-            line=line,
-            bytes=size,
-            problem=fault.problem.format(bytes=shown_bytes(size), detail=detail),
-            mend=fault.mend.format(detail=detail),
-        )
-        for fault in FAULTS
-        for line, size, detail in fault.find(script)
-    ]
+    found: list[ScriptFault] = []
+    for fault in FAULTS:
+        try:
+            found += [fault.named(*seen) for seen in fault.find(script)]
+        except Exception as error:  # an optimizer or model of a kind that no detector expects: the figures stand
+            log.meter.note(f"fault {fault.code}: not looked for ({type(error).__name__}: {error})")
     log.faults = tuple(sorted(found, key=lambda fault: -fault.bytes))
 
 
@@ -145,12 +143,13 @@ def _second_copy(script: Script) -> Iterator[Found]:
     """Find storages with the sizes of the weights, made by one line, that no training engine or optimizer owns."""
     meter, owned = script.log.meter, {id(storage) for storage in _owned(script)}
     parameters = [p for model in script.models for p in model.parameters()]
-    elements = Counter(int(getattr(p, "ds_numel", p.numel())) for p in parameters)
+    elements = Counter(map(elements_of, parameters))
     owners = {id(storage): storage for p in parameters if (storage := meter.storage_of(p)) is not None}
     flat = Counter(storage.bytes for storage in owners.values())
     made: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for storage in meter.live_storages():
-        if id(storage) not in owned and storage.place == DEVICE and storage.own:
+        made_by_step = storage.phase in ("forward", "backward")  # activations may have the sizes of weights
+        if id(storage) not in owned and storage.place == DEVICE and storage.own and not made_by_step:
             made[storage.own][storage.bytes] += 1
     for line, sizes in made.items():
         copies = [Counter({n * size: times for n, times in elements.items()}) for size in (2, 4)]
@@ -186,9 +185,10 @@ def _frozen_states(script: Script) -> Iterator[Found]:
     for engine in script.engines:
         grouped = _grouped(engine.optimizer)
         frozen = [p for p in grouped if id(p) not in script.log.updated]
-        still = sum(_elements(p) for p in frozen if "expert" not in script.log.names.get(id(p), ""))
-        share = still / max(1, sum(map(_elements, grouped)))
-        size = round(share * script.live_bytes(MASTER, STATE))
+        still = sum(elements_of(p) for p in frozen if "expert" not in script.log.names.get(id(p), ""))
+        share = still / max(1, sum(map(elements_of, grouped)))
+        live = sum(s.bytes for s in script.log.meter.live_storages() if _kind(s) in (MASTER, STATE))
+        size = round(share * live)
         if still and script.is_worth(size):
             yield script.log.engine_at, size, f"{still:,}"
 
@@ -198,10 +198,6 @@ def _grouped(optimizer: Any) -> list[Any]:
     names = ("bit16_groups", "fp16_groups", "bf16_groups")
     groups = next((found for name in names if (found := getattr(optimizer, name, None))), [])
     return [p for p in tree_leaves(groups) if isinstance(p, nn.Parameter)]
-
-
-def _elements(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _kept_graph(script: Script) -> Iterator[Found]:
@@ -217,7 +213,7 @@ def _kept_graph(script: Script) -> Iterator[Found]:
 def _kept_outputs(script: Script) -> Iterator[Found]:
     """Find lines whose tensors of more than one micro batch live at the end."""
     starts, made = script.log.starts, defaultdict[tuple[str, str], list[int]](list)
-    if script.log.retained_at:
+    if script.log.retained_at or not starts:
         return
     for begin, end in zip(starts, [*starts[1:], script.lives.end], strict=True):
         sizes = Counter[tuple[str, str]]()
@@ -279,15 +275,15 @@ def _lost_gradients(script: Script) -> Iterator[Found]:
     trained = {id(p): p for model in script.models for p in model.parameters() if p.requires_grad}
     lost = [p for key, p in trained.items() if key not in script.log.updated]
     if script.log.detached and lost:
-        yield script.log.checkpointed_at or script.log.batch_at, 0, f"{sum(map(_elements, lost)):,}"
+        yield script.log.checkpointed_at or script.log.batch_at, 0, f"{sum(map(elements_of, lost)):,}"
 
 
 def _unused_search(script: Script) -> Iterator[Found]:
-    """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all got gradients."""
+    """Find DistributedDataParallel(find_unused_parameters=True) whose parameters all get gradients in each batch."""
     chosen = [trainer.args.ddp_find_unused_parameters for trainer in script.lengths.trainers.values()]
     for model, line in script.log.wrapped:
-        used = all(id(p) in script.log.updated for p in model.parameters() if p.requires_grad)
-        if used and None not in chosen:  # the Trainer's own default
+        least = min(script.log.updated[id(p)] for p in model.parameters() if p.requires_grad)
+        if least >= len(script.log.starts) and None not in chosen:  # the Trainer's own default
             yield line, 0, ""
 
 
@@ -315,7 +311,7 @@ FAULTS = (
     Fault(
         code="whole-model",
         problem="every rank builds the whole model, {bytes}, before ZeRO-3 splits it ({detail} a rank)",
-        mend="create TrainingArguments before the model, or build it under deepspeed.zero.Init()",
+        mend="build it under deepspeed.zero.Init(), or call from_pretrained or from_config after TrainingArguments",
         find=_whole_model,
     ),
     Fault(
@@ -333,7 +329,8 @@ FAULTS = (
     Fault(
         code="second-copy",
         problem="a second copy of the weights on the device, {bytes}",
-        mend="keep an average on the host; give a reference model an engine with ZeRO-3, or compute its outputs first",
+        mend="keep an average on the host; give a reference model an engine with ZeRO-3, or compute its outputs first "
+        "(TRL: precompute_ref_log_probs)",
         find=_second_copy,
     ),
     Fault(

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import is_own
@@ -167,7 +169,19 @@ def compiling(meter: ScriptTracker) -> None:
 
     def compile(model: object = None, *_: object, **__: object) -> object:
         note("torch.compile", isinstance(getattr(model, "__self__", model), nn.Module))
+        if model is flex_attention.flex_attention:
+            meter.compiles = True  # as transformers and torchtitan compile it; by torch's warning it must be compiled
+        if model is flex_attention.create_block_mask:
+            return fused
         return model if model is not None else lambda function: function
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), meter.fakes:  # the compiled kernel stores no mask of all tokens
+            made: Any = flex_attention.create_block_mask(*args, **kwargs)
+        for kept in made.as_tuple():
+            if isinstance(kept, Tensor):
+                meter.track(kept, "create_block_mask")
+        return made
 
     def compile_module(self: nn.Module, *_: object, **__: object) -> None:
         note("Module.compile", of_model=True)

@@ -72,6 +72,34 @@ def synchronized_norms(meter: ScriptTracker) -> None:
     replace_in(SyncBatchNorm, "forward", staticmethod(forward))
 
 
+def sparse_gradients(meter: ScriptTracker) -> None:
+    """Make the sparse gradients of embeddings dense, which is an upper bound: fakes cannot be sparse.
+
+    (torch.embedding, torch.embedding_bag; torch.optim.SparseAdam.step, which refuses dense ones)
+    """
+
+    def dense(original: Any, place: int) -> Any:
+        def embed(*args: Any, **kwargs: Any) -> Any:
+            if args[place : place + 1] == (True,):
+                meter.note("sparse gradients: taken as dense ones", bound=True, here=True)
+                args = (*args[:place], False, *args[place + 1 :])
+            return original(*args, **kwargs)
+
+        return embed
+
+    def step(self: torch.optim.SparseAdam, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            for name in () if state else ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter)
+        return loss
+
+    replace_in(torch, "embedding", dense(torch.embedding, 4))
+    replace_in(torch, "embedding_bag", dense(torch.embedding_bag, 5))
+    replace_in(torch.optim.SparseAdam, "step", step)
+
+
 class _FlashAttention(torch.autograd.Function):
     """flash_attn 2's forward and backward, which keep the output and its log-sum-exp, but no scores.
 

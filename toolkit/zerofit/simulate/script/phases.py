@@ -168,7 +168,8 @@ class ScriptPhases:
         return call
 
     def _trains(self, module: nn.Module) -> bool:
-        return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        # in evaluation mode, too: `from_pretrained` returns a model in it, and scripts train it so
+        return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
     def _begin_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         if id(module) not in self._known:

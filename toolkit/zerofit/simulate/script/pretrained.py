@@ -72,7 +72,7 @@ def pretrained(meter: ScriptTracker) -> None:
         device_map = kwargs.pop("device_map", None)
         for name in _PLACING:
             if kwargs.pop(name, None) is not None:
-                meter.note(f"from_pretrained({name}=...): left out", here=True)
+                meter.note(f"from_pretrained({name}=...): left out", bound=name == "tp_plan", here=True)
         for name in _READING:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"

@@ -32,11 +32,11 @@ from zerofit.simulate.memory.snapshot import StackLog
 from zerofit.simulate.ops.costs import Scratch, scratch_on
 from zerofit.simulate.ops.issued import IssuedLog
 from zerofit.simulate.record import STEPS, RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, recurrent, writes
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.edits import edits
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop
-from zerofit.simulate.script.evaluation import evaluate, gather_to_save
+from zerofit.simulate.script.evaluation import evaluate, evaluations, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.failures import failure, no_training
 from zerofit.simulate.script.fault_log import FaultLog
@@ -94,6 +94,7 @@ def simulate_script(
 
     phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen, watched, edit), on_batch, on_end)
     generation(meter, log)
+    evaluations(log)
     joints = StageJoints(target.received)
     if give_up is not None:
         watch_progress(meter, log, give_up)
@@ -124,13 +125,15 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         install(False, meter, target.device.memory_bytes)
     apply_common(target.on_gpu, meter)
     if target.on_gpu:
-        for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
+        for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.graphs, cuda.autocast):
             answers(meter, target)
         distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
+        recurrent.recurrent_layers(meter)
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
+    kernels.sparse_gradients(meter)
     host.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()

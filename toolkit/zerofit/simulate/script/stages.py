@@ -7,7 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import _utils as pipes
 
 from zerofit.simulate.engine.stage_input import give_input
 from zerofit.simulate.fakes.patches import replace_in
@@ -21,9 +25,12 @@ class StageJoints:
     def __init__(self, received: SentTensors | None):
         self._received = received
         self.stage: ScriptStage | None = None  # None without a pipeline
+        self._sent: Any = None  # what the first of torch's stages of this rank sends
 
     def join(self) -> None:
-        """Give engines their inputs and record what they send, for the rest of this process."""
+        """Give engines and torch's stages their inputs and record what they send, for the rest of this process."""
+        if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
+            self._join_torch()
         made = PipelineEngine.__init__
 
         @functools.wraps(made)
@@ -61,3 +68,63 @@ class StageJoints:
         sizes = [(shape, getattr(torch, dtype)) for shape, dtype in self._received.tensors]
         sent = sizes, self._received.is_tuple
         give_input(engine, lambda stage: sent)
+
+    def _join_torch(self) -> None:
+        """Connect torch's stages, which exchange the shapes of their inputs before the first micro batch.
+
+        The next stage sends gradients like this stage's outputs. A later stage of the same rank receives what the
+        earlier one sends. (torch.distributed.pipelining.PipelineStage: _send_meta, _recv_meta, _warmup_forward_vote,
+        _warmup_backward_result)
+        """
+
+        def own_vote(stage: Any, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+            if self.stage is None:
+                self.stage = _stage_of(stage)
+            static = not pipes.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+            vote = torch.tensor([int(static)], dtype=torch.int32, device=stage.device)
+            return vote if received_acc is None else vote * received_acc
+
+        def send_meta(stage: Any, meta: object, dst_stage: int) -> None:
+            assert self.stage
+            if isinstance(meta, pipes._StageForwardMeta) and self._sent is None:
+                self._sent = meta
+                if self.stage.stage < max(self.stage.stage_of_rank):  # otherwise to a later stage of an earlier rank
+                    self.stage = replace(self.stage, sends=_sizes(meta))
+
+        def recv_meta(stage: Any, src_stage: int) -> object:
+            if src_stage > stage.stage_index:
+                return pipes._StageBackwardMeta(backward_metas=pipes._derive_grad_metas(stage._stage_meta.outputs))
+            if self._sent is not None:
+                return self._sent
+            if self._received is None:
+                raise later_stage(stage.stage_index + 1)
+            return pipes._StageForwardMeta(forward_metas=tuple(map(_meta, self._received.tensors)))
+
+        replace_in(PipelineStage, "_warmup_forward_vote", own_vote)
+        replace_in(PipelineStage, "_warmup_backward_result", lambda _, received_result: received_result)
+        replace_in(PipelineStage, "_send_meta", send_meta)
+        replace_in(PipelineStage, "_recv_meta", recv_meta)
+
+
+def _stage_of(stage: Any) -> ScriptStage:
+    """Return the place of a rank's first stage; groups of pipelines are alike, at a constant distance of ranks."""
+    ranks = dist.get_process_group_ranks(stage.group)
+    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    of_rank = tuple(rank // distance % len(ranks) for rank in range(dist.get_world_size()))
+    return ScriptStage(stage=stage.group_rank, stage_of_rank=of_rank, sends=None)
+
+
+def _sizes(meta: Any) -> SentTensors:
+    """Return what the next rank receives. Raises NotSimulated for DTensors."""
+    if any(type(one) is not pipes._TensorMeta for one in meta.forward_metas):
+        hint = "simulate the first rank (--rank 0), or let stages return local tensors"
+        raise not_simulated("a pipeline stage that sends DTensors", hint)
+    sizes = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in meta.forward_metas)
+    return SentTensors(tensors=tuple(sizes), is_tuple=True)
+
+
+def _meta(sent: tuple[tuple[int, ...], str]) -> Any:
+    """Return torch's description of a contiguous tensor that a stage receives."""
+    shape, dtype = torch.Size(sent[0]), getattr(torch, sent[1])
+    strides = torch.empty(shape, device="meta").stride()
+    return pipes._TensorMeta(shape=shape, stride=strides, dtype=dtype, requires_grad=dtype.is_floating_point)

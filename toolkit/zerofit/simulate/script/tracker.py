@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,12 +25,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_fake_tensor_cache,
     unset_fake_temporarily,
 )
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofit.simulate.costs.kernels import call_of, one_kernel
 from zerofit.simulate.costs.layers import is_kernel
@@ -45,6 +48,7 @@ from zerofit.simulate.ops.tracker import (
     is_own,
     own_line,
 )
+from zerofit.simulate.script.received import alike, replicate
 from zerofit.simulate.script.values import decided
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
@@ -57,11 +61,21 @@ _VALUE_OF = torch.ops.aten._local_scalar_dense.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+_BOUNDED = (
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.unique_dim.default,
+    torch.ops.aten.unique_consecutive.default,
+)
+# arguments of theirs are storages, which the key of a cached result would keep alive
+_OF_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
 _NEW = tuple(f"aten::{name}" for name in _FACTORIES)
 _COPIES = ("_to_copy", "copy_")
 _IS_PINNED = "aten::is_pinned"
 _PINNING = (_IS_PINNED, "aten::_pin_memory")
+_PEER_TO_PEER = ("c10d::send", "c10d::recv_")
 _UNDEFINED = ("aten::empty", "aten::new_empty")
 
 
@@ -93,6 +107,11 @@ class ScriptTracker(AllocationTracker):
         self.all_true = False  # whether masks of unknown values count as all True without a note
         self.widened: list[tuple[int, int]] = []  # float32 copies of 16-bit tensors: index, last dimension
         self.autocast: torch.dtype | None = None  # the type that autocast used in training
+        # handle of a send or receive -> its tensors, which it keeps alive (WorkNCCL::outputs_)
+        self._held = WeakIdKeyDictionary()
+        # handle of a collective, or the result of a functional one -> its name in the log of issued work
+        self._awaited = WeakIdKeyDictionary()
+        self._works: list[Work] = []  # of the last collective, until its caller has them
         self.received: Any = []  # weak references to the tensors of the last collective
         self.reduction: Any = dist.ReduceOp.SUM  # of the last all-reduce; the op itself does not contain it
 
@@ -117,15 +136,14 @@ class ScriptTracker(AllocationTracker):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         args, kwargs = tuple(map(self._placed, args)), {k: self._placed(v) for k, v in kwargs.items()}
         name = func._overloadpacket._qualified_op_name
-        self.last = (name, self._module)
+        self.last, self._works = (name, self._module), []
         if name in _PINNING and self.device == "cuda":
             return self._pinning(name, args[0])
         if _is_composite(func):  # seen only below autograd: in inference mode and in bodies of higher-order ops
             with self:
                 return func.decompose(*args, **kwargs)
         if func is _WAIT:  # its rule for shapes would return a copy
-            if self.streams.issued is not None:
-                self.streams.issued.wait_for(args[0], self.streams.current.number)
+            self.wait_for(args[0])
             return args[0]
         pins = self.device == "cuda" and kwargs.get("pin_memory")
         kwargs = {**kwargs, "pin_memory": False} if pins else kwargs
@@ -137,12 +155,15 @@ class ScriptTracker(AllocationTracker):
             with unset_fake_temporarily():
                 out = func(*args, **kwargs)
                 if name.startswith(FUNCTIONAL):
-                    out = _alike(name, args)
+                    out = alike(name, args)
                 elif name.startswith("c10d::"):
                     replicate(name, args, self.reduction == dist.ReduceOp.SUM)
         sends = name.startswith("c10d::")
         if is_collective(name):
             self._note_collective(name, args, out)
+            self._works = [Work.unbox(t) for t in tree_leaves(out) if isinstance(t, torch._C.ScriptObject)]
+            if name in _PEER_TO_PEER:
+                self._held[self._works[0]] = args[0]
             self.received = tree_map(lambda t: weakref.ref(t) if isinstance(t, Tensor) else t, args[0])
         if self.streams.issued is not None:
             if is_collective(name):
@@ -166,7 +187,7 @@ class ScriptTracker(AllocationTracker):
 
         If the script compiles, attention is one kernel that stores no scores (torch/_inductor/kernel/flex).
         """
-        rules: Mapping[Any, Callable[..., OpOutput]] = registered_hop_fake_fns
+        rules: Any = registered_hop_fake_fns  # its type names another kind of key
         run, shapes = op.py_kernels.get(DispatchKey.CompositeExplicitAutograd), rules.get(op)
         if shapes is not None and (run is None or (self.compiles and op in (flex_attention, flex_attention_backward))):
             run = shapes
@@ -223,10 +244,17 @@ class ScriptTracker(AllocationTracker):
         members = dist.get_process_group_ranks(group)
         near = sum(rank // self.gpus == dist.get_rank() // self.gpus for rank in members)
         ranks = CommunicatingRanks(group.group_name, len(members), max(1, near))
-        # a functional collective returns no handle: its result is waited for
-        handles = [Work.unbox(t) if isinstance(t, torch._C.ScriptObject) else t for t in tree_leaves(out)]
+        number = object()
+        for handle in self._works or tree_leaves(out):  # a functional collective returns no handle but its result
+            self._awaited[handle] = number
         moved = max(map(bytes_of, (*args, out)), default=0)
-        self.streams.issued.send(self._issued(op, bytes=moved), ranks, handles)
+        self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
+
+    def wait_for(self, handle: object) -> None:
+        """Record that the current stream waits for a collective, by its handle or the result of a functional one."""
+        number = self._awaited.get(handle)
+        if self.streams.issued is not None and number is not None:
+            self.streams.issued.wait_for(number, self.streams.current.number)
 
     def note_hooks(self, parameters: int) -> None:
         """Record that ZeRO-3's hooks gather the parameters of a module."""
@@ -266,14 +294,21 @@ class ScriptTracker(AllocationTracker):
                 return self._stand_in(func, args)
             with unset_fake_temporarily():
                 return known.item()
+        if func is _INDEXED[1] and args[2].numel() == 1 and len(args[1]) == 1 and not args[3:]:
+            mask = args[1][0]  # a scalar fills a mask without a list of its places (canDispatchToMaskedFill)
+            if isinstance(mask, FakeTensor) and mask.dtype == torch.bool and known_value(mask) is None:
+                forget(args[0])
+                return args[0]
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
         taken, named = args, kwargs
         if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
             # with only real inputs FakeTensorMode would run `real.to(device)` (torch/_subclasses/fake_tensor.py)
             taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
+        keyed = disable_fake_tensor_cache(self.fakes) if func in _OF_STORAGES else nullcontext()
         try:
-            out = as_stored(func, taken, func(*taken, **named))
+            with keyed:
+                out = as_stored(func, taken, func(*taken, **named))
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         except RuntimeError as error:
@@ -319,9 +354,16 @@ class ScriptTracker(AllocationTracker):
     def _by_values(
         self, func: OpOverload, args: OpArguments, kwargs: OpKeywords, leaves: list[Tensor], error: Exception
     ) -> OpOutput:
-        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown."""
-        if any(known_value(t) is None for t in leaves):
-            raise error
+        """Return the output of an op whose shape depends on values. Raises `error` if the values are unknown.
+
+        The largest output is a bound for some ops: of a mask that is all True, of elements that all differ.
+        """
+        known = all(known_value(t) is not None for t in leaves)
+        if not known:
+            if func not in _BOUNDED or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES:
+                raise error
+            self.note(f"{func._overloadpacket} of unknown values: taken as its largest output", bound=True, here=True)
+            args, kwargs = tree_map(_largest, (args, kwargs))
         real = _computed(func, args, kwargs)
         where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
 
@@ -330,7 +372,8 @@ class ScriptTracker(AllocationTracker):
                 return t
             made = torch.empty(t.shape, dtype=t.dtype, device=where)
             made = made if isinstance(made, FakeTensor) else self.fakes.from_tensor(made)
-            keep(made, t)
+            if known:
+                keep(made, t)
             return made
 
         return tree_map(faked, real)
@@ -361,7 +404,7 @@ class ScriptTracker(AllocationTracker):
         try:
             if name.startswith(FUNCTIONAL):
                 with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-                    real = _alike(name, tree_map(known_value, args))
+                    real = alike(name, tree_map(known_value, args))
             elif name.startswith("c10d::"):
                 with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
                     replicate(name, tree_map(known_value, args), self.reduction == dist.ReduceOp.SUM)
@@ -441,6 +484,14 @@ def on_simulated(value: object) -> object:
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
+def _largest(value: object) -> object:
+    """Return real values for a fake of unknown ones: masks are all True, other elements are distinct, and not zero."""
+    if not isinstance(value, FakeTensor) or known_value(value) is not None:
+        return value
+    with unset_fake_temporarily(), _disable_current_modes():
+        return torch.arange(1, value.numel() + 1).to(value.dtype).reshape(value.shape)
+
+
 @cache
 def _is_composite(func: OpOverload) -> bool:
     """Return whether an op only calls other ops."""
@@ -453,36 +504,3 @@ def _computed(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutp
     host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
         return func(*tree_map(known_value, args), **tree_map(known_value, host))
-
-
-def _alike(name: str, args: OpArguments) -> Tensor:
-    """Return the result of a functional collective of real tensors if other ranks have this rank's values."""
-    (op, group), value = collective_of(name, args), args[0]
-    assert group is not None
-    ranks = group.size()
-    total = value * ranks if args[1] == "sum" else value.clone()
-    if op == "allgather_base":
-        return value.repeat(ranks, *[1] * (value.dim() - 1))
-    if op == "reduce_scatter_base":
-        return total.chunk(ranks)[group.rank()].clone()
-    if op == "alltoall_base":
-        return value.chunk(ranks)[group.rank()].repeat(ranks, *[1] * (value.dim() - 1))
-    return total
-
-
-def replicate(name: str, args: OpArguments, summed: bool) -> None:
-    """Fill the results of a collective on real tensors with this rank's own values for all ranks.
-
-    `summed`: the all-reduce is a sum; for a mean or maximum, equal values need no change.
-    """
-    if name == "c10d::allgather_":
-        for outs, one in zip(args[0], args[1], strict=False):
-            for out in outs:
-                out.copy_(one)
-    elif name == "c10d::_allgather_base_":
-        flat = args[1].reshape(-1)
-        args[0].view(-1).copy_(flat.repeat(args[0].numel() // max(1, flat.numel())))
-    elif name == "c10d::allreduce_" and summed:
-        for t in args[0]:
-            if t.dtype != torch.bool:
-                t.mul_(dist.ProcessGroup.unbox(args[1]).size())

@@ -1,0 +1,276 @@
+"""Checkpoints of other programs: read, exported, damaged, and converted for the programs that load them.
+
+    python -m benchmarks.foreign_checkpoints [--work FOLDER] [--output FILE]
+
+The real programs (foreign_writer.py) write checkpoints on 1, 2 and 4 ranks. Each is exported and compared bit for bit
+with the writer's own weights. Some are converted to other layouts, which real programs load (foreign_reader.py): their
+next five losses must be those of the writer. Copies are damaged in ten ways; `verify` must name the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.foreign_writer import CASES
+from zerofit.app.checkpoints import Checkpoint
+from zerofit.checkpoint.foreign import Foreign, foreign_in
+from zerofit.spec.errors import UserError
+from zerofit.spec.local_machine import versions
+
+RANKS = {
+    1: None,
+    2: None,
+    4: ["ds-zero1-fp32", "ds-zero2-tied", "ds-zero3-bf16", "ds-zero3-tied", "dcp-fsdp2", "ds-moe"],
+}
+# source, what the target changes, options of convert: loaded on two ranks
+Change = dict[str, Any]
+CONVERSIONS: list[tuple[str, str, Change, dict[str, Any]]] = [
+    *(
+        (f"ds-zero{old}-fp32-{ranks}", f"ds-zero{old}-fp32", {"stage": new}, {"to": "deepspeed", "stage": new})
+        for old, new, ranks in ((0, 2, 2), (1, 3, 2), (2, 0, 1), (3, 1, 1), (3, 3, 1), (1, 1, 4))
+    ),
+    *(
+        (f"ds-zero{old}-tied-{ranks}", f"ds-zero{old}-tied", {"stage": new}, {"to": "deepspeed", "stage": new})
+        for old, new, ranks in ((2, 3, 2), (3, 2, 4), (1, 2, 1), (3, 1, 2))
+    ),
+    ("ds-zero3-bf16-4", "ds-zero3-bf16", {"stage": 2}, {"to": "deepspeed", "stage": 2}),
+    ("ds-zero1-bf16-2", "ds-zero1-bf16", {"stage": 0}, {"to": "deepspeed", "stage": 0}),
+    ("dcp-fsdp2-4", "ds-zero2-fp32", {"stage": 2}, {"to": "deepspeed", "stage": 2}),
+    ("dcp-fsdp1-sharded-2", "ds-zero3-fp32", {}, {"to": "deepspeed", "stage": 3}),
+    ("accelerate-fsdp2-2", "ds-zero1-tied", {"precision": "fp32", "groups": 1}, {"to": "deepspeed", "stage": 1}),
+    ("ds-zero3-fp32-2", "dcp-fsdp2", {}, {"to": "dcp"}),
+    ("ds-zero2-fp32-1", "dcp-fsdp2", {}, {"to": "dcp"}),
+    ("ds-zero3-fp32-1", "ds-zero2-fp32", {}, {"to": "universal"}),
+    ("dcp-fsdp2-1", "ds-zero1-fp32", {}, {"to": "universal"}),
+]
+
+
+def main() -> None:
+    """Write, check, convert, load, damage; write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, help="folder for the checkpoints; kept, and used again if it has them")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/foreign_checkpoints.json")
+    arguments = parser.parse_args()
+    work = arguments.work or Path(tempfile.mkdtemp())
+    for ranks, names in RANKS.items():
+        if not (work / f"{(names or list(CASES))[0]}-{ranks}").is_dir():
+            run("benchmarks.foreign_writer", work, ranks, *(names or []))
+    written = [exported(place, work / "out") for place in sorted(work.glob("*-[124]"))]
+    rows = {"exports": written, "conversions": converted(work), "damage": damaged(work)}
+    facts = {"versions": versions(), "summary": summary(rows)}
+    arguments.output.write_text(json.dumps(facts | rows, indent=1) + "\n")
+    print(json.dumps(facts["summary"], indent=1))
+
+
+def run(module: str, *arguments: object) -> None:
+    """Run a module of this folder, and show its errors."""
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
+            log.seek(0)
+            sys.stderr.write(log.read()[-3000:])
+
+
+def exported(place: Path, out: Path) -> dict[str, Any]:
+    """Export a checkpoint, and compare it with the writer's own weights."""
+    row: dict[str, Any] = {"case": place.name}
+    errors = sorted(place.glob("error-*.txt"))
+    found = foreign_in(place / "saved")
+    if errors or not found or not (place / "facts.json").is_file():
+        return row | {"result": "not written", "why": errors[0].read_text().splitlines()[-1] if errors else "no files"}
+    entry = found[0]
+    reference, target = reference_of(place, entry), out / place.name
+    shutil.rmtree(target, ignore_errors=True)
+    config = place / "reference"
+    try:
+        row["name"] = Checkpoint(entry.path).describe().name
+        result = Checkpoint(entry.path).export(target, model=config if (config / "config.json").is_file() else None)
+    except UserError as error:
+        return row | {"result": "refused", "why": str(error)}
+    got = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    differ = [name for name in got if name not in reference or not equal(got[name], reference[name])]
+    row |= {"dtype": result.dtype, "tensors": len(got), "elements": sum(tensor.numel() for tensor in got.values())}
+    return row | {"result": "equal bit for bit" if got and not differ else f"different: {', '.join(differ[:3])}"}
+
+
+def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether two tensors have the same type and bits."""
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def reference_of(place: Path, entry: Foreign) -> dict[str, torch.Tensor]:
+    """Return the weights that the program itself saved, or (a mixture, a pipeline) the parts of its ranks."""
+    for folder in (place / "reference", entry.path):
+        for name in ("model.safetensors", "adapter_model.safetensors"):
+            if (folder / name).is_file():
+                return load_file(folder / name)
+    weights: dict[str, torch.Tensor] = {}
+    for rank, file in enumerate(sorted((place / "reference").glob("module-*.pt"))):
+        for name, tensor in torch.load(file).items():
+            head, mark, rest = name.partition(".deepspeed_experts.")
+            local, _, tail = rest.partition(".")
+            shares = min(2, int(place.name[-1]))
+            number = int(local or 0) + (rank % shares) * (4 // shares)
+            weights[f"{head}{mark}{number}.{tail}" if mark else name] = tensor
+    if not weights and (entry.path / "pytorch_model.bin").is_file():
+        weights = torch.load(entry.path / "pytorch_model.bin")
+    return weights
+
+
+def converted(work: Path) -> list[dict[str, Any]]:
+    """Convert checkpoints, load them with the real programs on two ranks, and compare the next five losses."""
+    loading = work / "loading"
+    shutil.rmtree(loading, ignore_errors=True)
+    for number, (source, case, change, options) in enumerate(CONVERSIONS):
+        place = loading / f"{number:02}"
+        place.mkdir(parents=True)
+        options = {"ranks": 2, **options} if options["to"] == "deepspeed" else options
+        if not (work / source / "facts.json").is_file():
+            continue
+        path = foreign_in(work / source / "saved")[0].path
+        Checkpoint(path).convert(place / "saved", **options)
+        program = {"dcp": "fsdp"}.get(options["to"], options["to"])
+        (place / "case.json").write_text(json.dumps({"case": case, "change": change, "program": program}))
+    run("benchmarks.foreign_reader", loading, 2)
+    rows = []
+    for number, (source, _, _, options) in enumerate(CONVERSIONS):
+        if not (work / source / "facts.json").is_file():
+            continue
+        wanted = json.loads((work / source / "facts.json").read_text())["next"]
+        file = loading / f"{number:02}" / "next.json"
+        losses = json.loads(file.read_text()) if file.is_file() else []
+        apart = max((abs(a - b) for a, b in zip(losses, wanted, strict=True)), default=None) if losses else None
+        rows.append({"source": source, **options, "loaded_on": 2, "next_losses": losses, "apart": apart})
+    return rows
+
+
+def cut(file: Path) -> None:
+    """Lose the end of a file."""
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+
+
+def empty(file: Path) -> None:
+    """Leave a file without content."""
+    file.write_bytes(b"")
+
+
+def zeros(file: Path) -> None:
+    """Same size, all zeros: what a file system may leave after a power cut."""
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def flip(file: Path) -> None:
+    """Change a bit in the middle of the largest tensor."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def lose(file: Path) -> None:
+    """Remove a file."""
+    file.unlink()
+
+
+def text(file: Path) -> None:
+    """Replace a file by a text, as a failed download does."""
+    file.write_text("<html>404</html>")
+
+
+def other_step(file: Path) -> None:
+    """Set the optimizer's step to another one."""
+    content = torch.load(file, weights_only=False)
+    saved = content["optimizer_state_dict"]
+    for state in (saved.get("base_optimizer_state") or saved["optimizer_state_dict"])["state"].values():
+        state["step"] = state["step"] + 2
+    torch.save(content, file)
+
+
+def other_run(file: Path) -> None:
+    """Take the file from a run with another learning rate and other weights."""
+    content = torch.load(file, weights_only=False)
+    saved = content["optimizer_state_dict"]
+    for group in (saved.get("base_optimizer_state") or saved["optimizer_state_dict"])["param_groups"]:
+        group["lr"] = 0.5
+    for flat in saved.get("single_partition_of_fp32_groups") or saved["fp32_flat_groups"]:
+        flat.data.add_(1)
+    torch.save(content, file)
+
+
+def lost_states(file: Path) -> None:
+    """Leave out the master weights of a rank."""
+    content = torch.load(file, weights_only=False)
+    saved = content["optimizer_state_dict"]
+    key = "single_partition_of_fp32_groups" if "single_partition_of_fp32_groups" in saved else "fp32_flat_groups"
+    saved[key] = [flat[:-2].clone() for flat in saved[key]]
+    torch.save(content, file)
+
+
+def wrong_latest(file: Path) -> None:
+    """Let `latest` name a folder that was never finished."""
+    root = file.parent.parent
+    (root / "global_step9").mkdir()
+    (root / "latest").write_text("global_step9")
+
+
+DAMAGE: tuple[Callable[[Path], None], ...] = (cut, empty, zeros, flip, lose, text)
+DAMAGE += (other_step, other_run, lost_states, wrong_latest)
+DAMAGED = {
+    "ds-zero2-bf16-2": "*pp_rank_1_*optim_states.pt",
+    "ds-zero3-fp32-2": "*pp_rank_1_*optim_states.pt",
+    "ds-zero1-tied-2": "*pp_rank_1_*optim_states.pt",
+    "dcp-fsdp2-2": "__1_0.distcp",
+}
+
+
+def damaged(work: Path) -> list[dict[str, Any]]:
+    """Damage copies; `verify` must find nothing before, and name the file afterwards."""
+    rows = []
+    for name, pattern in DAMAGED.items():
+        for damage in DAMAGE[:6] if name.startswith("dcp") else DAMAGE:
+            copy = work / "damaged"
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(work / name / "saved", copy)
+            before = Checkpoint(copy).verify().problems
+            file = next(copy.rglob(pattern))
+            damage(file)
+            problems = Checkpoint(copy).verify().problems
+            wanted = "latest" if damage is wrong_latest else file.relative_to(copy).as_posix()
+            rows.append(
+                {
+                    "checkpoint": name,
+                    "damage": damage.__name__,
+                    "found": [f"{p.file}: {p.kind} {p.message}".strip() for p in problems],
+                    "named": not before and any(p.file == wanted for p in problems),
+                }
+            )
+    return rows
+
+
+def summary(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Count what went right."""
+    written = [row for row in rows["exports"] if row["result"] != "not written"]
+    apart = [row["apart"] for row in rows["conversions"]]
+    return {
+        "checkpoints": len(written),
+        "exports_equal_bit_for_bit": sum(row["result"] == "equal bit for bit" for row in written),
+        "conversions": len(apart),
+        "loaded": sum(value is not None for value in apart),
+        "largest_difference_of_losses": max((value for value in apart if value is not None), default=None),
+        "damaged": len(rows["damage"]),
+        "damage_named": sum(row["named"] for row in rows["damage"]),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""Checkpoints for other programs: a DeepSpeed engine on any number of ranks, or PyTorch's distributed checkpoints.
+
+Tensors are copied one by one into files that are mapped into memory, so the model may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from zerofit.checkpoint.foreign import foreign_at
+from zerofit.checkpoint.foreign_facts import facts_of
+from zerofit.checkpoint.full_state import FullState, full_model
+from zerofit.checkpoint.index import MASTER, ParameterGroup
+from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.store import STATE, is_own, manifest_of
+from zerofit.checkpoint.universal import ConvertResult, engine_facts, refuse_without_frozen
+from zerofit.models.dtypes import DTYPES
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import Precision
+from zerofit.spec.process import deepspeed_quiet
+from zerofit.spec.units import shown_bytes
+
+ALIGNMENT = 2  # elements a rank: runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor
+SUB_GROUP = 10**9  # elements: the default of zero_optimization.sub_group_size
+# settings of torch's AdamW, for checkpoints without their own
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
+ADAMW |= {"foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The engine that is to load a checkpoint."""
+
+    ranks: int
+    stage: int  # of ZeRO
+    dtype: torch.dtype = torch.float32  # of training
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TargetWriter:
+    state: FullState
+    groups: list[ParameterGroup]
+    target: Target
+    scratch: Path  # a file's place on the disk of the result
+    wrote: Callable[[int], None]
+
+    def kinds(self) -> list[str]:
+        """The optimizer's states, without the weights."""
+        first = self.groups[0].names[0]
+        return [kind for kind in self.state.kinds(first) if kind != MASTER]
+
+    def mapped(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return zeros in a file that is removed as soon as nobody uses it."""
+        if not count:
+            return torch.zeros(0, dtype=dtype)
+        tensor = torch.from_file(str(self.scratch), shared=True, size=count, dtype=dtype)
+        self.scratch.unlink()
+        return tensor
+
+    def flat(self, names: list[str], kind: str, first: int, count: int) -> Tensor:
+        """Return elements `first` to `first + count` of a flat group, zeros behind its end."""
+        out, place = self.mapped(count), 0
+        for name in names:
+            numel = math.prod(self.state.shape(name))
+            start, end = max(first, place), min(first + count, place + numel)
+            if start < end and kind in self.state.kinds(name):
+                out[start - first : end - first] = self.state.read_flat(name, kind, start - place, end - start)
+                self.wrote(4 * (end - start))
+            place += numel
+        return out
+
+    def step(self) -> Tensor:
+        return torch.tensor(float(self.state.counters["step"] or 0))
+
+    def save(self, value: Any, path: Path) -> None:
+        with path.open("wb") as file:  # so that errors are OSErrors, unlike errors of torch.save
+            torch.save(value, file)
+
+
+def groups_of(state: FullState) -> list[ParameterGroup]:
+    """Return the optimizer's groups: those in the files, or matrices and vectors as zerofit's runs have them."""
+    if state.groups:
+        return state.groups
+    wide = [[name for name in state.names if (len(state.shape(name)) > 1) == many] for many in (True, False)]
+    return [ParameterGroup(names, ADAMW) for names in wide if names]
+
+
+def write_deepspeed(
+    state: FullState, target: Target, folder: Path, tag: str, wrote: Callable[[int], None] = lambda count: None
+) -> None:
+    """Write a checkpoint that a DeepSpeed engine loads with `load_checkpoint(folder)`.
+
+    The engine must have the same parameters in the same groups. Raises UserError if the optimizer's states are missing.
+    """
+    place = folder / tag
+    place.mkdir()
+    groups = groups_of(state)
+    writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
+    if not writer.kinds() or state.counters["step"] is None:
+        message = "it has no optimizer states, which an engine needs to resume"
+        raise UserError(Problem(kind="no-optimizer", message=message, hint="use --to hf for the weights", where="PATH"))
+    with deepspeed_quiet():
+        import deepspeed
+
+        release = deepspeed.__version__
+    common = _model_states(writer) | {"ds_version": release}
+    if target.stage == 0:
+        writer.save(common | {"module": _weights(writer), "optimizer": _unpartitioned(writer)}, place / MODEL)
+    elif target.stage == 3:
+        _write_stage_three(writer, common, place)
+    else:
+        writer.save(common | {"module": _weights(writer), "param_shapes": _shapes(writer)}, place / MODEL)
+        for rank in range(target.ranks):
+            saved = {"optimizer_state_dict": _partition(writer, rank, release), "ds_version": release}
+            writer.save(saved | {"ds_config": common["ds_config"]}, place / _optimizer_file(target, rank))
+    (folder / "latest").write_text(tag)
+
+
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def _optimizer_file(target: Target, rank: int) -> str:
+    bf16 = "bf16_" if target.dtype == torch.bfloat16 else ""
+    return f"{bf16}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def _model_states(writer: _TargetWriter) -> dict[str, Any]:
+    """Return what all model states files have."""
+    counters, target = writer.state.counters, writer.target
+    precision = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
+    return {
+        "buffer_names": writer.state.buffers,
+        "optimizer": None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": dict(writer.state.ties),
+        "frozen_param_fragments": None,
+        "lr_scheduler": counters.get("schedule") or counters["lr_scheduler"],
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": counters["skipped_steps"],
+        "global_steps": counters["global_steps"],
+        "global_samples": counters["global_samples"],
+        "dp_world_size": target.ranks,
+        "mp_world_size": 1,
+        "ds_config": {"zero_optimization": {"stage": target.stage}} | precision.get(target.dtype, {}),
+    }
+
+
+def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
+    """Return the module's state dict in the type of training, ties included."""
+    state, weights = writer.state, {}
+    for name in state.names:
+        shape = state.shape(name)
+        weights[name] = writer.mapped(math.prod(shape), writer.target.dtype).view(shape)
+        weights[name].copy_(state.read(name))
+    buffers = {name: state.buffer(name) for name in state.buffers}
+    return weights | buffers | {name: weights[source] for name, source in state.ties.items()}
+
+
+def _shapes(writer: _TargetWriter) -> list[dict[str, torch.Size]]:
+    return [{name: torch.Size(writer.state.shape(name)) for name in group.names} for group in writer.groups]
+
+
+def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]:
+    """Return a rank's optimizer of stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
+    for number, group in enumerate(writer.groups):
+        total = sum(math.prod(writer.state.shape(name)) for name in group.names)
+        size = -(-total // (ALIGNMENT * ranks)) * ALIGNMENT
+        first = rank * size
+        real = min(max(total - first, 0), size)
+        masters.append(writer.flat(group.names, MASTER, first, real))
+        paddings.append(size - real)
+        states[number] = {"step": writer.step()}
+        states[number] |= {kind: writer.flat(group.names, kind, first, size) for kind in writer.kinds()}
+        mappings.append(
+            {
+                name: fragment_address(numel=end - start, start=start - first)
+                for name, start, end in _stretches(writer, group.names, first, first + size)
+            }
+        )
+    return {
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "base_optimizer_state": {
+            "state": states,
+            "param_groups": [group.settings | {"params": [n]} for n, group in enumerate(writer.groups)],
+        },
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": writer.target.stage,
+        "group_paddings": paddings,
+        "param_alignment_paddings": [[0] * len(group.names) for group in writer.groups],
+        "partition_count": [ranks] * len(writer.groups),
+        "ds_version": release,
+        "param_slice_mappings": mappings,
+    }
+
+
+def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the parameters of a partition of a flat group: name, first and last element + 1, in the group."""
+    place = 0
+    for name in names:
+        numel = math.prod(writer.state.shape(name))
+        if max(first, place) < min(end, place + numel):
+            yield name, max(first, place), min(end, place + numel)
+        place += numel
+
+
+def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
+    """Return the optimizer of stage 0: torch's own, or with 16 bits runtime/fp16/unfused_optimizer.py's."""
+    number, states, numbered, masters = 0, {}, [], []
+    for group in writer.groups:
+        numbered.append(group.settings | {"params": [*range(number, number + len(group.names))]})
+        masters.append([])
+        for name in group.names:
+            shape = writer.state.shape(name)
+            states[number] = {"step": writer.step()} | {
+                kind: writer.flat([name], kind, 0, math.prod(shape)).view(shape) for kind in writer.kinds()
+            }
+            if writer.target.dtype != torch.float32:
+                masters[-1].append(writer.flat([name], MASTER, 0, math.prod(shape)).view(shape))
+            number += 1
+    base = {"state": states, "param_groups": numbered}
+    if writer.target.dtype == torch.float32:
+        return base
+    scale = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": writer.state.counters["global_steps"]}
+    return scale | {"optimizer_state_dict": base, "fp32_groups": masters}
+
+
+def _write_stage_three(writer: _TargetWriter, common: dict[str, Any], place: Path) -> None:
+    """Write each rank's files of stage 3 (runtime/zero/stage3.py, _rigid_state_dict)."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    state, target = writer.state, writer.target
+    subs = [(n, names) for n, group in enumerate(writer.groups) for names in _sub_groups(writer, group.names)]
+    module = {name: torch.empty(0, dtype=target.dtype) for name in (*state.names, *state.ties)}
+    shapes = [{name: torch.Size(state.shape(name)) for name in names} for _, names in subs]
+    model = common | {"module": module | {name: state.buffer(name) for name in state.buffers}, "param_shapes": shapes}
+    numbered = [
+        group.settings | {"params": [i for i, (owner, _) in enumerate(subs) if owner == n]}
+        for n, group in enumerate(writer.groups)
+    ]
+    for rank in range(target.ranks):
+        saved = {
+            "zero_stage": 3,
+            "loss_scaler": LossScaler(scale=1),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "partition_count": target.ranks,
+            "optimizer_state_dict": {
+                "state": {
+                    i: {"step": writer.step()} | {k: _share(writer, names, k, rank) for k in writer.kinds()}
+                    for i, (_, names) in enumerate(subs)
+                },
+                "param_groups": numbered,
+            },
+            "fp32_flat_groups": [_share(writer, names, MASTER, rank) for _, names in subs],
+        }
+        writer.save(model, place / f"zero_pp_rank_{rank}_{MODEL}")
+        optimizer = {
+            "optimizer_state_dict": saved,
+            "ds_version": common["ds_version"],
+            "ds_config": common["ds_config"],
+        }
+        writer.save(optimizer, place / _optimizer_file(target, rank))
+
+
+def _sub_groups(writer: _TargetWriter, names: list[str]) -> list[list[str]]:
+    """Split a group as an engine with the default sub_group_size does (_create_fp16_sub_groups)."""
+    subs, size = [[]], 0
+    for name in names:
+        if size >= SUB_GROUP:
+            subs, size = [*subs, []], 0
+        subs[-1].append(name)
+        size += -(-math.prod(writer.state.shape(name)) // writer.target.ranks)
+    return subs
+
+
+def _share(writer: _TargetWriter, names: list[str], kind: str, rank: int) -> Tensor:
+    """Return a rank's equal part of each parameter, one after another."""
+    state, ranks = writer.state, writer.target.ranks
+    sizes = [-(-math.prod(state.shape(name)) // ranks) for name in names]
+    out, place = writer.mapped(sum(sizes)), 0
+    for name, size in zip(names, sizes, strict=True):
+        numel = min(size, math.prod(state.shape(name)) - rank * size)
+        if numel > 0 and kind in state.kinds(name):
+            out[place : place + numel] = state.read_flat(name, kind, rank * size, numel)
+            writer.wrote(4 * numel)
+        place += size
+    return out
+
+
+def write_distributed(state: FullState, folder: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
+    """Write a PyTorch distributed checkpoint with the keys `model` and `optimizer`, as `get_state_dict` names them.
+
+    FSDP2 loads it with `torch.distributed.checkpoint.load` on any number of ranks.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    target = Target(ranks=1, stage=0, dtype=torch.float32)
+    groups = groups_of(state)
+    writer = _TargetWriter(state=state, groups=groups, target=target, scratch=folder / ".scratch", wrote=wrote)
+    optimizer = _unpartitioned(writer)
+    names = [name for group in groups for name in group.names]
+    named = [group.settings | {"params": group.names} for group in groups]
+    states = {name: optimizer["state"][number] for number, name in enumerate(names)}
+    saved = {"model": _weights(writer), "optimizer": {"state": states, "param_groups": named}}
+    save(saved | {"step": state.counters["global_steps"]}, checkpoint_id=str(folder), no_dist=True)
+
+
+def convert_to(
+    checkpoint: Path,
+    out: Path,
+    target: Target | None,
+    dtype: Precision | None = None,
+    *,
+    repair: bool = False,
+    report: Reporter | None = None,
+) -> ConvertResult:
+    """Convert a checkpoint for a DeepSpeed engine of `target`, or (None) to a PyTorch distributed checkpoint.
+
+    `dtype` is that of training (default: the checkpoint's). `repair` replaces what a lost rank had. Raises UserError.
+    """
+    report = report or Reporter()
+    refuse_existing(out)
+    state, precision = _opened(checkpoint, repair)
+    if expert := next((name for name in state.names if ".deepspeed_experts." in name), None):
+        message = f"{checkpoint} has a mixture of experts ({expert}), whose ranks have different parameters"
+        raise UserError(
+            Problem(kind="no-whole-view", message=message, hint="use --to hf for the weights", where="--to")
+        )
+    if target:
+        target = replace(target, dtype=DTYPES[dtype or precision])
+    count = sum(math.prod(state.shape(name)) for name in state.names)
+    total = sum(4 * math.prod(state.shape(name)) * len(state.kinds(name)) for name in state.names)
+    # the distributed checkpoint is copied from the mapped files
+    refuse_small_disk(out, total * (1 if target else 2))
+    done, step = 0, state.counters["global_steps"]
+
+    def wrote(written: int) -> None:
+        nonlocal done
+        done += written
+        report.status(f"converting {shown_bytes(min(done, total))} of {shown_bytes(total)}")
+
+    tag = f"global_step{step}"
+    with staged_folder(out) as staging:
+        if target:
+            write_deepspeed(state, target, staging, tag, wrote)
+        else:
+            write_distributed(state, staging, wrote)
+        written = sum(file.stat().st_size for file in staging.rglob("*") if file.is_file())
+    kind = "deepspeed" if target else "dcp"
+    return ConvertResult(out=out, tag=tag if target else "", parameters=count, bytes=written, format=kind)
+
+
+def _opened(checkpoint: Path, repair: bool) -> tuple[FullState, Precision]:
+    """Open a checkpoint with its optimizer's groups; also return the precision of its training."""
+    if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
+        state, precision = FullState(found.path, repair=repair), facts_of(found).precision
+        named = {"bf16": "bf16", "fp16": "fp16"}.get(precision or "", "fp32")
+        return state, cast("Precision", named)
+    manifest = manifest_of(checkpoint)
+    refuse_without_frozen(checkpoint, manifest)
+    state = full_model(checkpoint)
+    if manifest.job.facts.task == "gan":
+        message = f"{checkpoint} has two engines"
+        raise UserError(Problem(kind="no-whole-view", message=message, hint="use --to universal", where="--to"))
+    counters, optimizer = engine_facts(checkpoint / STATE, state)
+    state.counters["schedule"] = counters.get("lr_scheduler")
+    settings = optimizer["groups"]
+    state.groups = [
+        ParameterGroup(group.names, settings[number if number < len(settings) else 0])
+        for number, group in enumerate(groups_of(state))
+    ]
+    return state, manifest.job.precision

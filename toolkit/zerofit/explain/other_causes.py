@@ -1,0 +1,160 @@
+"""Causes of messages without torch's figures: the host, the driver, NCCL, BLAS, shared memory and kernels."""
+
+from __future__ import annotations
+
+import re
+
+from zerofit.explain.advice import KERNEL_LOG, NVIDIA_SMI
+from zerofit.explain.evidence import LATER, Cause, LogEvidence, Rule
+from zerofit.explain.result import UNKNOWN
+from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
+from zerofit.spec.units import shown_bytes
+
+FULL_HOST = 0.8  # share of a host's memory from which its next large allocation may fail
+
+
+def _driver(evidence: LogEvidence) -> Cause | None:
+    """Find why the driver itself had no memory, which torch's allocator does not explain."""
+    names = {frame.name for frame in evidence.frames}
+    if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
+        return _pinned(evidence)
+    if evidence.in_worker:
+        return Cause(
+            name="cuda-in-dataloader",
+            summary="A DataLoader's worker used CUDA, so it needed a context of its own on the GPU.",
+            evidence=("the error was raised in a worker process",),
+        )
+    if evidence.progress.steps < LATER and (
+        evidence.phase in ("", LOADING, INIT) or names & {"_lazy_init", "set_device"}
+    ):
+        return Cause(
+            name="device-full-at-start",
+            summary="The GPU had no room for this program's first allocation: other processes fill it.",
+            evidence=("the driver's error has no figures, and no step had begun",),
+            run_next=NVIDIA_SMI,
+        )
+    return Cause(
+        name=UNKNOWN,
+        summary="The driver ran out outside of torch's allocator: a library, a custom kernel or another process.",
+        run_next=f"{NVIDIA_SMI} -l 1, while it runs",
+    )
+
+
+def _pinned(evidence: LogEvidence) -> Cause | None:
+    return Cause(
+        name="pinned-memory",
+        summary="Page-locked host memory ran out; CUDA reports it with the words of a full GPU.",
+        evidence=("the error was raised while host memory was pinned",),
+    )
+
+
+def _nccl(evidence: LogEvidence) -> Cause | None:
+    asked = evidence.shortage.figures.asked_bytes
+    return Cause(
+        name="nccl-buffers",
+        summary="NCCL found no room for a communicator's buffers, which are outside of torch's memory.",
+        evidence=(f"it asked for {shown_bytes(asked)}",) if asked else (),
+        run_next=NVIDIA_SMI,
+    )
+
+
+def _blas(evidence: LogEvidence) -> Cause | None:
+    if "ALLOC" in evidence.shortage.message or "memory_error" in evidence.shortage.message:
+        return Cause(
+            name="library-workspace",
+            summary="A library found no room for its handle or workspace: torch or another process has the rest.",
+            run_next=NVIDIA_SMI,
+        )
+    return Cause(
+        name=UNKNOWN,
+        summary="A CUDA library did not start: the GPU is full, an index was out of range, or libraries do not match.",
+        run_next="CUDA_LAUNCH_BLOCKING=1 before the same command: an earlier error then shows its own line",
+    )
+
+
+_HOST_WORK = {
+    "loading the model": (
+        "weights-in-host-memory",
+        "while the model was loaded: each rank of a host may load it whole",
+    ),
+    "creating the optimizer's states": ("offloaded-states", "while the optimizer's states were created in host memory"),
+    "preparing data": ("data-in-host-memory", "while data was prepared"),
+    "saving a checkpoint": ("saving-in-host-memory", "while a checkpoint was saved"),
+}
+_HOST_PHASES = {
+    LOADING: "loading the model",
+    INIT: "creating the optimizer's states",
+    STEP: "creating the optimizer's states",
+    SAVING: "saving a checkpoint",
+}
+
+
+def host(evidence: LogEvidence) -> Cause | None:
+    """Find what filled the host's memory."""
+    figures, progress = evidence.shortage.figures, evidence.progress
+    if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
+        "cudaHost" in evidence.shortage.message
+    ):
+        return _pinned(evidence)
+    shown = []
+    if figures.process_bytes:
+        shown.append(f"the killed process used {shown_bytes(figures.process_bytes)}")
+    if figures.limit_bytes:
+        shown.append(f"its control group may use {shown_bytes(figures.limit_bytes)}")
+    if figures.asked_bytes:
+        shown.append(f"it asked for {shown_bytes(figures.asked_bytes)}")
+    if progress.readings and progress.readings[-1].host_share:
+        last = progress.readings[-1]
+        shown.append(f"{last.host_share:.0%} of the host's memory was used before ({shown_bytes(last.host_bytes)})")
+    work = _HOST_PHASES.get(evidence.phase) or ("" if progress.started else progress.activity)
+    name, when = _HOST_WORK.get(work, ("host-memory", f"in {evidence.phase}" if evidence.phase else ""))
+    return Cause(name=name, summary=f"The host ran out of memory {when}".rstrip() + ".", evidence=tuple(shown))
+
+
+def _killed(evidence: LogEvidence) -> Cause | None:
+    """Judge a SIGKILL without a word of the kernel: it is most likely its memory if the work before needed much."""
+    progress = evidence.progress
+    full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
+    if full or (not progress.started and progress.activity in _HOST_WORK):
+        found = host(evidence)
+        assert found is not None
+        summary = found.summary.replace("The host ran", "Most likely the host ran")
+        note = "the process was killed (SIGKILL); only the kernel's log is proof"
+        return Cause(name=found.name, summary=summary, evidence=(*found.evidence, note), run_next=KERNEL_LOG)
+    return Cause(
+        name=UNKNOWN,
+        summary="A process was killed (SIGKILL): by the kernel for its memory, by a scheduler, or by a person.",
+        run_next=KERNEL_LOG,
+    )
+
+
+def _workers(evidence: LogEvidence) -> Cause | None:
+    if "Killed" not in evidence.shortage.message:
+        return Cause(name=UNKNOWN, summary="A DataLoader's worker ended without a message.", run_next=KERNEL_LOG)
+    summary = "A DataLoader's worker was killed (SIGKILL), most likely because the host ran out of memory."
+    return Cause(name="dataloader-workers", summary=summary, run_next=KERNEL_LOG)
+
+
+def _shared(evidence: LogEvidence) -> Cause | None:
+    summary = "Shared memory (/dev/shm) is full: DataLoader workers and NCCL use it. Containers have 64 MiB by default."
+    return Cause(name="shared-memory", summary=summary)
+
+
+def _kernel(evidence: LogEvidence) -> Cause | None:
+    found = re.search(r"Required: (\d+), Hardware limit: (\d+)", evidence.shortage.message)
+    shown = (f"it needs {found[1]} of {found[2]} bytes",) if found else ()
+    summary = "A kernel needs more shared memory or registers than this GPU has. Its memory (HBM) is not full."
+    return Cause(name="kernel-resources", summary=summary, evidence=shown)
+
+
+OTHER_RULES: dict[str, tuple[Rule, ...]] = {
+    "kernel-oom": (host,),
+    "scheduler": (host,),
+    "shared-memory": (_shared,),
+    "kernel-resources": (_kernel,),
+    "nccl": (_nccl,),
+    "blas": (_blas,),
+    "driver": (_driver,),
+    "dataloader-killed": (_workers,),
+    "killed": (_killed,),
+}

@@ -1,0 +1,43 @@
+"""Compute what collectives return on real tensors, if other ranks have this rank's values."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofit.simulate.ops.costs import OpArguments
+from zerofit.simulate.ops.tracker import collective_of
+
+
+def alike(name: str, args: OpArguments) -> Tensor:
+    """Return the result of a functional collective of real tensors if other ranks have this rank's values."""
+    (op, group), value = collective_of(name, args), args[0]
+    assert group is not None
+    ranks = group.size()
+    total = value * ranks if args[1] == "sum" else value.clone()
+    if op == "allgather_base":
+        return value.repeat(ranks, *[1] * (value.dim() - 1))
+    if op == "reduce_scatter_base":
+        return total.chunk(ranks)[group.rank()].clone()
+    if op == "alltoall_base":
+        return value.chunk(ranks)[group.rank()].repeat(ranks, *[1] * (value.dim() - 1))
+    return total
+
+
+def replicate(name: str, args: OpArguments, summed: bool) -> None:
+    """Fill the results of a collective on real tensors with this rank's own values for all ranks.
+
+    `summed`: the all-reduce is a sum; for a mean or maximum, equal values need no change.
+    """
+    if name == "c10d::allgather_":
+        for outs, one in zip(args[0], args[1], strict=False):
+            for out in outs:
+                out.copy_(one)
+    elif name == "c10d::_allgather_base_":
+        flat = args[1].reshape(-1)
+        args[0].view(-1).copy_(flat.repeat(args[0].numel() // max(1, flat.numel())))
+    elif name == "c10d::allreduce_" and summed:
+        for t in args[0]:
+            if t.dtype != torch.bool:
+                t.mul_(dist.ProcessGroup.unbox(args[1]).size())

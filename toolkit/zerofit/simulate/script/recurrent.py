@@ -1,0 +1,122 @@
+"""Simulate recurrent layers on a GPU as cuDNN runs them: one kernel for all steps, with a reserve for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zerofit.simulate.fakes.patches import replace_in
+from zerofit.simulate.script.tracker import ScriptTracker, known_value
+
+# Elements that cuDNN's reserve has for each step, sample, layer and hidden unit; between layers it has one more. From
+# sizes that cuDNN returned for 4 layers of 320 units and 25,000 steps: 736,000,000 bytes of an LSTM are 4 * 5 + 3
+# elements, 864,000,000 of a GRU are 4 * 6 + 3 (github.com/pytorch/pytorch/issues/2895). A plain layer's are a bound.
+_KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}
+_WORKSPACES = 2  # times the weights; there, 1.46 and 1.45 times
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layers:
+    """Recurrent layers of one call."""
+
+    kind: str
+    number: int  # of layers
+    directions: int
+    dropout: bool
+    trains: bool
+    dtype: torch.dtype  # of the kernel; autocast's, if it is on
+
+
+class _Recurrent(torch.autograd.Function):
+    """cuDNN's kernels on (steps, samples, width) or packed rows. (ATen/native/cudnn/RNN.cpp, _cudnn_rnn)"""
+
+    @staticmethod
+    def forward(ctx: Any, layers: _Layers, samples: int, x: Tensor, hx: Tensor, cx: Any, *weights: Tensor) -> Any:
+        """Return the output and the last states; keep cuDNN's reserve."""
+        x, hx = x.contiguous(), hx.contiguous()
+        hidden = weights[1].shape[1]  # of the projection, if there is one
+        units = (cx if cx is not None else hx).shape[-1]
+        flat = None if weights[0].dtype == layers.dtype else torch.cat([w.flatten() for w in weights]).to(layers.dtype)
+        out = x.new_empty((*x.shape[:-1], hidden * layers.directions))
+        states = hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape)
+        workspace = _workspace(layers, weights)
+        rows = x.numel() // x.shape[-1]
+        kept = _KEPT[layers.kind] * layers.number + (1 + layers.dropout) * (layers.number - 1)
+        reserve = x.new_empty(rows * units * layers.directions * kept if layers.trains else 0)
+        del workspace
+        ctx.layers, ctx.weights = layers, len(weights)
+        ctx.save_for_backward(x, hx, cx, out, reserve, flat, *weights)
+        return out, *states
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return gradients; those of the weights are parts of one tensor."""
+        x, hx, cx, _, _, _, *weights = ctx.saved_tensors
+        output = None if grads[0] is None else grads[0].contiguous()
+        workspace = _workspace(ctx.layers, weights)
+        of_x, of_states = x.new_empty(x.shape), [None if t is None else t.new_empty(t.shape) for t in (hx, cx)]
+        flat = x.new_zeros(sum(w.numel() for w in weights))
+        del workspace, output
+        parts = [part.view(w.shape) for part, w in zip(flat.split([w.numel() for w in weights]), weights, strict=True)]
+        return None, None, of_x, *of_states, *(part.to(w.dtype) for part, w in zip(parts, weights, strict=True))
+
+
+def _workspace(layers: _Layers, weights: Sequence[Tensor]) -> Tensor:
+    return weights[0].new_empty(_WORKSPACES * sum(w.numel() for w in weights), dtype=layers.dtype)
+
+
+def recurrent_layers(meter: ScriptTracker) -> None:
+    """Run LSTM, GRU and RNN layers on the device by cuDNN's shapes, and keep their weights in one tensor.
+
+    torch would run them step by step: it asks for a CUDA device in C++. Packing reads the lengths in C++, too.
+    (torch._VF.lstm, gru, rnn_tanh, rnn_relu; torch._VF._pack_padded_sequence; torch.nn.RNNBase.flatten_parameters)
+    """
+
+    def layers(kind: str, original: Callable[..., Any], x: Tensor, second: Any, third: Any, *rest: Any) -> Any:
+        if not isinstance(x, FakeTensor) or x.device.type == "cpu":
+            return original(x, second, third, *rest)
+        packed = isinstance(rest[0], list)  # then `second` has the number of samples of each step
+        hx, weights, rest = (third, rest[0], rest[1:]) if packed else (second, third, rest)
+        _, number, dropout, trains, both, *batch_first = rest
+        first = bool(batch_first and batch_first[0])
+        meter.note(f"cuDNN's {kind}: its workspace is an upper bound", bound=True)
+        autocast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if autocast else x.dtype
+        first_states, cells = hx if kind == "lstm" else (hx, None)
+        states = first_states.to(dtype), None if cells is None else cells.to(dtype)
+        described = _Layers(
+            kind=kind, number=number, directions=1 + both, dropout=trains and dropout > 0, trains=trains, dtype=dtype
+        )
+        x = (x.transpose(0, 1) if first else x).to(dtype)
+        out, *last = _Recurrent.apply(described, states[0].shape[1], x, *states, *weights)
+        return out.transpose(0, 1) if first else out, *(state for state in last if state is not None)
+
+    def flatten_parameters(self: nn.RNNBase) -> None:
+        weights = [w for w in self._flat_weights if isinstance(w, FakeTensor) and w.device.type != "cpu"]
+        alike = len({w.dtype for w in weights}) == 1 and len({w.data_ptr() for w in weights}) == len(weights)
+        if len(weights) == len(self._flat_weights_names) and alike:
+            flat = weights[0].data.new_empty(sum(w.numel() for w in weights))
+            for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+                weight.data = part.view(weight.shape)
+
+    def pack(original: Callable[..., Any], rows: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        known = known_value(lengths)
+        if not isinstance(rows, FakeTensor) or known is None:
+            return original(rows, lengths, batch_first)
+        counts = [sum(length > step for length in known.tolist()) for step in range(int(known.max()))]
+        samples, steps = rows.shape[:2] if batch_first else rows.shape[1::-1]
+        places = [(step, sample) for step, count in enumerate(counts) for sample in range(count)]
+        flat = [b * steps + t if batch_first else t * samples + b for t, b in places]
+        index = torch.tensor(flat, device=rows.device)
+        return rows.reshape(-1, *rows.shape[2:]).index_select(0, index), torch.tensor(counts)
+
+    for kind in _KEPT:
+        replace_in(torch._VF, kind, partial(layers, kind, getattr(torch._VF, kind)))
+    replace_in(nn.RNNBase, "flatten_parameters", flatten_parameters)
+    replace_in(torch._VF, "_pack_padded_sequence", partial(pack, torch._VF._pack_padded_sequence))
