@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import ref
 
 from zerofit.spec.profile import Kernel
 
@@ -52,19 +51,19 @@ class IssuedLog:
     def __init__(self) -> None:
         self.items: list[IssuedWork | IssuedWait] = []
         self._communicators: dict[str, int] = {}
-        self._awaited: dict[int, tuple[ref[object], int, int]] = {}  # by id: handle, stream, place
+        self._awaited: dict[int, tuple[object, int, int]] = {}  # id of a handle -> the handle, its stream, its place
 
     def send(self, work: IssuedWork, ranks: CommunicatingRanks, handles: Sequence[object]) -> None:
         """Record a collective on the stream of its group; `handles`: the objects that wait for it."""
         stream = self._communicators.setdefault(ranks.name, -1 - len(self._communicators))
         self.items.append(work._replace(stream=stream, behind=work.stream, ranks=ranks))
-        for handle in handles:  # not kept alive: it may have the collective's tensors
-            self._awaited[id(handle)] = ref(handle), stream, len(self.items)
+        for handle in handles:  # kept alive, so no other object gets its id
+            self._awaited[id(handle)] = handle, stream, len(self.items)
 
     def wait_for(self, handle: object, stream: int) -> None:
         """Record that a stream waits for a collective."""
-        known, on, before = self._awaited.get(id(handle), (None, 0, 0))
-        if known is not None and known() is handle:  # another object may have got the id
+        if id(handle) in self._awaited:
+            _, on, before = self._awaited[id(handle)]
             self.wait(stream, on, before)
 
     def wait(self, stream: int | None, on: int | None, before: int | None = None) -> None:
