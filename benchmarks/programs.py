@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--out", type=Path, help="folder for programs.json")
     return parser.parse_args()
@@ -83,7 +83,7 @@ def prepare(folder: Path) -> None:
 
     save_tokenizer(folder / "llama")
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = LlamaConfig(**LLAMA, vocab_size=512, architectures=["LlamaForCausalLM"], **tokens)
+    config = LlamaConfig.from_dict({**LLAMA, **tokens, "vocab_size": 512, "architectures": ["LlamaForCausalLM"]})
     config.save_pretrained(folder / "llama")
     text = folder / "tests/assets/c4_test/data.json"
     text.parent.mkdir(parents=True)
