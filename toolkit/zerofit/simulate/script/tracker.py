@@ -494,9 +494,10 @@ def _largest(value: object) -> object:
 
 @cache
 def _is_composite(func: OpOverload) -> bool:
-    """Return whether an op only calls other ops."""
+    """Return whether an op only calls other ops; silu_backward, for one, has kernels too."""
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return func.namespace != "prim" and kernel(func.name(), "CompositeImplicitAutograd")
+    name = func.name()
+    return func.namespace != "prim" and kernel(name, "CompositeImplicitAutograd") and not kernel(name, "CPU")
 
 
 def _computed(func: OpOverload, args: OpArguments, kwargs: OpKeywords) -> OpOutput:
