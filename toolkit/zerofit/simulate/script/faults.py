@@ -36,6 +36,7 @@ from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import OWN_LINE_BYTES
+from zerofit.spec.memory_kinds import BUCKETS, GRADIENTS
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
@@ -149,7 +150,8 @@ def _second_copy(script: Script) -> Iterator[Found]:
     made: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for storage in meter.live_storages():
         made_by_step = storage.phase in ("forward", "backward")  # activations may have the sizes of weights
-        if id(storage) not in owned and storage.place == DEVICE and storage.own and not made_by_step:
+        is_bucket = storage.kind in (BUCKETS, GRADIENTS)  # DDP makes one for each large weight
+        if id(storage) not in owned and storage.place == DEVICE and storage.own and not (made_by_step or is_bucket):
             made[storage.own][storage.bytes] += 1
     for line, sizes in made.items():
         copies = [Counter({n * size: times for n, times in elements.items()}) for size in (2, 4)]
