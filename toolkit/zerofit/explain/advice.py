@@ -15,6 +15,7 @@ SNAPSHOT_LINE = (
 )
 RECORD = f"put this line first in the script, and explain the file that it writes: {SNAPSHOT_LINE}"
 
+_OWN_DEVICE = "call torch.cuda.set_device(local_rank) before the first CUDA call of each rank"
 _SMALLER_BATCH = "halve the micro batch and double gradient_accumulation_steps"
 _CHECKPOINTING = "gradient_checkpointing=True (recompute activations in backward)"
 _SHARD = "a higher ZeRO stage (stage 1 splits optimizer states, 2 gradients, 3 parameters)"
@@ -26,9 +27,10 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "another-process": (
         f"end the other process, or use another GPU (CUDA_VISIBLE_DEVICES); {NVIDIA_SMI} lists them",
         "end ranks that a former run left behind",
+        f"if they are ranks of this run, {_OWN_DEVICE}",
     ),
     "ranks-share-device": (
-        "call torch.cuda.set_device(local_rank) before the first CUDA call of each rank",
+        _OWN_DEVICE,
         'load checkpoints with map_location="cpu": torch.load puts tensors on the GPU that saved them',
     ),
     "not-from-torch": (f"find who uses it: {NVIDIA_SMI}", "end the other process, or use another GPU"),
