@@ -20,7 +20,8 @@ from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.memory.ledger import Storage
 from zerofit.simulate.ops.tracker import is_own, own_line
 from zerofit.simulate.record import ScriptFault
-from zerofit.simulate.script.tracker import ScriptTracker, known_value
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.script.values import known_value
 
 
 class FaultLog:

@@ -15,7 +15,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from zerofit.simulate.engine.phases import PhaseLog
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.script.evaluation import EVALUATION
-from zerofit.simulate.script.tracker import ScriptTracker, known_value
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.script.values import known_value
 
 GENERATION = "generation"
 COMPUTED = 3  # tokens: the prompt's, one with the cache of the prompt, one with the cache at its full length

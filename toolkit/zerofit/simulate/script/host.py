@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.fakes.patches import replace_in
 from zerofit.simulate.ops.tracker import is_own
-from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
+from zerofit.simulate.script.tracker import ScriptTracker, is_real
+from zerofit.simulate.script.values import known_value
 from zerofit.spec.memory_kinds import PARAMETERS
 
 _Mixin: Any = vars(nn.parameter)["UninitializedTensorMixin"]  # type stubs lack it

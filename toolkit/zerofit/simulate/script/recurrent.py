@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofit.simulate.fakes.patches import replace_in
-from zerofit.simulate.script.tracker import ScriptTracker, known_value
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.script.values import known_value
 
 # Elements that cuDNN's reserve has for each step, sample, layer and hidden unit; between layers it has one more. From
 # sizes that cuDNN returned for 4 layers of 320 units and 25,000 steps: 736,000,000 bytes of an LSTM are 4 * 5 + 3

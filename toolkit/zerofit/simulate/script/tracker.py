@@ -49,7 +49,7 @@ from zerofit.simulate.ops.tracker import (
     own_line,
 )
 from zerofit.simulate.script.received import alike, replicate
-from zerofit.simulate.script.values import decided
+from zerofit.simulate.script.values import decided, forget, keep, known_value, largest
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 _HOST = torch.device("cpu")
@@ -363,7 +363,7 @@ class ScriptTracker(AllocationTracker):
             if func not in _BOUNDED or max(t.numel() for t in leaves) > HOLDS_NOTHING_BYTES:
                 raise error
             self.note(f"{func._overloadpacket} of unknown values: taken as its largest output", bound=True, here=True)
-            args, kwargs = tree_map(_largest, (args, kwargs))
+            args, kwargs = tree_map(largest, (args, kwargs))
         real = _computed(func, args, kwargs)
         where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
 
@@ -459,21 +459,6 @@ class ScriptTracker(AllocationTracker):
             self.ledger.resized(index, storage.nbytes())
 
 
-def known_value(leaf: object) -> Any:
-    """Return the value of a tensor, None for a fake of unknown value, and anything else unchanged."""
-    return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
-
-
-def keep(fake: FakeTensor, value: Tensor) -> None:
-    """Store the value of a fake tensor."""
-    vars(fake)["_known"] = value  # pyright: ignore[reportIndexIssue]
-
-
-def forget(fake: FakeTensor) -> None:
-    """Delete the stored value of a fake tensor."""
-    vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def is_real(value: object) -> bool:
     """Return whether this is a tensor with real memory."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
@@ -482,14 +467,6 @@ def is_real(value: object) -> bool:
 def on_simulated(value: object) -> object:
     """Return the simulated device for a CUDA device; anything else unchanged."""
     return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
-
-
-def _largest(value: object) -> object:
-    """Return real values for a fake of unknown ones: masks are all True, other elements are distinct, and not zero."""
-    if not isinstance(value, FakeTensor) or known_value(value) is not None:
-        return value
-    with unset_fake_temporarily(), _disable_current_modes():
-        return torch.arange(1, value.numel() + 1).to(value.dtype).reshape(value.shape)
 
 
 @cache

@@ -1,12 +1,18 @@
-"""Decide the values of device tensors that control flow reads, as far as known operands or training decide them."""
+"""Store the values of small device tensors, and decide those that control flow reads.
+
+Known operands decide, or that training goes on.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.ops.costs import OpArguments
 
@@ -17,6 +23,29 @@ _OF_ALL = (_aten.all, _aten.any, _aten.max, _aten.min)
 _NOT_FINITE = (_aten.isnan, _aten.isinf)
 _EQUAL = {_aten.eq: True, _aten.ne: False}  # whether the op is True for equal operands
 _RULES = {*_OR, *_AND, *_OF_ALL, *_NOT_FINITE, *_EQUAL}
+
+
+def known_value(leaf: object) -> Any:
+    """Return the value of a tensor, None for a fake of unknown value, and anything else unchanged."""
+    return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
+
+
+def keep(fake: FakeTensor, value: Tensor) -> None:
+    """Store the value of a fake tensor."""
+    vars(fake)["_known"] = value  # pyright: ignore[reportIndexIssue]
+
+
+def forget(fake: FakeTensor) -> None:
+    """Delete the stored value of a fake tensor."""
+    vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def largest(value: object) -> object:
+    """Return real values for a fake of unknown ones: masks are all True, other elements are distinct, and not zero."""
+    if not isinstance(value, FakeTensor) or known_value(value) is not None:
+        return value
+    with unset_fake_temporarily(), _disable_current_modes():
+        return torch.arange(1, value.numel() + 1).to(value.dtype).reshape(value.shape)
 
 
 # `done = unknown | (length >= limit)` ends a loop of generation at its own limit only by this logic of three values.
