@@ -56,6 +56,7 @@ WAYS: dict[str, list[str]] = {
     "compare strategies": ["{model} --ranks 2 --steps 2", "{run} --ranks 2 --steps 2"],
     "data": ["{run}/run.json"],
     "eval": ["{run} --data digits", "{step} --data digits", "{model} --data digits"],
+    "explain": ["{run}", "{run} --gpu h100-80gb --gpus 1", "{run}/run.json"],
     "generate": ["{run} --prompt a", "{model} --prompt a"],
     "launch": [f"{what} {ALONE}" for what in ("{run}", "{run}/run.json", "{model}")],
     "models": ["{run} {model}"],
