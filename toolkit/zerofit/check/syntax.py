@@ -64,8 +64,9 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
 
 def _encoding(document: Document, reader: str, stops: bool) -> Finding:
     marked = document.encoding == "utf-8-sig"
-    mark = "without a byte order mark " if marked else ""
-    refuses = f"{SPOKEN[reader]} supports only UTF-8 {mark}and stops with an error"
+    refuses = (
+        f"{SPOKEN[reader]} supports only UTF-8 {'without a byte order mark ' if marked else ''}and stops with an error"
+    )
     accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning do not"
     return Finding(
         code="encoding",
