@@ -115,7 +115,7 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Return the bytes a second of host memory that torch's fused AdamW reads and writes, in one pass as DeepSpeed's.
+    """Return the bytes per second of host memory that torch's fused AdamW reads and writes, in one pass as DeepSpeed's.
 
     The tensors have 1 GiB together, since servers have caches of hundreds of MiB.
     """
