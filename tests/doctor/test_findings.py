@@ -42,7 +42,7 @@ FAULTS = [
     ("versions/numpy", "1.0", "versions", WARN, "numpy 1.0", "safer"),
     ("code/zerofit", "f" * 64, "code", FAIL, "zerofit's source differs (ffffffffffff)", "all hosts share"),
     ("code/model", None, "code", FAIL, "the model's source is missing", "copy this folder"),
-    ("run_file", "e" * 64, "run-file", WARN, "its file of the same name differs", "update the other one"),
+    ("run_file", "e" * 64, "run-file", WARN, "the host's file of the same name differs", "update the file on the host"),
     ("gpus", [], "slots", FAIL, "no GPU found", "--exclude"),
     ("gpu_error", "NVML mismatch", "slots", FAIL, "nvidia-smi fails: NVML mismatch", "reboot"),
     ("gpus/1/used_bytes", 70 * GIB, "gpu-memory", FAIL, "GPU 1: 70.0 GiB in use", "end the processes on it"),

@@ -42,7 +42,7 @@ COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradi
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """The plain DeepSpeed JSON for a run, and the reason for each value that the user left open."""
+    """The plain DeepSpeed JSON for a run, and the reason for each value that the user did not set."""
 
     config: dict[str, Any]
     reasons: list[dict[str, Any]]  # "path", "value" and "why"
@@ -54,9 +54,9 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """Findings about a DeepSpeed JSON, and what to do about them."""
+    """Findings about a DeepSpeed JSON, and their fixes."""
 
-    file: str  # its path; "ds_config" if it was given as data
+    file: str  # the file's path; "ds_config" if the configuration was given as data
     reader: Reader
     findings: tuple[Finding, ...]  # by line
     document: Document = field(repr=False)
@@ -66,7 +66,7 @@ class CheckResult:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Findings with which DeepSpeed refuses to start, or trains differently than requested."""
+        """Findings that make DeepSpeed refuse to start, or train differently than requested."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     @property
@@ -85,7 +85,7 @@ class CheckResult:
             return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the data that `zerofit check --json` prints."""
+        """Return the object that `zerofit check --json` prints."""
         found = {
             "file": self.file,
             "reader": self.reader.name,
@@ -266,7 +266,7 @@ def check(
     facts = _facts(request, on_event)
     requested = [*_requested_by_flags(request.run)]
     for arguments in argument_files:
-        if arguments.file != file:  # else its own keys are the JSON
+        if arguments.file != file:  # else Accelerate's own keys are the JSON
             requested += requested_by(arguments, ranks)
     stages = request.run.pipeline
     hardware = TargetHardware(
@@ -341,7 +341,7 @@ def _document(
 
 
 def _reader(reader: str | None, document: Document, argument_files: list[ArgumentFile]) -> Reader:
-    """Return the program that reads the JSON: as given, else by the other files, else guessed from its keys."""
+    """Return the reader of the JSON: the given one, else the program of the other files, else a guess from its keys."""
     if reader:
         return Reader(name=reader)
     if argument_files:

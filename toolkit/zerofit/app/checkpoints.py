@@ -51,11 +51,11 @@ class CheckpointSummary:
     bytes: int | None
     layout: Layout | None
     problems: list[Damage]
-    program: str = "zerofit"  # that wrote it, e.g. "Trainer (DeepSpeed)"
+    program: str = "zerofit"  # program that wrote the checkpoint, e.g. "Trainer (DeepSpeed)"
 
     @property
     def whole(self) -> bool:
-        """Whether no damage is known."""
+        """Whether the checkpoint has no known damage."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class CheckpointList:
 class CheckpointDescription(CheckpointSummary):
     """A checkpoint with its model, data and training settings."""
 
-    model: str | None  # of other programs the class in config.json
+    model: str | None  # for other programs' checkpoints: the class in config.json
     model_args: dict[str, Any]
     parameters: int
     task: str | None  # other programs save neither task, data, batch nor steps
@@ -89,7 +89,7 @@ class CheckpointDescription(CheckpointSummary):
     precision: str | None
     optimizer: str | None
     batch: Batch | None
-    steps: int | None  # total of the run
+    steps: int | None  # total steps of the run
     figures: dict[str, Any]  # of the last step: loss, lr, ...
     versions: dict[str, str]
     files: dict[str, int]  # bytes, by path within the checkpoint
@@ -117,10 +117,9 @@ class VerifyResult:
 class Checkpoint:
     """A checkpoint of a run: a `checkpoints/step-...` folder, or a run folder for its newest complete checkpoint.
 
-    Or one of another program: a folder by DeepSpeed, the Trainer, Accelerate, Lightning or PyTorch DCP.
-
-    No method needs a GPU or the ranks and layout that wrote the checkpoint. No method runs code from the checkpoint.
-    `on_event` gets progress and warnings. Bad input raises UserError.
+    It can also be the checkpoint of another program: a folder by DeepSpeed, the Trainer, Accelerate, Lightning or
+    PyTorch DCP. No method needs a GPU or the ranks and layout that wrote the checkpoint. No method runs code from the
+    checkpoint. `on_event` gets progress and warnings. Bad input raises UserError.
 
     >>> import zerofit as zf
     >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/saved"))
@@ -137,7 +136,7 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, run_folder: str | Path, *, on_event: OnEvent | None = None) -> Checkpoint:
-        """Return a run's newest checkpoint with all files in the right size; `verify` checks their bytes."""
+        """Return a run's newest checkpoint that has all files in the right size. `verify` also checks their bytes."""
         return cls(locate(Path(run_folder), report=Reporter(on_event)))
 
     @staticmethod
@@ -180,7 +179,7 @@ class Checkpoint:
         )
 
     def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
-        """Compare every file with its checksum; a run folder stands for its newest checkpoint, damaged or not."""
+        """Compare every file with its checksum. For a run folder, check its newest checkpoint, damaged or not."""
         if not is_own(self.path) and (found := foreign_at(self.path)):
             from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
 
@@ -241,10 +240,10 @@ class Checkpoint:
     ) -> ConvertResult:
         """Write the checkpoint for another program.
 
-        `to`: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks` at ZeRO
-        `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed checkpoints) or
-        "hf" (weights only, like `export`). `dtype` of the weights (default: the training's). `repair` as in `export`;
-        the optimizer's states of the lost rank become zero.
+        `to` is the format: "universal" (a DeepSpeed engine on any number of ranks), "deepspeed" (an engine on `ranks`
+        at ZeRO `stage`, without further settings), "dcp" (FSDP2 and other programs with PyTorch's distributed
+        checkpoints) or "hf" (weights only, like `export`). `dtype` of the weights (default: the training's). `repair`
+        as in `export`; the optimizer's states of the lost rank become zero.
         """
         report = Reporter(on_event)
         if to == "deepspeed" and (ranks is None or stage is None or ranks < 1 or not 0 <= stage <= 3):
@@ -273,7 +272,7 @@ class Checkpoint:
     ) -> CheckpointDiff:
         """Compare tensor by tensor with another checkpoint, an exported folder or a safetensors file.
 
-        `states` also compares the optimizers' states, which only checkpoints have.
+        With `states`, the optimizer states are compared too; only checkpoints have them.
         """
         report = Reporter(on_event)
         report.status("importing torch ...")

@@ -51,7 +51,7 @@ class DataView:
     data: str
     seq_len: int  # tokens per sample
     notes: tuple[str, ...]
-    counts: Mapping[str, int]  # counts of conversations; empty for plain text
+    counts: Mapping[str, int]  # counts of used, truncated and dropped conversations; empty for plain text
     train_samples: int
     valid_samples: int
     samples: tuple[SampleView, ...]
@@ -64,7 +64,7 @@ class DataView:
 def look_at_data(
     path: str | Path, *, show: int = 3, on_event: OnEvent | None = None, **options: Unpack[DataViewOptions]
 ) -> DataView:
-    """Return the first `show` samples of text as a causal language model sees them in training.
+    """Return the first `show` samples of text as a causal language model gets them in training.
 
     `path`: a value of `--data`, or a file of text or JSON lines. Other keyword arguments: see DataViewOptions.
 
@@ -117,12 +117,12 @@ def _sample(data: Data, index: int, seq_len: int) -> SampleView:
 
 
 def _document(data: Data, inputs: Sequence[int], labels: Sequence[int]) -> tuple[SeenText, ...]:
-    """Return a document's tokens: its first input, then every label."""
+    """Return the tokens of a document: its first input token, then all labels."""
     if data.decode is None:
         message = f"{data.name} has no text to show"
         raise UserError(Problem(kind="data-task", message=message, hint="use text or conversations", where="PATH"))
     learned = [False, *(label != IGNORE_INDEX for label in labels)]
-    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)  # a last token that is not learned is not seen
+    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)  # an unlearned last token is never an input
     runs = groupby(zip(ids, learned, strict=False), key=lambda pair: pair[1])
     parts = [(tuple(token for token, _ in run), said) for said, run in runs]
     return tuple(SeenText(text=data.decode(list(part)), ids=part, learned=said) for part, said in parts)

@@ -1,4 +1,4 @@
-"""What `zerofit explain` does: why a run went out of memory, from its log, its memory snapshot or its folder."""
+"""Explain why a run went out of memory, from its log, its memory snapshot or its folder (`zerofit explain`)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ STANDARD_INPUT = "-"
 HINT = "give a log, a memory snapshot (torch.cuda.memory._dump_snapshot), a run folder, or - for standard input"
 # phase of a traceback -> phase of a forecast
 PHASES = {LOADING: "build", INIT: "init", FORWARD: "forward", LOSS: "forward", BACKWARD: "backward", STEP: "step"}
-APART = 0.05  # share of the forecast's bytes from which run and forecast differ
+APART = 0.05  # differences below this share of the forecast's bytes are ignored
 LEAST_BYTES = 64 << 20  # smaller differences are no cause
-# kind of memory -> what makes a run need more of it than its forecast
+# kind of memory -> why a run may need more of it than its forecast
 _MORE_OF = {
     "parameters": "each rank has the full model, or there is a second one",
     "optimizer state": "the states have a wider type than in the forecast, or are not split",
@@ -50,13 +50,13 @@ def explain(
     *,
     on_event: OnEvent | None = None,
 ) -> Explanation:
-    """Explain why a run went out of memory: the cause, the line that asked, and what makes room.
+    """Explain why a run went out of memory: the cause, the line that requested the memory, and what would help.
 
     Args:
-        what: the log of any program, a memory snapshot of torch, or a run folder; "-" is a log on standard input.
-        command: what started the run; it is simulated, and compared with what was measured.
-        cluster: the hardware of the command (None: this machine). A run folder needs no command: with its hardware, its
-            run is simulated.
+        what: the log of any program, a memory snapshot of torch, or a run folder. "-": a log on standard input.
+        command: the command that started the run. It is simulated, and the simulation is compared with the evidence.
+        cluster: the hardware of the command (None: this machine). A run folder needs no command: its run is simulated
+            if `cluster` is given.
         on_event: gets progress.
 
     Raises UserError if the file cannot be read, or the command cannot be simulated.
@@ -112,7 +112,7 @@ def _of_log(lines: Sequence[LogLine], source: str = "log") -> Explanation:
 # A rank that fails writes its error into its own file, and its traceback into its log. A rank that the kernel kills
 # writes neither: the command's file of faults has it.
 def _of_run_folder(folder: RunFolder) -> Explanation:
-    """Explain a run folder of zerofit by its ranks' logs, with the forecast that the run was started with."""
+    """Explain a run folder of zerofit from its ranks' logs and from the forecast made at its start."""
     if not folder.plan.is_file():
         message = f"{folder.path} is no run folder of zerofit: it has no plan.json"
         raise UserError(Problem(kind="run-folder", message=message, hint=HINT, where="WHAT"))
@@ -146,7 +146,7 @@ def _texts(folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastAtMoment:
-    """Return the forecast that the run was started with, and where its last measurement parts from it."""
+    """Return the forecast made at the run's start, and how its last measurement differs from it."""
     forecast = job.forecast
     assert forecast is not None
     phase = PHASES.get(found.phase, "")
@@ -161,7 +161,7 @@ def _of_plan(found: Explanation, job: Job, measured: Sequence[int]) -> ForecastA
 
 
 def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
-    """Return the explanation with what the simulation has for its moment, and with simulated changes."""
+    """Return the explanation with the simulated memory at the moment of the error, and with simulated changes."""
     phase = PHASES.get(found.phase, simulation.peak_phase)
     peaks = {row.name: row.peak_bytes for row in simulation.phases}
     forecast = ForecastAtMoment(
@@ -181,7 +181,7 @@ def _with_simulation(found: Explanation, simulation: Simulation) -> Explanation:
 
 
 def _parts(found: Explanation, simulation: Simulation, expected: int) -> Iterator[str]:
-    """Yield where the run parts from its simulation; what agrees is said, too."""
+    """Yield sentences that compare the run with its simulation, also where both agree."""
     figures = found.figures
     if not simulation.fits:
         needed, total = shown_bytes(simulation.smi_bytes), shown_bytes(simulation.device_total_bytes)

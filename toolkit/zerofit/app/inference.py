@@ -28,7 +28,7 @@ MaxMemory = str | Mapping[Device, str | int] | None
 
 
 class EvalDataOptions(TypedDict, total=False):
-    """Fields of Run for the data to evaluate on; the default is the training data."""
+    """Fields of Run that select the evaluation data; the default is the training data."""
 
     data: str | None
     data_root: Path | None
@@ -80,11 +80,11 @@ class Generation(GeneratedText, PlacementResult):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatResult(Transcript, PlacementResult):
-    """The turns of a conversation with a model, and where its weights were."""
+    """The turns of a conversation with a model, and where its weights were placed."""
 
 
 class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):
-    """Options of `evaluate` besides the folder."""
+    """Options of `evaluate` other than the folder."""
 
 
 def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluation:
@@ -175,7 +175,7 @@ def chat(
     tokenizer: str | None = None,
     **options: Unpack[InferenceOptions],
 ) -> ChatResult:
-    """Talk with a causal language model; `on_event` gets each piece of an answer as an event of kind "text".
+    """Chat with a causal language model; `on_event` gets each piece of an answer as an event of kind "text".
 
     `turns` are the user's messages; each is read when the answer to the previous one is complete. The chat template is
     the model's own unless `chat_template` names one (`chatml`, `llama3`, ..., or a file). The other keyword arguments
@@ -214,11 +214,11 @@ def chat(
 def _opened(
     folder: Path, options: InferenceOptions, problems: Problems, report: Reporter
 ) -> Iterator[InferenceSession]:
-    """Find and open the model without its weights. Raises UserError with `problems` and those found here."""
+    """Find and open the model without its weights. Raises UserError with `problems` and the problems found here."""
     limits = problems.attempt(lambda: read_limits(options.get("max_memory")))
     found = problems.attempt(lambda: find_folder(folder, report))
     problems.raise_if_any()
-    assert limits is not None and found is not None  # otherwise a problem was raised
+    assert limits is not None and found is not None  # else a problem has been raised
     with scratch_folder(options.get("offload_folder")) as scratch:
         trusted = options.get("trust_model_code", False)
         saved, dtype = open_model(found, options.get("dtype"), scratch, report, trusted)

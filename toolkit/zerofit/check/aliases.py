@@ -13,7 +13,7 @@ from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renami
 from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO
 
-OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # true or false instead of a section
+OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # keys with true or false instead of a section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Aliases:
         return path if head is None else names[head] + path[len(head) :]
 
     def finding_in_file(self, finding: Finding) -> Finding:
-        """Return the finding with the file's own paths, also in its edits."""
+        """Return the finding, and its edits, with the paths that the file uses."""
         if not self.written:
             return finding
         edits = tuple(self._edit(edit) for edit in finding.edits)
@@ -54,7 +54,7 @@ class Aliases:
 
 
 def resolve(config: Mapping[str, Any], catalog: Catalog) -> Aliases:
-    """Return the configuration with documented names. If a file has both names of a key, the documented one counts."""
+    """Return the configuration with documented names. If a file has both names of a key, the documented name counts."""
     written: dict[str, str] = {}
     return Aliases(config=_resolved(config, "", "", catalog, written), written=written)
 
@@ -74,7 +74,7 @@ def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def corrected(config: Mapping[str, Any], findings: Iterable[Finding]) -> Aliases:
     """Return the configuration that the user means: with the edits of findings about single keys.
 
-    Rules then find faults that such an error would hide: `"enabled": "true"`, `"stage": "3"`, a misspelt section.
+    Errors such as `"enabled": "true"`, `"stage": "3"` or a misspelt section would hide other faults from the rules.
     """
     meant = deepcopy(dict(config))
     written: dict[str, str] = {}
@@ -103,7 +103,10 @@ def _target(edit: Renaming | Move) -> str:
 def _resolved(
     config: Mapping[str, Any], prefix: str, documented_prefix: str, catalog: Catalog, written: dict[str, str]
 ) -> dict[str, Any]:
-    """Return a section with documented names; both prefixes are its path: in the file, and documented."""
+    """Return a section with documented names.
+
+    The prefixes are the section's path in the file and its documented path.
+    """
     found: dict[str, Any] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"

@@ -15,7 +15,7 @@ from zerofit.check.shell import UNKNOWN, Word, commands
 
 THREADS = "OMP_NUM_THREADS"
 FLAGS = {"true": True, "yes": True, "false": False, "no": False}
-AXOLOTL = ("base_model", "micro_batch_size")  # axolotl's files have both, the Trainer's arguments neither
+AXOLOTL = ("base_model", "micro_batch_size")  # axolotl's files have both keys; the Trainer's arguments have neither
 ACCELERATE_JSON = "deepspeed_config.deepspeed_config_file"
 # these set OMP_NUM_THREADS=1 if it is unset and they start several ranks (torch's distributed/run.py:980)
 ONE_THREAD = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate")
@@ -31,7 +31,7 @@ TRAINING_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GivenValue:
-    """A value and its line; the value is None if it is known only when the program runs."""
+    """A value and its line. The value is None if only a run of the program determines it."""
 
     value: Any
     line: int
@@ -104,7 +104,7 @@ def _given(value: ParsedValue, prefix: str = "") -> Iterator[tuple[str, GivenVal
 
 
 def _of_script(file: str, text: str) -> ArgumentFile:
-    """Read the first command that has training arguments."""
+    """Read the first command of a script that has training arguments."""
     for words in commands(text):
         values = dict(_flags(words))
         if any(name in values for name in TRAINING_FLAGS):
@@ -119,12 +119,12 @@ def _of_script(file: str, text: str) -> ArgumentFile:
 
 
 def _one_thread(file: str, words: list[Word], values: Mapping[str, GivenValue]) -> str | None:
-    """Return the launcher that starts several ranks of a host with one thread each, and its place."""
+    """Return a launcher that starts several ranks on a host with one thread each, and its place."""
     for word in takewhile(lambda word: not word.text.endswith(".py"), words):
         name = word.text.rpartition("/")[2]
         if name in ONE_THREAD:
             count = values.get("num_processes" if name == "accelerate" else "nproc_per_node")
-            several = name == "accelerate" if count is None else count.value != 1  # torchrun's default is one
+            several = name == "accelerate" if count is None else count.value != 1  # torchrun's default is one rank
             return f"{name} ({file}:{word.line})" if several else None
     return None
 

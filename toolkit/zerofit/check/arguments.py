@@ -74,11 +74,11 @@ PLUGIN = {
     "zero3_save_16bit_model": GATHER,
 }
 REFUSED = (
-    'Accelerate stops, whatever the values: "When using `deepspeed_config_file`, the following accelerate config '
+    'Accelerate stops, for all values: "When using `deepspeed_config_file`, the following accelerate config '
     'variables will be ignored"'
 )
 WITHOUT = "Accelerate trains without DeepSpeed and ignores the JSON, unless the script passes it itself"
-# what Accelerate replaces "auto" with if no argument is given (accelerator.py:2208)
+# values that replace "auto" in Accelerate if no argument is given (accelerator.py:2208)
 FILLED_BY_DEFAULT: dict[str, Any] = {
     f"{ZERO}.stage": 2,
     f"{ZERO}.offload_optimizer.device": "none",
@@ -139,7 +139,7 @@ def requested_by(arguments: ArgumentFile, ranks: int | None) -> Iterator[Request
 
 
 def _written(arguments: ArgumentFile, name: str) -> str:
-    """Return the file's name of an argument of the Trainer."""
+    """Return the name that the file uses for an argument of the Trainer."""
     return AXOLOTL.get(name, name) if arguments.kind == "axolotl" else name
 
 
@@ -203,7 +203,7 @@ def _schedule(arguments: ArgumentFile) -> Iterator[RequestedValue]:
     if total:
         place = arguments.place("max_steps")
         yield RequestedValue(path=f"{SCHEDULE}.total_num_steps", value=total, source=f"max_steps {total}", place=place)
-    older = "warmup_ratio" in arguments.values  # transformers 5 has warmup_steps below 1 instead
+    older = "warmup_ratio" in arguments.values  # in transformers 5, warmup_steps below 1 is this ratio
     warmup = _argument(arguments, "warmup_ratio" if older else "warmup_steps")
     if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
         count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)

@@ -22,7 +22,7 @@ from zerofit.spec.files import cache_root, write_text
 from zerofit.spec.local_machine import is_older
 
 Schema = dict[str, Any]
-# for zerofit's own YAML; libyaml is ten times as fast, and a PyYAML without it reads the same
+# for zerofit's own YAML; libyaml is ten times as fast, and PyYAML without libyaml gives the same result
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -40,7 +40,7 @@ class Catalog:
 
     @cached_property
     def places(self) -> dict[str, list[str]]:
-        """The dotted paths of each key by its last part, without old and second names."""
+        """The dotted paths of keys, by the last part of the key, without old and second names."""
         found: dict[str, list[str]] = {}
         for path in sorted(_paths(self.schema)):
             if path not in self.deprecated:
@@ -62,8 +62,8 @@ def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _paths(child, f"{prefix}{key}.")
 
 
-NEWEST = "0.19.8"  # the DeepSpeed of data/
-DERIVED_WITH = (2, 14)  # the torch that data/ was derived with
+NEWEST = "0.19.8"  # the DeepSpeed version of data/
+DERIVED_WITH = (2, 14)  # the torch version with which data/ was derived
 
 
 @lru_cache(maxsize=1)
@@ -106,7 +106,7 @@ def _all_names() -> Mapping[str, Any]:
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
-    """Return the shipped catalogue of a DeepSpeed version; None with an older torch, whose optimizers differ."""
+    """Return the shipped catalogue of a DeepSpeed version; None for an older torch, which has different optimizers."""
     return None if is_older("torch", DERIVED_WITH) else read_data(f"deepspeed-{version}.json")
 
 
@@ -126,7 +126,7 @@ def _derived(version: str) -> dict[str, Any]:
 
 
 def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
-    """Add our descriptions, and types where DeepSpeed has none. A second name gets the first name's description."""
+    """Add our descriptions, and types if DeepSpeed has none. A second name gets the first name's description."""
     descriptions, refinements = read_data("descriptions.json") or {}, read_data("refinements.json") or {}
 
     def walk(node: Schema, prefix: str, documented_prefix: str) -> None:
@@ -145,7 +145,7 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
 
 
 def documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
-    """Return the documented name of a key; some old names lead to it in two steps."""
+    """Return the documented name of a key; for some old names this takes two steps."""
     for _ in range(2):
         new = deprecated.get(f"{prefix}{key}", key)
         key = new if new.isidentifier() else key

@@ -30,7 +30,7 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (batch, opt
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
-    """Return all findings: first what stops a run, then what changes it, then what is ignored.
+    """Return all findings: faults that stop a run, then faults that change it, then ignored keys.
 
     Does not start a rank or import torch.
     """
@@ -40,7 +40,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
         effective = effective_config(document.config, known, setting)
         found += effective.key_findings
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
-        # A rule that depends on a wrong value is skipped: its finding would be about a value that nobody meant.
+        # A rule that depends on a wrong value is skipped, since the user meant another value.
         for rule in (*rules(), *FUNCTIONS):
             with suppress(UnclearValue):
                 found += map(effective.in_file, rule(effective.subject))
@@ -54,8 +54,11 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
-    """Return the text with all errors fixed that have one clear meaning. A fix may uncover another error: repeat."""
-    # Edits of one round do not see each other: a renamed section shows its own faults in the next round.
+    """Return the text with all errors fixed that have one clear meaning.
+
+    Repeats, since a fix may uncover another error.
+    """
+    # The edits of a round are independent. Faults within a renamed section are found in the next round.
     for _ in range(rounds):
         edits = [edit for f in check(document, setting) if f.severity == "error" for edit in f.edits]
         text = apply(document, edits)

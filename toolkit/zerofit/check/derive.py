@@ -69,7 +69,7 @@ class RecordingDict(dict):
         return self._children.setdefault(path, RecordingDict(path, self._reading))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Record a section and those in it: DeepSpeed adds missing ones."""
+        """Record a section and its sections: DeepSpeed adds missing sections."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values()):
             self._reading.sections |= {path, *(f"{path}.{inner}" for inner in value)}
@@ -83,7 +83,10 @@ class RecordingDict(dict):
         return self.get(key, default)
 
     def keys(self) -> Any:
-        """Return keys that support `in`. If `**` iterates over them, all keys go to a pydantic class."""
+        """Return an object for the keys that supports `in`.
+
+        If `**` iterates over it, all keys go to a pydantic class.
+        """
         return _Keys(self)
 
     def __iter__(self) -> Iterator[str]:  # `**` calls keys() only if it exists
@@ -117,7 +120,7 @@ class _Keys:
 
 
 class SchemaReading:
-    """One reading of a configuration by DeepSpeed, with the keys that it looked up."""
+    """The result of DeepSpeed reading a configuration once: the keys that it looked up."""
 
     def __init__(self, sections: set[str]):
         from deepspeed.runtime import config as ds
@@ -191,7 +194,7 @@ def derive() -> dict[str, Any]:
 def _explored() -> SchemaReading:
     """Read repeatedly, each time with one more key as a section, until no new section is found."""
     # DeepSpeed looks up the keys of a section only if the section exists. A key without a default, or with false, may
-    # be one: try it, and keep it if the reader then looks up keys in it.
+    # be a section: try it, and keep it if the reader then looks up keys in it.
     sections: set[str] = set()
     tried: set[str] = set()
     reading = SchemaReading(sections)
@@ -204,7 +207,7 @@ def _explored() -> SchemaReading:
             sections |= found_reading.sections
             defaults, models = {**found_reading.defaults, **defaults}, {**found_reading.models, **models}
         reading = SchemaReading(sections)
-        # from all readings, since an old name is looked up only if the new one is missing
+        # from all readings, since an old name is looked up only if the new name is missing
         reading.defaults, reading.models = {**defaults, **reading.defaults}, {**models, **reading.models}
     return reading
 
@@ -214,14 +217,14 @@ def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
         found = SchemaReading({*parents, path})
-    except Exception:  # not a section; each getter fails in its own way
+    except Exception:  # not a section; getters fail with different errors
         return None
     inside = any(defaults.startswith(f"{path}.") for defaults in found.defaults)
     return found if inside or path in found.models else None
 
 
 def _put(root: Schema, path: str, schema: Schema) -> None:
-    """Put a schema at a dotted path; new parent objects allow no unknown keys."""
+    """Insert a schema at a dotted path. New parent objects allow no unknown keys."""
     *parents, last = path.split(".")
     for key in parents:
         root = root["properties"].setdefault(key, {})
@@ -229,12 +232,12 @@ def _put(root: Schema, path: str, schema: Schema) -> None:
             root.clear()
             root.update({"type": "object", "properties": {}, "additionalProperties": False})
     if "properties" in root["properties"].get(last, {}) and "properties" not in schema:
-        return  # a section, whose getter has no default
+        return  # a section: its getter has no default
     root["properties"][last] = schema
 
 
 def _of_default(default: Any) -> Schema:
-    """Return the schema that follows from a default; an empty one for null."""
+    """Return the schema that follows from a default; an empty schema for null."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     kind = names.get(type(default))
     if kind is None:

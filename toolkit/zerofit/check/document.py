@@ -22,12 +22,12 @@ class Document:
 
     text: str
     root: ParsedValue
-    generated: bool = False  # the user has no such text: line numbers are meaningless
+    generated: bool = False  # the user did not write this text: line numbers are meaningless
     encoding: str = "utf-8"  # Python's name; utf-8-sig begins with a byte order mark
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
-    comment: TextPosition | None = None  # the first one
-    places: Mapping[str, TextPosition] | None = None  # in the file, if `text` is not the file's own text
-    loose: SyntaxFault | None = None  # where JSON ends and HJSON begins
+    comment: TextPosition | None = None  # the first comment
+    places: Mapping[str, TextPosition] | None = None  # place in the file, if `text` is not the file's own text
+    loose: SyntaxFault | None = None  # the first place that is HJSON, not JSON
     yaml: bool = False
 
     @property
@@ -37,7 +37,7 @@ class Document:
 
     @property
     def editable(self) -> bool:
-        """Whether the text can be edited in place: not HJSON, and YAML only if it is written with braces."""
+        """Whether the text can be edited in place. HJSON cannot, and YAML only if it is written with braces."""
         return self.places is None and (not self.yaml or self.text[self.root.place.start :].startswith("{"))
 
     def reread(self, text: str) -> Document:
@@ -61,7 +61,7 @@ class Document:
         return self.root if not path else member and member.value
 
     def place(self, path: str) -> TextPosition:
-        """Return the position of a key; for a missing key, that of its innermost existing parent."""
+        """Return the position of a key; for a missing key, the position of its innermost existing parent."""
         while path:
             member = self.member(path)
             if self.places is not None and path in self.places:
@@ -105,7 +105,10 @@ def parse_yaml(text: str) -> Document:
 
 
 def _of_node(tree: YamlTree, node: yaml.Node) -> ParsedValue:
-    """Return a node with its parts. Keys are strings, and so are values that JSON does not have (dates, infinity)."""
+    """Return a node with its parts.
+
+    Keys become strings, and so do values that JSON does not support (dates, infinity).
+    """
     place = _position(node)
     if isinstance(node, yaml.MappingNode):
         members = tuple(
@@ -127,7 +130,7 @@ def _position(node: yaml.Node) -> TextPosition:
 
 
 def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:
-    """Return a document of an HJSON text; positions of keys are searched for in the text."""
+    """Return a document of an HJSON text. The positions of its keys are found by searching the text."""
     return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), loose=fault)
 
 

@@ -102,7 +102,7 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
     """Return the offsets of a member with its comma and line break."""
     parent = path.rpartition(".")[0]
     owner = document.value(parent)
-    assert owner  # it contains the member
+    assert owner  # the object contains the member
     text, start, end = document.text, member.place.start, member.value.place.end
     number = next(i for i, m in enumerate(owner.members) if m is member)
     if number + 1 < len(owner.members):  # up to the next member, whose indentation is kept

@@ -1,13 +1,12 @@
-"""The configuration that DeepSpeed gets from a file, a program and its arguments: what rules judge.
+"""The configuration that DeepSpeed gets from a file, a program and its arguments. Rules check this configuration.
 
 1. GPT-NeoX passes on a part of its file (`given`).
-2. Faults with one clear correction are corrected (`meant`): the rules see what the user means, and an error does not
-   hide another one next to it.
+2. Faults with one clear correction are corrected (`meant`), so one error does not hide another error.
 3. Old and second names become the documented ones (`aliases`).
 4. Each "auto" gets the value of the program that reads the file, from its arguments or its defaults (`filled`).
    Arguments that differ from the file are findings.
 
-Findings go the way back: `in_file` gives them the names of the file.
+Findings are mapped back: `in_file` replaces names by the names in the file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, CheckSubject, RequestedValue, TargetHardware
 
 FILLING = ("trainer", "accelerate", "zerofit")  # programs that replace "auto" by their own value
-# DeepSpeed's default if a key is missing that a program sets, and the key without which it is not read
+# DeepSpeed's default for a missing key that a program sets; and the key without which DeepSpeed does not read it
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (1.0, ""),
     "optimizer.params.lr": (1e-3, "optimizer.type"),
@@ -55,7 +54,7 @@ class EffectiveConfig:
     def in_file(self, finding: Finding) -> Finding:
         """Return a finding with the file's names; for an "auto", with the source of its value."""
         written = self.aliases.finding_in_file(finding)
-        if self.meant.in_file(written.path) != written.path:  # edits are for the key's correct name
+        if self.meant.in_file(written.path) != written.path:  # edits use the key's correct name
             written = replace(self.meant.finding_in_file(written), edits=())
         written = self.given.finding_in_file(written)
         by = self.filled.get(finding.path)
@@ -66,7 +65,7 @@ class EffectiveConfig:
 
 
 def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> EffectiveConfig:
-    """Compare each value of a flag, argument or program with the JSON's, and fill it in for "auto"."""
+    """Compare the values of flags, arguments and programs with the JSON's values, and replace "auto" by them."""
     given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
     key_findings = tuple(keys(given.config, catalog, setting))
     meant = corrected(given.config, key_findings)
@@ -88,7 +87,7 @@ def effective_config(config: Mapping[str, Any], catalog: Catalog, setting: Targe
 
 
 def _fill(config: dict[str, Any], filled: dict[str, RequestedValue], setting: TargetHardware) -> Iterator[Finding]:
-    """Replace each "auto" by the requested value, note that in `filled`, and yield findings about differences."""
+    """Replace each "auto" by the requested value, record it in `filled`, and yield findings about differences."""
     for requested in (
         *setting.requested,
         *_total_batch(config, setting),
@@ -152,7 +151,7 @@ def _refused(requested: RequestedValue, value: Any) -> Finding:
 
 
 def _left_out(config: Mapping[str, Any], requested: RequestedValue) -> Iterator[Finding]:
-    """Yield a finding about an argument that does not reach DeepSpeed, since the JSON has no key for it."""
+    """Yield a finding about an argument that is not passed to DeepSpeed, because the JSON has no key for it."""
     default, needed = LEFT_OUT.get(requested.path, (None, ""))
     if default is None or _same(default, requested.value) or (needed and get(config, needed) is None):
         return

@@ -18,9 +18,9 @@ from zerofit.check.subject import TargetHardware
 READ_WHEN_OFF = (
     "comms_logger",
     "data_efficiency",
-)  # `enabled: false` does not switch them off
+)  # sections that `enabled: false` does not switch off
 
-IGNORED_KEYS = ("unknown-key", "own-key")  # findings of the key check; rules have `ignored: true`
+IGNORED_KEYS = ("unknown-key", "own-key")  # key-check findings about ignored keys; rules use `ignored: true`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def explain(document: Document, findings: Sequence[Finding], setting: TargetHard
     verdicts = {f.path: f for f in reversed(findings)}
     rows = [_row(path, value, verdicts, document.config, effective) for path, value in leaves(document.config)]
     for note in defaults():
-        unread = effective.meant.in_file(note.key) != note.key  # the file has it under a wrong name
+        unread = effective.meant.in_file(note.key) != note.key  # the file has this key under a wrong name
         if note.matters(subject) and (unread or not subject.has(note.key)):
             rows.append(
                 KeyRow(path=note.key, value=known.default(note.key), status="default", text=note.shown(subject))
@@ -76,7 +76,7 @@ def _row(
 
 
 def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
-    """Return why DeepSpeed ignores a key: its section is off, or also exists under its documented name."""
+    """Return why DeepSpeed ignores a key: the key's section is off, or also exists under its documented name."""
     known = catalog()
     parent, _, key = section.rpartition(".")
     prefix = f"{parent}." if parent else ""

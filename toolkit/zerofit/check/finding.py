@@ -1,4 +1,4 @@
-"""Findings of the checker, and guesses of what a wrong name means."""
+"""Findings of the checker, and guesses of the intended name for a wrong name."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Edits = tuple[Edit, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fault of a DeepSpeed JSON. Line and column 0 are later filled in from the path."""
+    """One fault of a DeepSpeed JSON. If line and column are 0, they are filled in later from the path."""
 
     code: str  # stable slug, listed in docs/checks.md
     severity: Severity = "error"  # error: DeepSpeed stops, or trains differently than intended
     path: str  # dotted key, "" for the whole document
     message: str  # what is wrong
-    why: str  # what DeepSpeed does about it
+    why: str  # effect of the fault in DeepSpeed
     fix: str  # what to do
     other_place: str = ""  # "run.sh:12": the other file's line that differs
-    edits: Edits = ()  # only if the meaning is clear: move, rename, correct a type
+    edits: Edits = ()  # only if the meaning is clear: a move, a new name, a corrected type
     line: int = 0
     column: int = 0
 
     @cached_property
     def effect(self) -> Effect:
-        """The effect on a run, from the words of `why`."""
+        """The effect on a run, derived from the words of `why`."""
         if re.search(r"\b(stops?|fails?|refuses|raises|ends an ordinary run)\b", self.why):
             return "stops"
         return "ignored" if re.search(r"\b(ignores|drops|nothing reads|reads it)\b", self.why) else "changes"
@@ -81,7 +81,7 @@ def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> 
 
 
 def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """Return the most likely meant name, or None: the same name in another case, a synonym, or the closest spelling."""
+    """Return the most likely intended name, or None: the name in another case, a synonym, or the closest spelling."""
     names = list(known)
     plain = {n.lower().replace("_", "").replace("-", ""): n for n in names}
     bare = word.lower().replace("_", "").replace("-", "")

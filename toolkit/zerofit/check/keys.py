@@ -1,8 +1,8 @@
 """Checks of single keys: unknown, removed and deprecated keys, and values that the schema does not allow.
 
-DeepSpeed ignores an unknown key in most sections, so a typo trains with a default. A finding therefore guesses what is
-meant: the closest name in the same section, else a section that has this key. The guess becomes an edit only if it is
-clear (one or two letters, or a known synonym), since `--fix` must not change what the user means.
+DeepSpeed ignores an unknown key in most sections, so with a typo it trains with a default. A finding therefore guesses
+the intended key: the closest name in the same section, else a section that has this key. The guess becomes an edit only
+if it is clear (one or two letters, or a known synonym), since `--fix` must not change the meaning.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
-NAMED = 3  # sections that a hint names for a misplaced key
-MOST = 100  # unknown keys of a section that get a finding each
+NAMED = 3  # maximum number of sections that a hint names for a misplaced key
+MOST = 100  # maximum number of unknown keys of a section with a finding each
 
 # findings about a value that DeepSpeed does not allow
 WRONG_VALUE = ("wrong-type", "number-as-string", "out-of-range", "not-allowed")
@@ -37,7 +37,7 @@ def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, c: CheckSubjec
     catalog = c.catalog
     known = schema.get("properties", {})
     unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
-    crowd = frozenset(unknown[MOST:])  # probably not a configuration: one finding for all of these
+    crowd = frozenset(unknown[MOST:])  # probably not a configuration: one finding for all these keys
     for key, value in config.items():
         path = f"{prefix}{key}"
         if key in crowd:
@@ -78,7 +78,7 @@ def _of_unknown(parent: str, catalog: Catalog) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a section, or a flag, switches nothing on."""
+    """Return whether a value (a section or a flag) switches nothing on."""
     if isinstance(value, Mapping):
         switched = value.get("enabled")
         return switched is False or (switched is None and all(is_off(v) for v in value.values() if _switches(v)))
@@ -134,7 +134,7 @@ def _unknown(
         edits=edits,
     )
     meant = known[better] if better else c.catalog.node(elsewhere[0]) if elsewhere else None
-    if edits and meant:  # report faults in the section now, not only after its name is fixed
+    if edits and meant:  # report faults in the section already before its name is fixed
         yield from _value(path, siblings[key], meant, c)
 
 
@@ -151,7 +151,7 @@ def _own(path: str, elsewhere: Sequence[str]) -> Finding:
 
 
 def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
-    """Return where a key may belong; for a name that many sections have (`enabled`), only within its section."""
+    """Return the sections where a key may belong; for a name in many sections (`enabled`), only its own section."""
     places = c.catalog.places.get(key, [])
     generic = len(places) > NAMED or (len(places) > 1 and "_" not in key)
     section = path.partition(".")[0]
@@ -163,7 +163,7 @@ def _places(path: str, key: str, value: Any, c: CheckSubject) -> list[str]:
 def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
     """Return whether a key clearly belongs to a place: in its own section, or in another section of the file.
 
-    It is not clear if the section is missing, or for a single word at the top level, which a program may read.
+    It is not clear if that section is missing, or if the key is a single word at the top level: a program may read it.
     """
     parent, target = path.rpartition(".")[0], place.rpartition(".")[0]
     if isinstance(value, Mapping):
@@ -174,7 +174,7 @@ def _is_certain(path: str, place: str, value: Any, c: CheckSubject) -> bool:
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
-    """Return whether a value is plausible for a key: an object for a section, else a value that the key allows."""
+    """Return whether a value is possible for a key: an object for a section, else a value that the key allows."""
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
@@ -186,7 +186,7 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
     code = "deprecated-key"
     edits: tuple[Edit, ...] = (Removal(path),) if value is not True else ()
-    if not new.isidentifier():  # "a or b": the value is dropped
+    if not new.isidentifier():  # "a or b" cannot be renamed, so the value is dropped
         message, why = f"{key} is the old form of {new}", "DeepSpeed warns and drops the value"
         fix = "remove it, and set pin_memory in these sections"
     elif new in siblings or alias in siblings:
@@ -216,7 +216,7 @@ def _value(path: str, value: Any, schema: Schema, c: CheckSubject) -> Iterator[F
     if isinstance(value, Mapping) and "properties" in schema:
         yield from _walk(value, schema, f"{path}.", c)
         return
-    own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # DeepSpeed has its own "auto" here
+    own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # DeepSpeed supports "auto"
     if value == "auto" and not own_auto:
         if path not in filled_by(c.setting.reader):
             yield _auto(path, schema, c.catalog, c.setting)
@@ -248,9 +248,9 @@ def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) 
 
 
 def _plainly_fits(value: Any, schema: Schema) -> bool:
-    """Return whether a scalar has the type that a simple schema asks for.
+    """Return whether a scalar has the type that a simple schema requires.
 
-    This spares a file without faults the import of jsonschema, a tenth of the command's time.
+    A file without faults then needs no import of jsonschema, which takes a tenth of the command's time.
     """
     if schema.keys() - {"type", "enum", "minimum", "exclusiveMinimum", "default", "description", "deprecated"}:
         return False

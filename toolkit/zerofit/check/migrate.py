@@ -22,7 +22,7 @@ PINNED = f"{ZERO}.cpu_offload_use_pin_memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """The new text, what was lost, and which old defaults were written out."""
+    """The new text, the settings that were lost, and the old defaults that were written out."""
 
     text: str
     lost: tuple[str, ...]

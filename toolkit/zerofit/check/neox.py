@@ -1,7 +1,8 @@
 """GPT-NeoX's files: its own arguments, and DeepSpeed keys that it passes on.
 
-Names are from megatron/neox_arguments at ea7aefd8; - and _ in them are the same. GPT-NeoX builds optimizers and
-schedulers itself, except compressed optimizers. DeepSpeed does not read `fp32_allreduce`, which GPT-NeoX passes on.
+The names are from megatron/neox_arguments at commit ea7aefd8; - and _ in names are equivalent. GPT-NeoX builds
+optimizers and schedulers itself, except compressed optimizers. DeepSpeed does not read `fp32_allreduce`, which GPT-NeoX
+passes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zerofit.check.finding import Finding, near, plainly
 
 OWN_MADE = ("optimizer", "scheduler")
 COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
-# a file with two keys of one of these groups is for GPT-NeoX; - and _ are the same
+# a file with two keys from one of these groups is for GPT-NeoX; - and _ are equivalent
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
 OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
 MOSTLY = 0.8  # share of GPT-NeoX's keys in one of its files: it merges several, and one may have only paths
@@ -32,7 +33,7 @@ def _names() -> Mapping[str, list[str]]:
 
 
 def is_for_neox(config: Any, *, yaml: bool) -> bool:
-    """Return whether a file is for GPT-NeoX: by typical arguments, or for a YAML if nearly all keys are arguments."""
+    """Return whether a file is for GPT-NeoX: it has typical arguments; or, in a YAML, nearly all keys are arguments."""
     keys = {str(key).replace("-", "_") for key in config} if isinstance(config, Mapping) else set()
     if any(sum(key in keys for key in some) >= 2 for some in (SIZES, OWN)):
         return True
@@ -41,7 +42,7 @@ def is_for_neox(config: Any, *, yaml: bool) -> bool:
 
 
 def handed_on(config: Mapping[str, Any]) -> Aliases:
-    """Return what GPT-NeoX passes to DeepSpeed from its file, and the file's names for it."""
+    """Return the keys that GPT-NeoX passes to DeepSpeed from its file, and their names in the file."""
     names = {key.replace("-", "_"): key for key in config}
     made = {name: config[key] for name, key in names.items() if name in _names()["handed_on"]}
     kind = made["optimizer"].get("type") if isinstance(made.get("optimizer"), Mapping) else None
@@ -70,7 +71,7 @@ def unknown_arguments(config: Mapping[str, Any]) -> Iterator[Finding]:
         meant = better is not None and plainly(name, better)
         yield Finding(
             code="neox-argument",
-            severity="warning",  # other versions may have them
+            severity="warning",  # other versions may have these arguments
             path=key,
             message=f"GPT-NeoX has no argument {key!r}",
             why='GPT-NeoX stops: "got an unexpected keyword argument"',

@@ -9,7 +9,7 @@ from typing import Any
 
 from zerofit.check.catalog import read_data
 
-# nearly every DeepSpeed JSON has one of them
+# nearly every DeepSpeed JSON has one of these keys
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 
 
@@ -18,8 +18,8 @@ class Program:
     """A program's file, and the keys to recognise it by."""
 
     name: str
-    kind: str = ""  # of `zerofit.check.argument_files`; "": it names no DeepSpeed JSON
-    needs: Sequence[str] = ()  # all of these keys
+    kind: str = ""  # a kind of `zerofit.check.argument_files`; "" for files that name no DeepSpeed JSON
+    needs: Sequence[str] = ()  # the file has all of these keys
     keys: Sequence[str]  # and at least `least` of these
     least: int = 1
 
@@ -35,7 +35,7 @@ def _programs() -> tuple[Program, ...]:
 
 
 def program_of(config: Any) -> tuple[Program, tuple[str, ...]] | None:
-    """Return the program of a configuration that is not DeepSpeed's, and the keys that identify it."""
+    """Return the program that a configuration belongs to, and the keys that identify it. None for a DeepSpeed JSON."""
     if not isinstance(config, Mapping) or any(key in config for key in MARKS):
         return None
     return next(((program, keys) for program in _programs() if (keys := program.seen(config))), None)

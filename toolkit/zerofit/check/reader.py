@@ -24,8 +24,8 @@ SPOKEN = {
 # lightning strategies/deepspeed.py
 HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
-NAMED = 3  # keys that the first line names
-# only zerofit fills an "auto" at these degrees of parallelism
+NAMED = 3  # maximum number of keys that the first line names
+# keys of parallel degrees at which only zerofit fills an "auto"
 DEGREES = ("sequence_parallel_size", "tensor_parallel.autotp_size")
 
 
@@ -35,11 +35,11 @@ class Reader:
 
     name: str
     why: str = ""  # the reason for the guess; "" if the user named the reader
-    note: str = ""  # what plain DeepSpeed or a merge would change
+    note: str = ""  # difference to plain DeepSpeed or to the merged file
 
     def sentence(self) -> str:
         """Return the command's first line."""
-        guess = f", since {self.why}; --for NAME changes that" if self.why else ""
+        guess = f", since {self.why}; --for NAME sets another reader" if self.why else ""
         return f"read as a file for {SPOKEN[self.name]}{guess}{'; ' if self.note else ''}{self.note}"
 
 

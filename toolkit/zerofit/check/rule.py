@@ -28,11 +28,11 @@ PLACE = re.compile(r"\$\{(.+?)\}")  # an expression in a text
 
 
 class RuleEdits(TypedDict, total=False):
-    """A rule's fix that has one clear meaning."""
+    """A rule's fix, if the fix has one clear meaning."""
 
     set: dict[str, str]  # dotted path -> expression of its new value
     remove: list[str]  # dotted paths
-    # and "if": the expression that must be true; without it always
+    # and "if": an expression that must be true for the fix; optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Rule:
     ignored: bool = False  # whether DeepSpeed ignores the key, as --explain shows
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
-        """Yield the finding if the condition is true. Raises UnclearValue if that depends on a wrong value."""
+        """Yield the finding if the condition is true. Raises UnclearValue if the condition depends on a wrong value."""
         names = _Names(subject, self.path)
         if not names.value_of(self.when):
             return
@@ -73,7 +73,7 @@ class Rule:
 
 
 class _Names(dict[str, Any]):
-    """The names in a rule's expressions, looked up only when an expression uses them."""
+    """The values of names in a rule's expressions, computed only if an expression uses them."""
 
     def __init__(self, subject: CheckSubject, path: str):
         super().__init__(path=path)
@@ -124,11 +124,11 @@ class DefaultNote:
         return _Names(subject, self.key).text(self.text)
 
     def matters(self, subject: CheckSubject) -> bool:
-        """Return whether the default applies; False if that depends on a wrong value."""
+        """Return whether the default applies; False if the condition depends on a wrong value."""
         return subject.holds(lambda c: _Names(c, self.key).value_of(self.when))
 
     def mattered(self, subject: CheckSubject) -> bool:
-        """Return whether the old default changes what a file of an older release does."""
+        """Return whether the changed default affects a file that was written for an older release."""
         return bool(self.change) and subject.holds(lambda c: _Names(c, self.key).value_of(self.old_when or self.when))
 
 
@@ -148,7 +148,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def rules_of(text: str) -> Iterator[Rule]:
-    """Yield the rules of a YAML text: one of each entry, or one of each item of its `for`."""
+    """Yield the rules of a YAML text: one rule per entry, or one rule per item of the entry's `for`."""
     for entry in yaml.load(text, LOADER):
         for item in entry.pop("for", [{}]):
             # an item overrides fields of the entry and gives values for its <names>

@@ -22,7 +22,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 CONSTANT = re.compile(r"true|false|null")
 CONSTANTS = {"true": True, "false": False, "null": None}
 PYTHON = {"True": "true", "False": "false", "None": "null", "'": "a string in double quotes"}
-MOST_DIGITS = 400  # a double has 309 before its point
+MOST_DIGITS = 400  # digits; a double has at most 309 before its point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """The text is not valid JSON (or YAML): where, and what was expected."""
+    """Raised if the text is not valid JSON (or YAML), with the place and what was expected there."""
 
     def __init__(self, message: str, line: int, column: int, *, final: bool = False, notation: str = "JSON"):
         super().__init__(message)
@@ -69,7 +69,7 @@ class SyntaxFault(Exception):
 
 
 class Scanner:
-    """One reading of a text, which records what is not strict JSON."""
+    """The parser of one text; it records the places that are not strict JSON."""
 
     def __init__(self, text: str):
         self.commas: list[TextPosition] = []  # after the last member of an object or array
@@ -156,7 +156,7 @@ class Scanner:
         return items
 
     def _next(self, closing: str) -> str:
-        """Skip the comma after a part, and record a trailing one. Return the next character."""
+        """Skip the comma after a part, and record a trailing comma. Return the next character."""
         sign = self._skip()
         if sign == closing:
             return sign

@@ -12,12 +12,12 @@ from zerofit.check.subject import ZERO
 
 @cache
 def filled_by(reader: str = "") -> frozenset[str]:
-    """Return the keys whose "auto" a program fills before DeepSpeed reads it; of any program for ""."""
+    """Return the keys whose "auto" a program fills before DeepSpeed reads the JSON; for "", all programs' keys."""
     fills = {name: frozenset(keys) for name, keys in read_data("programs.yaml")["fills"].items()}
     theirs = fills["trainer"] | fills["accelerate"]
     if reader in ("", "zerofit"):
         return theirs | fills["zerofit"]
-    # the stage is filled with 2, which the schema should not offer
+    # they also fill the stage, with 2; the schema should not offer that
     return theirs | {f"{ZERO}.stage"} if reader in ("trainer", "accelerate") else frozenset()
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-UNKNOWN = "\0"  # marks the part of a word that only running the script would tell
+UNKNOWN = "\0"  # marks the part of a word that is known only when the script runs
 RUN = r"\$\(\(.*?\)\)|\$\([^)]*\)|`[^`]*`"  # command substitution and arithmetic inside a word
 TOKEN = re.compile(
     rf"""(?P<joined>\\\r?\n)

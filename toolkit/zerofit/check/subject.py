@@ -1,4 +1,4 @@
-"""The subject of a rule: a configuration with getters for values, and its target."""
+"""The configuration that rules check, with getters for its values, and its target."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RequestedValue:
     value: Any  # or a tuple of equivalent words, in lower case
     source: str  # "--micro-batch 4"
     place: str = ""  # "run.sh:12"
-    compared: bool = True  # with the JSON's value; else it only replaces "auto"
+    compared: bool = True  # compare it with the JSON's value; else it only replaces "auto"
     severity: Literal["error", "warning"] = "error"
-    refused: str = ""  # why the key must not be in both files, whatever its values
-    overruled: str = ""  # why the JSON's value is used, if the reader does not usually do that
+    refused: str = ""  # why the key must not be in both files, even with equal values
+    overruled: str = ""  # why the JSON's value is used, if this reader usually uses its own
 
     @property
     def by(self) -> str:
@@ -39,8 +39,8 @@ class TargetHardware:
     """The hardware and the program that the JSON is for; None if unknown."""
 
     ranks: int | None = None
-    pipeline: int | None = None  # stages, which a DeepSpeed JSON does not contain
-    schedule: PipelineSchedule = "1f1b"  # of micro batches, likewise
+    pipeline: int | None = None  # number of stages; a DeepSpeed JSON does not contain it
+    schedule: PipelineSchedule = "1f1b"  # schedule of micro batches; a DeepSpeed JSON does not contain it
     accelerator: str | None = None  # "cuda" or "cpu"
     precisions: tuple[str, ...] = PRECISIONS  # that the device supports
     facts: ModelFacts | None = None
@@ -51,7 +51,7 @@ class TargetHardware:
 
 
 class UnclearValue(Exception):
-    """A condition depends on a value that DeepSpeed does not allow, so nobody can tell whether it is true."""
+    """Raised if a condition depends on a value that DeepSpeed does not allow, so the condition is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class CheckSubject:
             return False
 
     def has(self, path: str) -> bool:
-        """Return whether the key exists, whatever its value."""
+        """Return whether the key exists, with any value."""
         return has(self.config, path)
 
     def on(self, path: str) -> bool:
@@ -150,7 +150,7 @@ class CheckSubject:
         return int(value) if value in (0, 1, 2, 3) else 0
 
     def offload(self, what: str) -> str | None:
-        """Return the device that "optimizer" or "param" states are offloaded to, or None."""
+        """Return the device to which "optimizer" or "param" states are offloaded, or None."""
         device = self.word(f"{ZERO}.offload_{what}.device")
         return device if device in ("cpu", "nvme") else None
 

@@ -12,7 +12,7 @@ from zerofit.check.edit import Deletion, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.reader import SPOKEN, STRICT_READERS
 
-MOST = 100  # duplicate keys that are reported
+MOST = 100  # maximum number of reported duplicate keys
 
 
 def text_findings(document: Document, reader: str) -> Iterator[Finding]:
@@ -31,13 +31,13 @@ def text_findings(document: Document, reader: str) -> Iterator[Finding]:
 
 
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield what DeepSpeed's reader accepts and a strict JSON reader does not."""
+    """Yield findings about syntax that DeepSpeed's reader accepts and a strict JSON reader does not."""
     stops = reader in STRICT_READERS
-    strict = f"{SPOKEN[reader]} reads strict JSON and stops"
+    strict = f"{SPOKEN[reader]} supports only strict JSON and stops with an error"
     if document.encoding != "utf-8" and reader != "zerofit":
         yield _encoding(document, reader, stops)
     if document.yaml and reader != "neox":
-        why = f"{SPOKEN[reader]} reads JSON and stops"
+        why = f"{SPOKEN[reader]} supports only JSON and stops with an error"
         yield Finding(
             code="yaml", path="", message="the file is YAML", why=why, fix="convert it to JSON", line=1, column=1
         )
@@ -64,7 +64,9 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
 
 def _encoding(document: Document, reader: str, stops: bool) -> Finding:
     marked = document.encoding == "utf-8-sig"
-    refuses = f"{SPOKEN[reader]} reads UTF-8 {'without a mark ' if marked else ''}and stops"
+    refuses = (
+        f"{SPOKEN[reader]} supports only UTF-8 {'without a byte order mark ' if marked else ''}and stops with an error"
+    )
     accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning do not"
     return Finding(
         code="encoding",
@@ -79,7 +81,7 @@ def _encoding(document: Document, reader: str, stops: bool) -> Finding:
 
 
 def _trailing_commas(document: Document, stops: str) -> Iterator[Finding]:
-    """Yield the commas after last members; `stops` is why the reader stops, "" if it does not."""
+    """Yield findings about trailing commas. `stops`: the reason why the reader stops, "" if it does not."""
     accepts = "DeepSpeed accepts it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not"
     for place in document.commas:
         yield Finding(

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TASKS = {"SEQ_CLS": "classify", "TOKEN_CLS": "tag"}  # by peft's names
+TASKS = {"SEQ_CLS": "classify", "TOKEN_CLS": "tag"}  # under the names that peft uses
 PREFIX = "base_model.model."  # prefix of names in peft's files
 
 
 def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a model's adapters for `PeftModel.from_pretrained`, with the place of the frozen weights.
+    """Write a model's adapters for `PeftModel.from_pretrained`, with the path of the frozen weights.
 
     `weights` yields the adapters' tensors by their names in `model`, which may be on meta.
     """
@@ -47,11 +47,11 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     assert held.keys() == set(names.values()), f"no tensors for {set(names.values()) - held.keys()}"
     config.save_pretrained(str(folder))
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors makes it readable only for the owner
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors makes the file readable only for the owner
 
 
 def is_adapters(folder: Path) -> bool:
-    """Return whether a folder has adapters, not a full model."""
+    """Return whether a folder contains adapters, not a full model."""
     return (folder / CONFIG).is_file()
 
 
@@ -111,7 +111,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
 
 
 def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, Any]]:
-    """Return the base model of adapters, and its arguments. Raises UserError."""
+    """Return the base model of a folder of adapters, and the model's arguments. Raises UserError."""
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
         source = find(name if Path(name).is_dir() or info is None else info.model)
@@ -131,8 +131,8 @@ def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the names in peft's files for these parameters of a model with adapters."""
     from peft import get_peft_model_state_dict
 
-    # peft's naming is only available through its state_dict function. Empty marks go in under our names, and where
-    # each mark comes out shows peft's name for it.
+    # peft's naming is only available through its state_dict function. It gets empty marks under our names; the place of
+    # each mark in its result is peft's name.
     marks = {name: nn.Parameter() for name in names}
     state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
     own = {id(mark): name for name, mark in marks.items()}

@@ -22,7 +22,7 @@ class Obstacle:
     applies: Callable[[Config], bool]
     why: str
     instead: str
-    always: bool = False  # also with the same layout
+    always: bool = False  # prevents a resume also in the same layout
 
 
 def _zero(config: Config) -> Config:
@@ -33,8 +33,8 @@ def _kind(config: Config) -> str:
     return str(config.get("optimizer", {}).get("type", "")).lower()
 
 
-# Everything that is kept per number (weights, Adam's moments) can be cut anew for another layout. These settings keep
-# something else, or keep it where DeepSpeed does not save it.
+# State with one value per weight (weights, Adam's moments) can be split again for another layout. These settings have
+# other state, or state that DeepSpeed does not save.
 OBSTACLES = (
     *(
         Obstacle(
@@ -111,7 +111,7 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
 
 
 def piece_by_piece(job: Job) -> bool:
-    """Return whether zerofit must load the tensors itself even into the same layout.
+    """Return whether zerofit must load the tensors itself, even into the same layout.
 
     DeepSpeed fails on its own elastic checkpoints and on parameters on NVMe, does not restore Adam's moments from
     NVMe, and looks for a pipeline's layers in files that it does not write with spread experts (runtime/engine.py,
@@ -123,6 +123,6 @@ def piece_by_piece(job: Job) -> bool:
 
 
 def _states(job: Job) -> str:
-    """Return the optimizer that the states belong to; types with the same states count as the same."""
+    """Return the optimizer to which the states belong. Types with the same states count as one optimizer."""
     entry, kind = of_json(_kind(job.ds_config)), _kind(job.ds_config)
     return entry.name if entry else kind

@@ -45,9 +45,9 @@ Keys = list[str | int]
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFiles:
-    """The files of one checkpoint by rank, each opened when it is needed; tensors stay on disk."""
+    """The files of one checkpoint by rank. Each file is opened when it is needed; tensors stay on disk."""
 
-    root: Path  # that the index's paths start from
+    root: Path  # folder that the index's paths are relative to
     folder: Path
     models: dict[tuple[int, int], str]  # by (model parallel rank, data parallel rank)
     optimizers: dict[tuple[int, int], str]
@@ -98,7 +98,7 @@ class DeepSpeedFiles:
         return name, self.load(name)
 
     def optimizer_ranks(self, mp: int) -> list[int]:
-        """Return the data parallel ranks that wrote an optimizer, also those whose file is lost."""
+        """Return the data parallel ranks that wrote optimizer files, including ranks whose file is lost."""
         ranks = sorted(dp for rank, dp in self.optimizers if rank == mp)
         first = self.load(self.optimizers[mp, ranks[0]])["optimizer_state_dict"]
         counts = first.get("partition_count") or self.model(mp)[1].get("dp_world_size") or len(ranks)
@@ -212,7 +212,7 @@ def _add_flat_groups(files: DeepSpeedFiles, mp: int, parts: _Parts) -> None:
 
 
 def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
-    """Return what is known about the partition of a lost file: its sizes and kinds, those of another rank's."""
+    """Return the sizes and kinds of a lost file's partition, which equal those of another rank's partition."""
     _, state = files.model(mp)
     if state.get("num_experts") or not state.get("module"):
         raise incomplete(files.folder, f"{', '.join(files.lost(mp).values())} is missing", MISSING)
@@ -229,13 +229,13 @@ def _lost_partition(files: DeepSpeedFiles, mp: int) -> dict[str, Any]:
 
 
 def _replaced(files: DeepSpeedFiles, mp: int, name: str, start: int, kinds: list[str]) -> dict[str, Location]:
-    """Return what replaces a lost stretch: the weights of the model states, and zeros for the optimizer's states."""
+    """Return the replacement of a lost stretch: weights from the model states, and zeros for the optimizer's states."""
     model = files.at(files.model(mp)[0], ["module", name], start)
     return {MASTER: model} | {kind: replace(model, lost=True) for kind in kinds}
 
 
 def _partitioned_groups(files: DeepSpeedFiles, stage_three: bool) -> list[ParameterGroup]:
-    """Return the optimizer's groups at stages 1 to 3; those of a pipeline's stages are joined."""
+    """Return the optimizer's groups at stages 1 to 3. The groups of all pipeline stages are joined."""
     groups: list[ParameterGroup] = []
     for mp, file in sorted(
         (mp, name) for (mp, dp), name in files.optimizers.items() if dp == min(d for _, d in files.optimizers)
@@ -261,8 +261,8 @@ def _fragments(
 ) -> Iterator[list[tuple[str, int, int]]]:
     """Yield for each group of a rank the parameters in its partition: name, first element there, elements.
 
-    DeepSpeed saves them since 0.8 (`param_slice_mappings`), but not in the order of round_robin_gradients. Without,
-    parameters follow one another as in `param_shapes`, each with its padding (`parameter_alignment`).
+    DeepSpeed saves them since 0.8 (`param_slice_mappings`), but not in the order of round_robin_gradients. Without this
+    key, parameters follow one another as in `param_shapes`, each with its padding (`parameter_alignment`).
     """
     if saved.get("param_slice_mappings") and not shuffled:
         for mapping in saved["param_slice_mappings"]:
@@ -286,7 +286,7 @@ def _flat_weights(saved: dict[str, Any]) -> list[Tensor]:
 def _flat_locations(
     files: DeepSpeedFiles, file: str, saved: dict[str, Any], group: int, offset: int
 ) -> dict[str, Location]:
-    """Return where a stretch of a flat group is: the master weights, and each state of the same length."""
+    """Return the places of a stretch of a flat group: of its master weights, and of each state with the same length."""
     own: Keys = ["optimizer_state_dict"]
     key = "single_partition_of_fp32_groups" if "single_partition_of_fp32_groups" in saved else "fp32_flat_groups"
     where = {MASTER: files.at(file, [*own, key, group], offset)}
@@ -378,7 +378,7 @@ def _whole_weights(files: DeepSpeedFiles) -> dict[str, tuple[str, Keys, Tensor]]
 
 
 def _add_rest(files: DeepSpeedFiles, whole: dict[str, tuple[str, Keys, Tensor]], parts: _Parts) -> None:
-    """Add what has no optimizer: frozen weights, buffers, other names of tied weights."""
+    """Add tensors without optimizer states: frozen weights, buffers, other names of tied weights."""
     buffers = {name for mp in files.model_ranks for name in files.model(mp)[1].get("buffer_names") or []}
     for name, (file, keys, value) in whole.items():
         if name in parts.order or name in parts.ties:
@@ -391,7 +391,7 @@ def _add_rest(files: DeepSpeedFiles, whole: dict[str, tuple[str, Keys, Tensor]],
 
 
 def _add_unpartitioned(files: DeepSpeedFiles, whole: dict[str, tuple[str, Keys, Tensor]], parts: _Parts) -> None:
-    """Add the parameters of stage 0, whose optimizer numbers them in the order of its groups."""
+    """Add the parameters of stage 0. Its optimizer numbers them in the order of its groups."""
     buffers = {name for mp in files.model_ranks for name in files.model(mp)[1].get("buffer_names") or []}
     places: dict[tuple[int, int], str] = {}
     for name, (_, _, value) in whole.items():
@@ -451,7 +451,7 @@ def _unpartitioned_places(
 def _experts_of(
     shapes: dict[str, tuple[int, ...]], files: DeepSpeedFiles, key: tuple[int, int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the parameters of a rank of a mixture: those that are not experts, and its own experts."""
+    """Return a rank's parameters in a mixture of experts: the shared parameters, and the rank's own experts."""
     numbers = {name: int(match[2]) for name in shapes if (match := EXPERTS.fullmatch(name))}
     if not files.expert_optimizers or not numbers:
         return shapes
@@ -463,7 +463,7 @@ def _counters(files: DeepSpeedFiles, state: dict[str, Any]) -> dict[str, Any]:
     """Return the counters of the run, as `train.shard_index` writes them."""
     file = next(iter(files.optimizers.values()), None)
     saved = files.load(file)["optimizer_state_dict"] if file else (state.get("optimizer") or {})
-    # the run has its own curve, of which only the position is taken
+    # the new run has its own schedule; only the position is taken from the file
     schedule = state.get("lr_scheduler") or {"last_epoch": int(state.get("global_steps") or 0)}
     scaler = saved.get("loss_scaler")
     return {

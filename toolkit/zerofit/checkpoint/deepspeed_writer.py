@@ -37,7 +37,7 @@ ADAMW |= {"foreach": None, "capturable": False, "differentiable": False, "fused"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The engine that is to load a checkpoint."""
+    """The engine that will load a checkpoint."""
 
     ranks: int
     stage: int  # of ZeRO
@@ -58,7 +58,7 @@ class _TargetWriter:
         return [kind for kind in self.state.kinds(first) if kind != MASTER]
 
     def mapped(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros in a file that is removed as soon as nobody uses it."""
+        """Return zeros in a memory-mapped file that disappears when the tensor is no longer used."""
         if not count:
             return torch.zeros(0, dtype=dtype)
         tensor = torch.from_file(str(self.scratch), shared=True, size=count, dtype=dtype)
@@ -66,7 +66,7 @@ class _TargetWriter:
         return tensor
 
     def flat(self, names: list[str], kind: str, first: int, count: int) -> Tensor:
-        """Return elements `first` to `first + count` of a flat group, zeros behind its end."""
+        """Return elements `first` to `first + count` of a flat group; elements after its end are zero."""
         out, place = self.mapped(count), 0
         for name in names:
             numel = math.prod(self.state.shape(name))
@@ -81,12 +81,12 @@ class _TargetWriter:
         return torch.tensor(float(self.state.counters["step"] or 0))
 
     def save(self, value: Any, path: Path) -> None:
-        with path.open("wb") as file:  # so that errors are OSErrors, unlike errors of torch.save
+        with path.open("wb") as file:  # an opened file, so that errors are OSErrors; torch.save itself raises others
             torch.save(value, file)
 
 
 def groups_of(state: FullState) -> list[ParameterGroup]:
-    """Return the optimizer's groups: those in the files, or matrices and vectors as zerofit's runs have them."""
+    """Return the optimizer's groups: the groups in the files, else matrices and vectors as in zerofit's runs."""
     if state.groups:
         return state.groups
     wide = [[name for name in state.names if (len(state.shape(name)) > 1) == many] for many in (True, False)]
@@ -133,7 +133,7 @@ def _optimizer_file(target: Target, rank: int) -> str:
 
 
 def _model_states(writer: _TargetWriter) -> dict[str, Any]:
-    """Return what all model states files have."""
+    """Return the content that all model states files share."""
     counters, target = writer.state.counters, writer.target
     precision = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}
     return {
@@ -156,7 +156,7 @@ def _model_states(writer: _TargetWriter) -> dict[str, Any]:
 
 
 def _weights(writer: _TargetWriter) -> dict[str, Tensor]:
-    """Return the module's state dict in the type of training, ties included."""
+    """Return the module's state dict in the type of training, including tied weights."""
     state, weights = writer.state, {}
     for name in state.names:
         shape = state.shape(name)
@@ -171,7 +171,7 @@ def _shapes(writer: _TargetWriter) -> list[dict[str, torch.Size]]:
 
 
 def _partition(writer: _TargetWriter, rank: int, release: str) -> dict[str, Any]:
-    """Return a rank's optimizer of stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
+    """Return a rank's optimizer state at stages 1 and 2 (runtime/zero/stage_1_and_2.py, state_dict)."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     ranks, masters, paddings, states, mappings = writer.target.ranks, [], [], {}, []
@@ -219,7 +219,7 @@ def _stretches(writer: _TargetWriter, names: list[str], first: int, end: int) ->
 
 
 def _unpartitioned(writer: _TargetWriter) -> dict[str, Any]:
-    """Return the optimizer of stage 0: torch's own, or with 16 bits runtime/fp16/unfused_optimizer.py's."""
+    """Return the optimizer state of stage 0: torch's own; with 16 bits that of runtime/fp16/unfused_optimizer.py."""
     number, states, numbered, masters = 0, {}, [], []
     for group in writer.groups:
         numbered.append(group.settings | {"params": [*range(number, number + len(group.names))]})
@@ -331,7 +331,8 @@ def convert_to(
 ) -> ConvertResult:
     """Convert a checkpoint for a DeepSpeed engine of `target`, or (None) to a PyTorch distributed checkpoint.
 
-    `dtype` is that of training (default: the checkpoint's). `repair` replaces what a lost rank had. Raises UserError.
+    `dtype` is the type of training (default: the checkpoint's). `repair` replaces the data of a lost rank. Raises
+    UserError.
     """
     report = report or Reporter()
     refuse_existing(out)

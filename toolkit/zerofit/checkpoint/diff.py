@@ -25,10 +25,10 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """The difference of one tensor; `apart` counts elements that are not bit for bit equal in the wider type."""
+    """The difference of one tensor. `apart` counts elements that differ in any bit of the wider type."""
 
     name: str
-    kind: str  # "fp32" (the tensor itself), or an optimizer state
+    kind: str  # "fp32" for the tensor itself, or an optimizer state
     elements: int
     apart: int
     max_abs: float  # the largest |a - b|; infinite if one of them is not finite
@@ -44,7 +44,7 @@ class CheckpointDiff:
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    rows: list[TensorRow] = field(default_factory=list)  # all tensors that could be compared
+    rows: list[TensorRow] = field(default_factory=list)  # number of compared tensors
 
     @property
     def equal(self) -> bool:
@@ -79,8 +79,8 @@ class CheckpointDiff:
 def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None) -> CheckpointDiff:
     """Compare two folders: of a run, a checkpoint, an exported model, or any folder of safetensors.
 
-    With `states` also compare optimizer states, which only checkpoints have. Only one tensor of each side is in memory.
-    Raises UserError if a side cannot be read.
+    With `states` also compare optimizer states, which only checkpoints have. Only one tensor of each side is in memory
+    at a time. Raises UserError if a side cannot be read.
     """
     report = report or Reporter()
     left, right = open_side(a, "A"), open_side(b, "B")
@@ -156,7 +156,7 @@ def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     apart, max_abs, max_rel = 0, 0.0, 0.0
     wider = torch.promote_types(a.dtype, b.dtype)
     for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
-        # the wider type: a bf16 export equals the fp32 masters where rounding changed nothing
+        # the wider type: an element of a bf16 export equals its fp32 master weight if rounding did not change it
         x, y = (piece.to(wider).contiguous() for piece in pair)
         differ = x.view(BITS[x.itemsize]) != y.view(BITS[y.itemsize])
         apart += int(differ.sum())

@@ -71,7 +71,7 @@ class ExportedModel:
     published: PublishedModel
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]  # by their names in the model
     dtype: Precision  # of the parameters
-    write_tokenizer: Callable[[Path], None] | None  # writes into a folder; the files are already read
+    write_tokenizer: Callable[[Path], None] | None  # into a folder; the files are read already
     info: ModelInfo | None
 
 
@@ -89,7 +89,7 @@ def export(
 
     A transformers model becomes a folder for `from_pretrained`, with the run's tokenizer; any other model becomes one
     `model.safetensors` for `load_state_dict`. Adapters become a folder for peft, or with `merge` the full model.
-    `dtype` is that of the parameters (default: the run's precision); buffers keep theirs. A model of the form
+    `dtype` is the type of the parameters (default: the run's precision); buffers keep their type. A model of the form
     package.module:callable is refused unless `trust_model_code`. Raises UserError if the checkpoint does not fit the
     model, and before writing if the disk is too small.
     """
@@ -141,8 +141,8 @@ def export_foreign(
 ) -> ExportResult:
     """Write another program's weights: a Hugging Face folder, peft's adapters, or one safetensors file.
 
-    `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or the one above). Without
-    any, names are those in the checkpoint. `repair` replaces what a lost rank had. Raises UserError.
+    `config` is the folder with config.json and the tokenizer (default: the checkpoint's, or the one above). Without a
+    config, tensors have the checkpoint's names. `repair` replaces the data of a lost rank. Raises UserError.
     """
     state, folder = FullState(found.path, repair=repair), config or model_config_folder(found)
     precision = facts_of(found).precision
@@ -177,12 +177,12 @@ def export_foreign(
 
 
 def _read_as(dtype: Precision) -> torch.dtype:
-    """Return the type to read in: half the memory for the largest tensor, but fp16's range is checked in float32."""
+    """Return the type to read tensors in: a 16-bit type halves the memory, but fp16's range is checked in float32."""
     return torch.bfloat16 if dtype == "bf16" else torch.float32
 
 
 def _named_model(folder: Path) -> nn.Module:
-    """Build the model of a config.json on the meta device."""
+    """Build the model that a config.json describes, on the meta device."""
     with torch.device("meta"):
         return build(replace(find(str(folder.absolute())), pretrained=None), None, {})
 
@@ -213,7 +213,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_foreign_adapters(state: FullState, source: Path, out: Path, dtype: Precision) -> ExportResult:
-    """Write peft's adapters: its names leave out the adapter's own name, and the frozen weights."""
+    """Write adapters in peft's format, whose names omit the adapter's name; frozen weights are not written."""
     names = {}
     for name in state.names:
         owner, _, rest = name.partition(".modules_to_save.")
@@ -311,7 +311,7 @@ def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Modul
     run = manifest.job.run
     try:
         source = source_of(run)
-        if run.partial is None:  # the checkpoint has all weights
+        if run.partial is None:  # so no pretrained files: the checkpoint has all weights
             source = replace(source, pretrained=None)
         refuse_foreign_code(file, trusted, model=run.model, model_args=run.model_args)
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs: what a path contains, by the names of its files.
+"""Checkpoints of other programs, recognised by the names of their files.
 
     saved/latest, saved/global_step3/         DeepSpeed; also in the Trainer's checkpoint-3/, in Lightning's NAME.ckpt/
     saved/latest, saved/pytorch_model/        DeepSpeed by Accelerate
@@ -32,15 +32,15 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 class Foreign:
     """A checkpoint of another program; no file is opened yet."""
 
-    path: Path  # what a user names: the folder with the configs, or a file
+    path: Path  # the path that a user names: the folder with the configs, or a file
     files: Path  # the folder or file with the tensors
     format: Format
     program: str  # for messages: "DeepSpeed", "Trainer (DeepSpeed)", ...
-    step: int | None = None  # from the names
+    step: int | None = None  # from the names of the files
 
     @property
     def name(self) -> str:
-        """What it is, as far as the names of its files show, e.g. "a DeepSpeed checkpoint, step 3"."""
+        """A description from the names of its files, e.g. "a DeepSpeed checkpoint, step 3"."""
         return f"a checkpoint by {self.program}" + (f", step {self.step}" if self.step is not None else "")
 
     @property
@@ -50,7 +50,7 @@ class Foreign:
 
 
 def foreign_at(path: Path) -> Foreign | None:
-    """Return what another program saved at `path`: the newest of several, or the one that its `latest` names."""
+    """Return another program's checkpoint at `path`: the newest of several, or the one that its `latest` file names."""
     found = foreign_in(path)
     latest = latest_of(path) if path.is_dir() else None
     named = [entry for entry in found if latest is not None and entry.files == path / latest]
@@ -69,7 +69,7 @@ def foreign_in(path: Path) -> list[Foreign]:
 
 
 def _in_folder(path: Path) -> Iterator[Foreign]:
-    """Yield the checkpoints that this folder, not one of its subfolders' subfolders, contains."""
+    """Yield the checkpoints in this folder and its direct subfolders."""
     trainer = (path / "trainer_state.json").is_file()
     accelerate = any(path.glob("random_states_*.pkl"))
     by = "Trainer (%s)" if trainer else "Accelerate (%s)" if accelerate else "%s"
@@ -77,7 +77,7 @@ def _in_folder(path: Path) -> Iterator[Foreign]:
     for tag in tags:
         lightning = path.suffix == ".ckpt" or tag.name == "checkpoint"
         program = "Lightning (DeepSpeed)" if lightning else by % "DeepSpeed"
-        root = path if len(tags) == 1 else tag  # one of several is named by its own folder
+        root = path if len(tags) == 1 else tag  # one of several checkpoints is named by its own folder
         yield Foreign(path=root, files=tag, format="deepspeed", program=program, step=_step(tag, path))
     for tag in () if tags else (path, *_children(path)):
         if (tag / "zero").is_dir() and any(tag.glob("zero/*/fp32.pt")):
@@ -127,6 +127,6 @@ def latest_of(path: Path) -> str | None:
 
 
 def _step(*places: Path) -> int | None:
-    """Return the step that a folder's name has, the first of several."""
+    """Return the first step number in a folder's name."""
     matches = (NUMBERED.fullmatch(place.name) for place in places)
     return next((int(match[1]) for match in matches if match), None)

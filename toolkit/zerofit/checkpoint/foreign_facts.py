@@ -1,4 +1,4 @@
-"""What another program's checkpoint is, and what is damaged in it."""
+"""Facts about another program's checkpoint, and its damage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ForeignFacts:
 
     @property
     def name(self) -> str:
-        """What it is, e.g. "a DeepSpeed checkpoint of ZeRO-3, 2 ranks, step 3"."""
+        """A description, e.g. "a DeepSpeed checkpoint of ZeRO-3, 2 ranks, step 3"."""
         zero = f"ZeRO-{self.stage}" if self.stage is not None else None
         ranks = f"{self.ranks} rank" + "s" * (self.ranks != 1) if self.ranks else None
         step = f"step {self.step}" if self.step is not None else None
@@ -56,7 +56,7 @@ class ForeignFacts:
 
 
 def facts_of(found: Foreign) -> ForeignFacts:
-    """Read the facts of a checkpoint; what cannot be read becomes damage."""
+    """Read the facts of a checkpoint. Files that cannot be read are reported as damage."""
     root = found.path if found.path.is_dir() else found.path.parent
     files = [file for file in sorted(root.rglob("*")) if file.is_file()] if root == found.path else [found.path]
     listed = {file.relative_to(root).as_posix(): file.stat() for file in files}
@@ -88,7 +88,7 @@ def _damage_of(error: UserError, root: Path) -> list[Damage]:
     kinds = {"missing-file": "missing", "damaged-file": "unreadable", "unsafe-file": "unsafe"}
     files = sorted(file for file in root.rglob("*") if file.is_file())
     damage = []
-    for problem in error.problems:  # the file of a place, or that of the message
+    for problem in error.problems:  # the file of the error's place, or the file in its message
         named = next((str(file) for file in files if file.name in problem.message), problem.where)
         kind = kinds.get(problem.kind, "incomplete")
         damage.append(Damage(file=_file_in(named, root), kind=kind, message=problem.message))
@@ -137,7 +137,7 @@ def _deepspeed_facts(found: Foreign) -> dict[str, Any]:
 
 
 def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None) -> list[Damage]:
-    """Read every byte of a checkpoint; return what is missing, truncated, changed, or of another step or run.
+    """Read every byte of a checkpoint. Return files that are missing, truncated, changed, or of another step or run.
 
     torch's files have a CRC-32 of each tensor. Safetensors files have none: only their header and size are checked.
     """
@@ -162,7 +162,7 @@ def verify_foreign(found: Foreign, progress: Callable[[str], None] | None = None
 
 
 def _latest_damage(found: Foreign) -> list[Damage]:
-    """Return the fault of a `latest` that names another folder than those with files."""
+    """Return the fault of a `latest` file that names a folder without files of a checkpoint."""
     latest = latest_of(found.path) if found.path.is_dir() else None
     if latest is None or found.files in (found.path / latest, found.path):
         return []
@@ -198,7 +198,7 @@ def _changed_records(opened: IO[bytes]) -> list[str]:
             if "CRC" not in str(error):
                 raise
             bad.append(info.filename)
-    # torch.serialization.set_crc32_options(False) writes other numbers in the place of these checksums
+    # torch.serialization.set_crc32_options(False) writes other numbers instead of these checksums
     written = {
         i.filename for i in archive.infolist() if i.file_size and ("/data/" in i.filename or "data.pkl" in i.filename)
     }
@@ -213,7 +213,7 @@ def _tensor_at(file: Path, record: str) -> str:
             records = [info for info in archive.infolist() if "/data/" in info.filename and info.file_size]
     except (UserError, zipfile.BadZipFile, OSError):
         return record
-    # mapped storages lie in the memory in the order of their records in the file
+    # memory-mapped storages have the order of their records in the file
     storages: dict[int, str] = {}
     for keys, tensor in _tensors(content, ""):
         if tensor.numel():
@@ -267,7 +267,7 @@ def _distributed_damage(found: Foreign) -> list[Damage]:
 
 
 def _rank_damage(found: Foreign) -> list[Damage]:
-    """Return files of ranks that are missing, at another step, or of another run."""
+    """Return damage for ranks' files that are missing, have another step, or belong to another run."""
     files = DeepSpeedFiles.of(found)
     damage = _missing_ranks(files, found)
     facts: dict[str, dict[str, Any]] = {}
@@ -326,7 +326,7 @@ def _missing_ranks(files: DeepSpeedFiles, found: Foreign) -> list[Damage]:
 
 
 def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
-    """Say what a rank's optimizer file had."""
+    """Return a sentence about the content of a rank's lost optimizer file."""
     names = [name for group in state.get("param_shapes") or [] for name in group]
     if found.stage_three:
         return f"1/{ranks} of each of {len(names)} parameters, and of their optimizer states, are lost"
@@ -345,7 +345,7 @@ def _lost(state: dict[str, Any], dp: int, ranks: int, found: Foreign) -> str:
 
 
 def _mixed_weights(found: Foreign, state: FullState) -> list[Damage]:
-    """Compare master weights with the weights of stages 1 and 2: a file of another run has others."""
+    """Compare master weights with the weights of stages 1 and 2. They differ if a file belongs to another run."""
     files, damage = DeepSpeedFiles.of(found), {}
     if found.stage_three or not files.optimizers:
         return []

@@ -41,7 +41,7 @@ from zerofit.spec.files import stays_inside
 #     a flat cut    =  stretches of data parallel ranks, one after another (`Shard`: start, numel)
 #
 # Without cuts, a part of a tensor is read directly from the stretches that overlap it, in memory-mapped files. With
-# cuts the tensor is assembled first, since a part of it may touch all of them.
+# cuts the tensor is assembled first, since the part may need all cuts.
 ONE_ENGINE = {STATE: ""}
 # each network of a GAN has its own engine: its name, and the prefix of its parameters' names in the pair
 GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
@@ -52,9 +52,10 @@ class FullState:
 
     `engines` maps engines to the prefix of their names in the model. `names` are the parameters in the model's order,
     without ties; `ties` maps other names of a tensor to the one in `names`; `counters` has the scalars of the run
-    (`global_steps`, `step`, `loss_scaler`, ...); `notes` what the files lack. Raises UserError "incomplete-checkpoint"
-    if the files do not cover every element exactly once or an index is invalid, "no-whole-view" if the layout does not
-    save all state. With `repair` what a lost rank had is replaced, if other files have the weights.
+    (`global_steps`, `step`, `loss_scaler`, ...); `notes` describe data that the files lack. Raises UserError
+    "incomplete-checkpoint" if the files do not cover every element exactly once or an index is invalid, "no-whole-view"
+    if the layout does not save all state. With `repair` the data of a lost rank is replaced, if other files have the
+    weights.
     """
 
     def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE, repair: bool = False):
@@ -91,7 +92,7 @@ class FullState:
         self._check_coverage()
 
     def match(self, wanted: Iterable[str]) -> None:
-        """Drop what a program's wrapper puts before the wanted names ("module.", "_forward_module.model.")."""
+        """Remove the prefix that a program's wrapper adds to the names ("module.", "_forward_module.model.")."""
         wanted = list(wanted)
         if not wanted:
             return
@@ -142,7 +143,7 @@ class FullState:
         return self._stored(shard, MASTER, 0, 1).dtype
 
     def read_flat(self, name: str, kind: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a part of the flattened full tensor, (numel,), and read no more than needed.
+        """Return a part of the flattened full tensor, (numel,). Only this part is read.
 
         If the tensor is saved in shares, it is assembled first.
         """
@@ -214,7 +215,7 @@ class FullState:
         return value
 
     def _opened(self, where: Location | SavedBuffer) -> Any:
-        if where.span:  # a tensor of its own: it is not kept, so that only one is in memory
+        if where.span:  # a separate tensor; it is not cached, so that only one is in memory
             return safe_load.load(self._path(where.file), span=where.span)
         if where.file not in self._open:
             self._open[where.file] = safe_load.load(self._path(where.file))
@@ -254,7 +255,7 @@ class FullState:
         return incomplete(self._folder, reason)
 
 
-# how the index of another program's checkpoint is built, by its format
+# format -> function that builds the index of another program's checkpoint
 FOREIGN: dict[str, Callable[[Foreign], RankIndex]] = {
     "deepspeed": deepspeed_index,
     "dcp": distributed_index,
@@ -265,7 +266,7 @@ FOREIGN: dict[str, Callable[[Foreign], RankIndex]] = {
 
 
 def _indexes(checkpoint: Path) -> Iterable[RankIndex]:
-    """Return the index of each rank: zerofit's own files, or one that is built for another program's."""
+    """Return the index of each rank: read from zerofit's files, or built for another program's checkpoint."""
     found = None if (checkpoint / "ranks").is_dir() else foreign_at(checkpoint)
     return [FOREIGN[found.format](found)] if found else read_ranks(checkpoint)
 
@@ -286,7 +287,7 @@ def _by_cut(shards: list[Shard]) -> dict[TensorSlice | None, list[Shard]]:
 
 
 def _are_one_tensor(shares: Mapping[TensorSlice | None, object], shape: tuple[int, ...]) -> bool:
-    """Return whether there is only the full tensor, or shares that tile one dimension."""
+    """Return whether the shares are the full tensor, or cover one dimension without gaps."""
     cuts = [cut for cut in shares if cut is not None]
     if not cuts:
         return True

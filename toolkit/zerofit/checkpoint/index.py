@@ -1,7 +1,7 @@
-"""Index of a checkpoint: the file and the place of each stretch of each tensor, whoever wrote the files.
+"""Index of a checkpoint of any program: the file and the place of each stretch of each tensor.
 
-zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For those of other programs
-`checkpoint.foreign` builds it from the metadata in their files.
+zerofit's own checkpoints contain it (ranks/rank-*.json, from `train.shard_index`). For checkpoints of other programs,
+`checkpoint.foreign` builds the index from the metadata in their files.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a tensor: under these keys of a torch file, or in a `raw` file of numbers.
+    """The place of a tensor: nested keys in a torch file, or a `raw` file of numbers.
 
-    In a safetensors file the only key is its name. `span` is the part of a file with a torch file in it.
+    In a safetensors file the only key is its name. `span`: first byte and length of a torch file that is embedded in
+    this file.
     """
 
     file: str
     keys: list[str | int]
     offset: Count = 0  # in elements of the flattened tensor
     raw: Literal["float32", "bfloat16", "float16"] | None = None
-    span: tuple[Count, Count] | None = None  # first byte, bytes
+    span: tuple[Count, Count] | None = None  # first byte, length in bytes
     lost: bool = False  # the file is lost: the numbers are taken as zero
 
 
@@ -112,9 +113,9 @@ class EngineIndex:
     ties: dict[str, str]
     counters: dict[str, Any]
     unsupported: str | None
-    notes: list[str] = field(default_factory=list)  # what another program's files do not contain
-    lost: list[str] = field(default_factory=list)  # files whose tensors are replaced, which --repair accepts
-    groups: list[ParameterGroup] = field(default_factory=list)  # the optimizer's, if another program's files have them
+    notes: list[str] = field(default_factory=list)  # notes on data that another program's files do not contain
+    lost: list[str] = field(default_factory=list)  # lost files whose tensors --repair replaces
+    groups: list[ParameterGroup] = field(default_factory=list)  # if another program's files have them
 
 
 @dataclass(frozen=True)

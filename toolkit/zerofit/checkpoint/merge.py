@@ -33,16 +33,16 @@ SHARE = 4  # a group of frozen weights uses at most 1/4 of the free memory
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedPart:
-    """The trained part of a model, and how to rebuild the rest."""
+    """The trained part of a model, and how to rebuild its frozen weights."""
 
     source: ModelSource  # of the base model
     inputs: Inputs | None
     model_args: dict[str, Any]
     seed: int
-    dtype: torch.dtype  # of the frozen weights in training
+    dtype: torch.dtype  # type of the frozen weights in training
     model: nn.Module  # on meta, with adapters
     read: Callable[[str], Tensor]  # returns a trained parameter or buffer by its name in `model`
-    names: frozenset[str]  # that `read` accepts
+    names: frozenset[str]  # names that `read` accepts
     frozen: FrozenWeights | None  # None: no checksum was saved
 
     @cached_property
@@ -99,7 +99,7 @@ def _groups(names: list[str], state: dict[str, Tensor], most: int, dtype: torch.
 
 
 def _built(part: TrainedPart, keep: set[str]) -> nn.Module:
-    """Build these weights as in the training; the others are on meta."""
+    """Build these weights as in the training; all other weights are on meta."""
     torch.manual_seed(part.seed)
     stored = Stored(dtype=part.dtype, device=torch.device("cpu"))
     return build(part.source, part.inputs, dict(part.model_args), stored=stored, keep=keep)

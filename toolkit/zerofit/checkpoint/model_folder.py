@@ -1,4 +1,4 @@
-"""Writing of a model's folder, completely or not at all: safetensors, tensor by tensor, and zerofit.json."""
+"""Write a model's folder, completely or not at all: safetensors, tensor by tensor, and zerofit.json."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
     """Yield a folder to write into; on success it is synced and renamed to `out`, else removed."""
     refuse_existing(out, where)
     out = out.absolute()
-    # beside `out`, so that the rename stays on one file system; with the process id, so that two exports do not mix
+    # next to `out`, so that the rename stays on one file system; with the process id, so that two exports do not
+    # collide
     staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -204,19 +205,19 @@ class ModelInfo:
     model_args: dict[str, Any]
     task: Task
     inputs: Inputs
-    loss: str | None  # for a user's model without its own loss
+    loss: str | None  # of a user's model that returns no loss
     data: str | None
     text_field: str
-    tokenizer: str  # "bytes", or one of transformers, whose files are then in the folder
+    tokenizer: str  # "bytes", or a tokenizer of transformers; its files are then in the folder
     seq_len: int | None  # tokens
     image_size: int | None  # pixels
     step: int  # optimizer steps done
     dtype: str  # of the saved parameters: "float32", "bfloat16" or "float16"
     seed: int = 0  # of the run, also used for synthetic data
     frozen: FrozenWeights | None = None  # of adapters
-    packing: bool = True  # whether samples had several conversations
+    packing: bool = True  # whether training samples had several conversations
     stream: bool = False  # whether its data was streamed
-    pretrained: str | None = None  # of adapters: source of the base weights, if not `model`'s folder
+    pretrained: str | None = None  # for adapters: source of the base weights, if not `model`'s folder
     pair_field: str | None = None
     label_field: str | None = None
     target_len: int | None = None  # tokens of a generated text

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 Shapes = dict[str, tuple[int, ...]]
-# Programs group all parameters, matrices and vectors, or (the Trainer) those with weight decay and biases and norms;
-# DeepSpeed's mixtures have the experts in a group of their own.
+# Programs use one group for all parameters, or matrices and vectors, or (the Trainer) parameters with weight decay, and
+# biases and norms. DeepSpeed puts a mixture's experts into a separate group.
 RULES = (
     lambda name, shape: True,
     lambda name, shape: len(shape) > 1,

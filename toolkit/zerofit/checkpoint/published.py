@@ -104,7 +104,7 @@ class PublishedModel:
         self.model, self.transformers = model, transformers
         self._converts = False
         left_out: set[str] = set()
-        if transformers:  # it does not save tied tensors, and some that it recreates on loading
+        if transformers:  # transformers saves neither tied tensors nor tensors that it recreates on loading
             published = cast("PreTrainedModel", model)
             left_out = {*published.all_tied_weights_keys, *(published._keys_to_ignore_on_save or ())}
         state = {name: t for name, t in model.state_dict().items() if name not in left_out}
@@ -127,8 +127,9 @@ class PublishedModel:
             parts = [(name, self._converted({name: tensor})) for name, tensor in state.items()]
         except (RuntimeError, ValueError, IndexError, KeyError):
             return
-        # Usable only if each file tensor comes from exactly one model tensor, in the same shape as when all are
-        # converted together. Otherwise two tensors would have to be in memory at once, or a fusion would be missed.
+        # The names are usable only if each file tensor comes from exactly one model tensor, in the same shape as in a
+        # conversion of all tensors together. Otherwise two tensors would have to be in memory at once, or a fusion
+        # would be missed.
         times = Counter(name for _, outputs in parts for name in outputs)
         alone = {name: t.shape for _, outputs in parts for name, t in outputs.items()}
         if max(times.values()) == 1 and alone == {name: t.shape for name, t in together.items()}:

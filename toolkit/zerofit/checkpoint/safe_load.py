@@ -1,4 +1,4 @@
-"""Safe loading of torch files: no code in them is run."""
+"""Load torch files safely: no code in them is run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class InertLossScaler:
 
 
 class Inert:
-    """Whatever a file has beside tensors: arguments of a script, numpy's random states. Nothing of it is kept."""
+    """A placeholder for objects other than tensors: arguments of a script, numpy's random states.
+
+    They are discarded.
+    """
 
     def __init__(self, *values: object, **named: object):
         pass
@@ -75,7 +78,7 @@ _TRUSTED = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_pickles(trusted: bool) -> Iterator[None]:
-    """Within this context load any class that a file names, if `trusted`: its code may run (--trust-pickle)."""
+    """If `trusted`, load any class that a file names within this context; the class's code may run (--trust-pickle)."""
     token = _TRUSTED.set(trusted)
     try:
         yield
@@ -109,7 +112,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False, span: tu
                 part = io.BytesIO(file.read(span[1]))
             with torch.serialization.safe_globals(allowed):
                 return torch.load(part, map_location="cpu", weights_only=not _TRUSTED.get())
-        in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be memory-mapped
+        in_place = mmap and zipfile.is_zipfile(path)  # torch's older file format cannot be memory-mapped
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=not _TRUSTED.get(), mmap=in_place)
     except OSError as error:

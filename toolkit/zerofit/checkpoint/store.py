@@ -1,7 +1,7 @@
 """Checkpoints on disk: manifests, verification, creation and removal.
 
 A checkpoint is written to a staging folder, synced, and made visible by one rename. So all checkpoints in
-`Store.entries` are complete, whatever process is killed, unless something damages them later.
+`Store.entries` are complete, even if processes are killed at any time; only later damage is possible.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ STAGING = ".saving-"  # being written, or left over after a kill
 DELETING = ".leaving-"
 HINT = "`zerofit ckpt ls` shows which are complete"
 CHUNK_BYTES = 1 << 22
-THREADS = 4  # hashing releases the GIL; more threads would wait for the disk
-QUIET_S = 2.0  # of verification before progress is shown
+THREADS = 4  # threads; hashing releases the GIL, but more threads would wait for the disk
+QUIET_S = 2.0  # seconds of verification before progress is shown
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -64,11 +64,14 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenWeights:
-    """A reference to weights that are not in a checkpoint or in adapters, so other weights are not used by mistake."""
+    """A reference to weights outside a checkpoint or folder of adapters.
+
+    It prevents the use of other weights by mistake.
+    """
 
     parameters: int  # elements
     dtype: str  # in training: "float32", "bfloat16" or "float16"
-    checksum: str  # of all names and values; independent of the layout
+    checksum: str  # checksum of all names and values; independent of the layout
 
 
 def checksum_text(total: int) -> str:
@@ -98,7 +101,7 @@ class Manifest:
         return sum(mark.bytes for mark in self.files.values())
 
     def write(self, checkpoint: Path) -> None:
-        """Write it into the checkpoint's folder with its own checksum, and flush it to the disk."""
+        """Write the manifest into the checkpoint's folder with its own checksum, and flush it to the disk."""
         job = self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)}
         content = field_data(self, "job", "inputs") | {"job": job}
         write_text(checkpoint / MANIFEST, json.dumps({**content, "checksum": checksum_of(content)}, indent=1))
@@ -162,7 +165,7 @@ def checksum_of(content: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One thing that is wrong with a checkpoint."""
+    """One fault of a checkpoint."""
 
     file: str  # path within the checkpoint
     kind: str  # missing, truncated (shorter than written), size, changed, unreadable, manifest, misplaced
@@ -288,7 +291,10 @@ class Store:
         return moved
 
     def remove_incomplete(self) -> None:
-        """Remove what killed runs left half written or half deleted. Only call this while no run uses the folder."""
+        """Remove checkpoints that killed runs left half written or half deleted.
+
+        Call this only while no run uses the folder.
+        """
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path.name.startswith((STAGING, DELETING)):
@@ -328,7 +334,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether zerofit wrote a path: a checkpoint, a run's folder, or its checkpoints folder."""
+    """Return whether a path was written by zerofit: a checkpoint, a run's folder, or its checkpoints folder."""
     own = path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.absolute()) is not None)
     return own or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path))
 

@@ -59,7 +59,7 @@ def _index(
 def distributed_index(found: Foreign) -> RankIndex:
     """Build the index of a PyTorch distributed checkpoint from its `.metadata`.
 
-    Accelerate keeps the optimizer in a folder of its own, `optimizer_0`.
+    Accelerate keeps the optimizer in a separate folder, `optimizer_0`.
     """
     folders = [found.files]
     optimizer = found.files.with_name(found.files.name.replace("pytorch_model_fsdp", "optimizer"))
@@ -77,7 +77,7 @@ def _collect(found: Foreign, folder: Path, tensors: dict[str, Any], scalars: dic
     if not (folder / METADATA).is_file():
         raise incomplete(folder, f"{METADATA} is missing, which rank 0 writes last", "use an older checkpoint")
     metadata = safe_load.load_metadata(folder / METADATA)
-    order = {key: number for number, key in enumerate(metadata.state_dict_metadata)}  # that of the state dict
+    order = {key: number for number, key in enumerate(metadata.state_dict_metadata)}  # order in the state dict
     for place, stored in sorted(metadata.storage_data.items(), key=lambda item: order[item[0].fqn]):
         if getattr(stored, "transform_descriptors", None):
             message = f"{folder / METADATA}: tensors are stored with {', '.join(stored.transform_descriptors)}"
@@ -101,7 +101,7 @@ def _rank(file: str) -> str:
 
 
 def _named_index(found: Foreign, tensors: dict[str, Any], scalars: dict[str, Location]) -> RankIndex:
-    """Tell weights from the optimizer's states by their keys, and give both the model's names."""
+    """Separate weights and optimizer states by their keys, and give both the model's names."""
     states: dict[str, dict[str, str]] = {}  # key by name and kind
     owners: dict[str, str] = {}
     for key in tensors:
@@ -148,7 +148,7 @@ def _distributed_groups(found: Foreign, scalars: dict[str, Location]) -> list[Pa
 
 
 def _prefix(weights: list[str], states: list[str]) -> str:
-    """Return what precedes the model's names in the keys: those of the optimizer's states show it."""
+    """Return the prefix of the model's names in the keys; the keys of the optimizer's states reveal it."""
     firsts = {key.split(".")[0] + "." for key in weights}
     for prefix in ("", *sorted(firsts)):
         if states and all(prefix + name in weights for name in states):
@@ -157,7 +157,10 @@ def _prefix(weights: list[str], states: list[str]) -> str:
 
 
 def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, where: dict[str, Location]) -> Shard:
-    """Return a block of a tensor as a shard: rows are a stretch; columns are a cut, and rows a stretch of it."""
+    """Return a block of a tensor as a shard. A block of rows is a stretch.
+
+    A block of columns is a cut; its rows are a stretch of the cut.
+    """
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     columns = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
     if len(columns) > 1:
@@ -174,7 +177,7 @@ def _chunk_shard(found: Foreign, name: str, shape: tuple[int, ...], chunk: Any, 
 
 @dataclass(kw_only=True)
 class _StateDict:
-    """Tensors of one or several files, and the optimizer's states beside them."""
+    """Tensors of one or several files, and the optimizer's states that belong to them."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     places: dict[str, Location] = field(default_factory=dict)
@@ -205,7 +208,7 @@ class _StateDict:
 
 
 def state_dict_index(found: Foreign) -> RankIndex:
-    """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file beside them."""
+    """Build the index of full state dicts: a torch file, or safetensors with the optimizer's file next to them."""
     root = found.path if found.path.is_dir() else found.path.parent
     saved, notes = _StateDict(), []
     for file in sorted(found.files.glob("*.safetensors")) if found.files.is_dir() else [found.files]:
@@ -248,7 +251,7 @@ def _model_order(folder: Path) -> list[str]:
 
 
 def _states_in(content: Any, file: str) -> dict[str, Any]:
-    """Find torch's optimizer state dict in a file: its place and content."""
+    """Find torch's optimizer state dict in a file. Return its place and content."""
     for key in STATES:
         base, keys = content.get(key) if isinstance(content, dict) else None, [key]
         if isinstance(base, list) and base:

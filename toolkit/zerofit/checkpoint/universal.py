@@ -6,8 +6,8 @@
     OUT/step-00000100/zero/optimizer_state.pt         parameter groups, loss scaler, versions
     OUT/step-00000100/*mp_rank_00_model_states.pt     counters and learning rate schedule, without weights
 
-DeepSpeed's own converter writes only the files for its source's stage. This one writes those that stages 1 and 2 read
-(runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir) and those that stage 3 reads
+DeepSpeed's own converter writes only the files for its source's stage. This converter writes the files that stages 1
+and 2 read (runtime/base_optimizer.py, load_hp_checkpoint_state_from_checkpoint_dir) and the files that stage 3 reads
 (runtime/zero/stage3.py, load_hp_checkpoint_state_from_checkpoint_dir_stage3), so each of them can load it.
 """
 
@@ -81,7 +81,7 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
 
 
 def _sources(checkpoint: Path) -> tuple[dict[str, Path | None], int, int]:
-    """Return the folder of DeepSpeed's files of each engine (None: no DeepSpeed wrote it), the step, and the ranks."""
+    """Return for each engine the folder of DeepSpeed's files (None: another program's), the step, and the ranks."""
     if not is_own(checkpoint) and (found := foreign_at(checkpoint)):
         facts = facts_of(found)
         return {STATE: found.files if found.format == "deepspeed" else None}, facts.step or 0, facts.ranks or 1
@@ -130,7 +130,7 @@ def _write_engine(source: Path | None, state: FullState, ranks: int, folder: Pat
 def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the counters of an engine, and its optimizer's globals, groups and step.
 
-    Without DeepSpeed's files (`source` is None) those in the index. Raises UserError "no-optimizer".
+    Without DeepSpeed's files (`source` is None), use the counters in the index. Raises UserError "no-optimizer".
     """
     if source is not None:
         return _counters(source), _optimizer_globals(source)
@@ -143,7 +143,7 @@ def engine_facts(source: Path | None, state: FullState) -> tuple[dict[str, Any],
 
 
 def _save(value: Any, path: Path) -> None:
-    with path.open("wb") as file:  # so that errors are OSErrors, unlike errors of torch.save
+    with path.open("wb") as file:  # an opened file, so that errors are OSErrors; torch.save itself raises others
         torch.save(value, file)
 
 
@@ -166,7 +166,7 @@ def _optimizer_globals(source: Path) -> dict[str, Any]:
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
     step = next((entry["step"] for entry in (*states, *own["param_groups"]) if "step" in entry), None)
     if isinstance(step, Tensor):
-        step = step.clone()  # else torch.save would also write the rest of its storage
+        step = step.clone()  # without a copy, torch.save would write the tensor's full storage
     groups = [{key: value for key, value in g.items() if key != "params"} for g in own["param_groups"]]
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
 

@@ -28,7 +28,7 @@ BAD_INPUT, INTERNAL, STOPPED = 2, 70, 130  # in addition to those in zerofit.spe
 
 
 class Result(Protocol):
-    """The result of a command's work."""
+    """The result of a command."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -38,10 +38,10 @@ class Result(Protocol):
 R = TypeVar("R", bound="Result | dict[str, Any]")
 
 
-# Every command ends here: its work returns a result, which is one line of JSON or lines for people, or raises an
+# Every command ends here: its function returns a result, printed as one line of JSON or lines for people, or raises an
 # error, which becomes messages and an exit code. Scripts rely on both, so no command exits in another way.
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], interrupted: str = "") -> R:
-    """Do a command's work and print its answer. Errors end the process with their exit code.
+    """Call a command's function and print its answer. Errors end the process with their exit code.
 
     `interrupted`: a hint that is printed after Ctrl-C, for commands without checkpoints.
     """
@@ -51,7 +51,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
         except (UserError, DoesNotFit, ModelError, RunFailed, Stopped) as error:
             fail(problems_of(error), error.exit_code, as_json)
         except KeyboardInterrupt as request:
-            # the work raises KeyboardInterrupt with the run folder, if there is one
+            # the function raises KeyboardInterrupt with the run folder, if there is one
             where = str(request)
             saved = where and any((Path(where) / "checkpoints").glob("step-*"))
             hint = "the same command resumes from the newest checkpoint" if saved else interrupted
@@ -64,7 +64,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None], inte
 
 
 def problems_of(error: Exception) -> list[Problem]:
-    """Return the problems that an error reports to the user, a missing extra among them; [] for a bug in zerofit."""
+    """Return the problems that an error reports to the user, e.g. a missing extra; [] for a bug in zerofit."""
     if isinstance(error, (UserError, DoesNotFit)):
         return list(error.problems)
     if isinstance(error, ModelError):
@@ -90,7 +90,7 @@ def _stoppable() -> Iterator[None]:
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:
     """Exit with code 70 for an error of zerofit itself, and name the file with the traceback.
 
-    A missing package of an extra and a path that the system refuses are bad input (code 2).
+    A missing package of an extra, or a path that the system refuses, is bad input (code 2).
     """
     if missing := missing_extra(error):
         fail([missing], BAD_INPUT, as_json)
@@ -133,7 +133,7 @@ def _write_traceback(error: Exception) -> Path:
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:
     """Print problems to standard error, and with --json as the last line of standard output, and exit."""
     for problem in problems:
-        # a stop on request is not an error
+        # a requested stop is not an error
         label = "" if code in (Stopped.exit_code, STOPPED) else f"{style('error', fg='red', bold=True)}: "
         click.echo(f"{label}{problem.message}", err=True)
         if problem.where:

@@ -21,7 +21,7 @@ from zerofit.spec.errors import UserError
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run
 
-if TYPE_CHECKING:  # the checker's grammar needs a tenth of a second, which `zerofit --help` should not
+if TYPE_CHECKING:  # importing the checker's grammar takes 0.1 s, which `zerofit --help` should not need
     from zerofit.app.checking import CheckResult, ResolvedConfig
     from zerofit.check.explain import KeyRow
     from zerofit.check.migrate import Migrated
@@ -45,8 +45,8 @@ class CheckReport:
     result: CheckResult
     explained: list[KeyRow] | None = None
     new_text: str | None = None  # fixed or migrated; None: not requested
-    written: str | None = None  # None: nothing changed
-    undecided: tuple[str, ...] = ()  # errors that the new text still has, with their fixes
+    written: str | None = None  # None if nothing changed
+    undecided: tuple[str, ...] = ()  # remaining errors of the new text, with their fixes
     migrated: Migrated | None = None
     resolved: ResolvedConfig | None = None
 
@@ -71,12 +71,12 @@ class CheckReports:
 
     @property
     def results(self) -> list[CheckResult | UnreadFile]:
-        """What was found in each file."""
+        """The findings of each file."""
         return [report if isinstance(report, UnreadFile) else report.result for report in self.reports]
 
     @property
     def exit_code(self) -> int:
-        """The worst of all files."""
+        """The worst exit code of all files."""
         checked = [result for result in self.results if not isinstance(result, UnreadFile)]
         if len(checked) < len(self.results) or any(result.errors for result in checked):
             return ERRORS
@@ -104,14 +104,14 @@ class CheckReports:
 @click.option("--fix", is_flag=True, help="write FILE.fixed.json and print the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and which defaults matter")
-@click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON that a run gets, every "auto" filled')
-@click.option("--all", "show_all", is_flag=True, help="show every finding, not a screenful")
+@click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON of a run, every "auto" filled in')
+@click.option("--all", "show_all", is_flag=True, help="show all findings; without it, the first ones")
 @click.option("--format", "form", type=click.Choice(("text", "json", "github", "sarif")), default="text")
 @AS_JSON
 def check(
     files: tuple[str, ...], gpu: str | None, reader: str | None, as_json: bool, strict: bool, **options: Any
 ) -> None:
-    """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
+    """Find all faults in a DeepSpeed JSON before a run starts.
 
     FILES are paths, folders (every DeepSpeed JSON in them), - for standard input, or names of bundled files.
     Exit code 0: clean, 1: warnings under --strict, 2: errors.
@@ -126,7 +126,7 @@ def check(
         raise click.UsageError("name a FILE, or pass --training-args or --accelerate-config")
     outputs = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
     # --resolve prints what zerofit would pass on, unless the arguments of another program are given
-    reader = reader or ("zerofit" if options["resolve"] and not companions else None)  # which fills the file in
+    reader = reader or ("zerofit" if options["resolve"] and not companions else None)  # that program fills in the file
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
@@ -164,7 +164,7 @@ def _unread(name: str, error: UserError) -> UnreadFile:
 
 
 def _show_total(reports: CheckReports) -> None:
-    """Print how many of several files have errors, and the version of DeepSpeed that they were checked against."""
+    """Print the number of files with errors, and the version of DeepSpeed used for the check."""
     if not reports.several:
         return
     faulty = [result for result in reports.results if isinstance(result, UnreadFile) or result.errors]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from zerofit.app.checking import CheckResult
     from zerofit.check.finding import Finding
 
-SCREEN = 12  # findings of a file that are shown without --all
-LINES = 10  # places of one finding that are shown
+SCREEN = 12  # maximum number of findings per file without --all
+LINES = 10  # maximum number of places shown for one finding
 STOPS, DIFFERS = "stops the run", "does something else than you think"  # headings
 
 
@@ -52,7 +52,7 @@ def show_findings(result: CheckResult, show_all: bool, on_stderr: bool) -> None:
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Return findings with those together that are the same at several places."""
+    """Return the findings grouped: equal findings at several places are in one group."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
@@ -73,7 +73,7 @@ def _without_key(finding: Finding) -> str:
 
 
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
-    """Yield the other places of a finding, in one line if only the key differs."""
+    """Yield the other places of a finding; in one line if the places differ only in the key."""
     others, unlisted = group[1:most], len(group[most:])
     if others and len({_without_key(finding) for finding in group[:most]}) == 1:
         rest = f", and at {unlisted} more places" if unlisted else ""

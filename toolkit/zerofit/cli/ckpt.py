@@ -45,15 +45,15 @@ TRUST_PICKLE = click.option(
     is_flag=True,
     expose_value=False,
     callback=_trust,
-    help="load files that name other classes than those of checkpoints: their code may run",
+    help="also load files that name classes unusual for checkpoints: the code of these classes may run",
 )
 REPAIR = click.option(
     "--repair",
     is_flag=True,
-    help="replace what a lost rank of ZeRO-1 or 2 had: weights of the model states, and zeros for the optimizer",
+    help="replace the data of a lost rank of ZeRO-1 or 2: weights from the model states, zeros for the optimizer",
 )
 SHARD = "1GiB"
-FEW = 12  # tensors to print
+FEW = 12  # maximum number of tensors to print
 LOADING = {
     "universal": (
         "universal checkpoint",
@@ -70,9 +70,8 @@ FORMATS = tuple(LOADING)
 def ckpt() -> None:
     """List, check, compare, convert and export checkpoints.
 
-    PATH is a checkpoint's folder (checkpoints/step-...), or a run's, for its newest complete checkpoint.
-
-    Or another program's: DeepSpeed, the Trainer, Accelerate, Lightning, PyTorch DCP and FSDP, a state dict.
+    PATH is a checkpoint's folder (checkpoints/step-...), or a run's folder, for its newest complete checkpoint. PATH
+    can also be a checkpoint of DeepSpeed, HF Trainer, Accelerate, Lightning, PyTorch DCP or FSDP, or a state dict.
     """
 
 
@@ -82,7 +81,7 @@ def ckpt() -> None:
 @TRUST_PICKLE
 @AS_JSON
 def ls(path: Path, deep: bool, as_json: bool) -> None:
-    """List the checkpoints of a run, damaged ones too."""
+    """List the checkpoints of a run, including damaged checkpoints."""
     _answer(path, lambda saved, on_event: saved.list(path, deep=deep, on_event=on_event), as_json, show_list)
 
 
@@ -114,7 +113,7 @@ def verify(path: Path, as_json: bool) -> None:
 @click.option("--to", type=click.Choice(FORMATS), default="universal", help="program that loads it [universal]")
 @click.option("--ranks", type=int, help="data parallel ranks that load it (--to deepspeed)")
 @click.option("--stage", type=int, help="ZeRO stage that loads it (--to deepspeed)")
-@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [that of the training]")
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [the training's]")
 @REPAIR
 @TRUST_PICKLE
 @AS_JSON
@@ -169,7 +168,7 @@ def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
 
 
 def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool, show: Callable[[R], None]) -> R:
-    """Run `work` on the checkpoint at `path` and print its result."""
+    """Call `work` with the checkpoint at `path`, and print the result."""
 
     def checked(console: EventConsole) -> R:
         from zerofit.app.checkpoints import Checkpoint
@@ -180,7 +179,7 @@ def _answer(path: Path, work: Callable[[Checkpoint, OnEvent], R], as_json: bool,
 
 
 def show_list(result: CheckpointList) -> None:
-    """Print whether all are complete, and a table, one checkpoint a line."""
+    """Print whether all checkpoints are complete, and a table with one checkpoint per line."""
     rows, styles = [], []
     for row in result.checkpoints:
         wrong = [f"{problem.file}: {problem.kind}" for problem in row.problems]
@@ -198,7 +197,7 @@ def show_list(result: CheckpointList) -> None:
                 "program": row.program,
             }
         )
-        # a damaged checkpoint is skipped by a resume, so it must stand out
+        # a resume skips damaged checkpoints, so they are highlighted
         styles.append(None if row.whole else "red")
     console, damaged = out(), len([style for style in styles if style])
     count = "1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints"
@@ -237,7 +236,7 @@ def show_description(result: CheckpointDescription) -> None:
 
 
 def _show_foreign(result: CheckpointDescription) -> None:
-    """Print the facts of another program's checkpoint that its files contain."""
+    """Print the facts in the files of another program's checkpoint."""
     console = out()
     console.print(f"STEP {result.step}  {result.path}", style="bold", soft_wrap=True)
     lines = {
@@ -251,7 +250,7 @@ def _show_foreign(result: CheckpointDescription) -> None:
 
 
 def show_verdict(result: VerifyResult) -> None:
-    """Print that the checkpoint is complete, or every file that is not."""
+    """Print that the checkpoint is complete, or list each damaged file."""
     console = out()
     verdict = "COMPLETE" if result.ok else "DAMAGED"
     print_verdict(console, verdict, f"step {result.step}, {result.path}", good=result.ok)
@@ -261,7 +260,7 @@ def show_verdict(result: VerifyResult) -> None:
 
 
 def show_converted(result: ConvertResult) -> None:
-    """Print its path, and how to load it."""
+    """Print the path of the converted checkpoint, and how to load it."""
     console = out()
     what, use = LOADING[result.format]
     print_verdict(console, "WRITTEN", f"{result.out}, {what} {result.tag}".rstrip() + f", {shown_bytes(result.bytes)}")
@@ -269,14 +268,14 @@ def show_converted(result: ConvertResult) -> None:
 
 
 def show_export(result: ExportResult) -> None:
-    """Print its path and its files."""
+    """Print the path of the exported model, and its files."""
     console = out()
     print_verdict(console, "WRITTEN", f"{result.out}, {result.parameters:,} parameters in {result.dtype}")
     print_facts(console, [("files", ", ".join(result.files))], indent=9)
 
 
 def show_difference(result: CheckpointDiff) -> None:
-    """Print whether they are equal, names, shapes and the tensors that differ most."""
+    """Print whether both are equal, differences of names and shapes, and the tensors that differ most."""
     console, apart = out(), result.apart
     same, compared = len(result.rows) - len(apart), len(result.rows)
     words = f"{same} of {compared} tensors are the same bit for bit"

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.rows import Comparison, ScalingRow, SizeRow, SizeSummary, StrategyRow
     from zerofit.app.documents.compare_documents import DocumentComparison
 
-FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")  # of a run
+FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")  # options of a run
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
 AGAIN = "repeat the command: finished rows are kept"
 STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
-# columns by importance: a narrow terminal shows the first of them; all are in results.csv
+# columns by importance: a narrow terminal shows only the first columns; results.csv has all
 KEEP = ("samples/s", "speed-up", "accuracy", "memory a rank", "sent a step", "weights differ by", "loss", "tokens/s")
 
 
@@ -39,7 +39,7 @@ def usual(field: str, words: str) -> dict[str, Any]:
 common_options = add_options(
     click.option("--lr", type=Number(0, min_open=True), **usual("lr", LR_HELP)),
     click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
-    click.option("--hostfile", type=PATH, help="lines `node1 slots=2`: ranks on these hosts, over ssh [this machine]"),
+    click.option("--hostfile", type=PATH, help="hosts to run on over ssh, lines `node1 slots=2` [this machine]"),
     ANYWAY,
     AS_JSON,
 )
@@ -123,9 +123,9 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
 @click.option("--target", type=Number(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
 @click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
-@click.option("--per-rank", type=POSITIVE, help="samples of a step for each DDP rank [one device]")
+@click.option("--per-rank", type=POSITIVE, help="samples per step and DDP rank [train on one device]")
 @click.option(
-    "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="use SIZE samples a step in the last epochs of every run"
+    "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="every run ends with EPOCHS epochs of this SIZE"
 )
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
 @click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="epochs of every run")
@@ -133,7 +133,7 @@ def strategies(model: str, as_json: bool, **options: Any) -> None:
 @run_options(FIELDS)
 @common_options
 def batch_size(model: str, as_json: bool, **options: Any) -> None:
-    """Show which batch size reaches the target accuracy first, and where larger ones stop helping.
+    """Show which batch size reaches the target accuracy first, and from which size on larger sizes do not help.
 
     --lr is that of the smallest size; --scale-lr raises it for larger ones.
     """
@@ -192,7 +192,7 @@ def documents(numbers: tuple[str, ...], as_json: bool, output: Path | None) -> N
 
 
 def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Remove the options of the comparison itself and return them; those of its runs remain."""
+    """Remove the comparison's own options and return them. The options of its runs remain."""
     return {name: options.pop(name) for name in (*names, "hostfile", "anyway")}
 
 
@@ -208,7 +208,7 @@ def _compare(
 
 
 def show_strategies(result: Comparison[StrategyRow]) -> None:
-    """Print the fastest, all strategies, and below them why some differ or did not run."""
+    """Print the fastest strategy, a table of all, and the reasons why some differ or did not run."""
     console = out()
     ran = [row for row in result.rows if row.samples_per_s]
     best = max(ran, key=lambda row: row.samples_per_s or 0, default=None)
@@ -219,7 +219,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
     for row in result.rows:
         if row.agrees is False:
             words = f"{row.strategy}: weights differ from the single device's by {row.max_weight_difference:.1e}"
-            words += "; batch norm over each rank's own share does that" if row.batch_norm else ""
+            words += "; the cause is batch norm over each rank's own part of the batch" if row.batch_norm else ""
             console.print(words, style="yellow")
         if row.staleness:
             mean, most = sum(row.staleness) / len(row.staleness), max(row.staleness)
@@ -233,7 +233,7 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 
 
 def show_sizes(result: Comparison[SizeRow]) -> None:
-    """Print which size was first and where larger ones stop helping, all runs, each size over its seeds."""
+    """Print the first size, the size from which larger sizes do not help, all runs, and each size over its seeds."""
     console, target = out(), f"{result.about['target']:.1%}"
     reached, words = _first(result.summary or (), target, result.about["epochs"])
     print_verdict(console, "FIRST" if reached else "NOT REACHED", words, good=reached)
@@ -272,7 +272,7 @@ def show_documents(result: DocumentComparison) -> None:
 
 
 def show_scaling(result: Comparison[ScalingRow]) -> None:
-    """Print the efficiency on most ranks, and all rows of weak and strong scaling."""
+    """Print the efficiency on the largest number of ranks, and all rows of weak and strong scaling."""
     console = out()
     ran = [row for row in result.rows if row.efficiency is not None]
     most = max((row.ranks for row in ran), default=0)
@@ -284,7 +284,7 @@ def show_scaling(result: Comparison[ScalingRow]) -> None:
 
 
 def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> tuple[bool, str]:
-    """Return whether a size reached the target with every seed, and which was first."""
+    """Return a sentence: which size reached the target first with every seed, if any did."""
     medians = {
         size.batch_size: size.seconds_to_target[0]
         for size in summary

@@ -1,4 +1,4 @@
-"""Print what commands answer (tables, facts, verdicts) and show their events on standard error."""
+"""Print the answers of commands (tables, facts, verdicts), and show their events on standard error."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from zerofit.cli.terminal import SafeText, safe_output, visible
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
-STATUS_EVERY_S = 10.0  # between lines of a status without a terminal
-PHASE_EVERY_S = 14.0  # between lines of one phase
-TASK_EVERY_S = 5.0  # between lines of one task
+STATUS_EVERY_S = 10.0  # seconds between status lines without a terminal
+PHASE_EVERY_S = 14.0  # seconds between lines of one phase
+TASK_EVERY_S = 5.0  # seconds between lines of one task
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-NAMED = 4  # hosts that a line names
+NAMED = 4  # maximum number of hosts that a line names
 GAP = 2  # blanks between columns of a table
-WRAPPED = 40  # letters of the column that may wrap, at least
+WRAPPED = 40  # minimum width of the column that may wrap
 _UNIT = re.compile(r"(\d) ((?:[KMGT]i)?B\b|s\b|%)")  # a figure and its unit stay on one line
 
 
@@ -55,7 +55,7 @@ class SafeConsole(Console):
 
 
 def out() -> Console:
-    """Return the console of answers. Text is never read as markup: "[batch, seq]" stays as it is."""
+    """Return the console for answers. Text is never parsed as markup: "[batch, seq]" stays unchanged."""
     return SafeConsole(markup=False, highlight=False)
 
 
@@ -70,8 +70,8 @@ def fitting_table(
     """Return a table as wide as the console at most: columns are left out, and no cell is cut.
 
     Columns are left out in this order: columns that are "-" in all rows, columns that `keep` does not name, then
-    columns of `keep` from its end. The first four of `keep` stay, except a column of long words. The text of the column
-    `wraps` may take several lines. `styles`: one per row.
+    columns of `keep` from its end. The first four columns of `keep` stay, except a column of long words. The text of
+    the column `wraps` may take several lines. `styles`: one per row.
     """
     # Problem: a table has more columns than a terminal of 80 columns can show, and rich would cut its cells.
     # 1. Measure each column by its longest cell. The column that may wrap counts at most WRAPPED letters, but never
@@ -83,7 +83,7 @@ def fitting_table(
     words = max(len(word) for row in rows for word in (wraps, *row[wraps].split()))
     widths[wraps] = max(words, min(widths[wraps], WRAPPED))
     expendable = [name for name in names if name not in keep] + [name for name in keep[:3:-1] if name in names]
-    if words > WRAPPED // 2:  # which no line break makes narrower
+    if words > WRAPPED // 2:  # a line break cannot make a word narrower
         expendable += [name for name in keep[3:0:-1] if name in names and name != wraps]
     while sum(widths[name] + GAP for name in names) - GAP > console.width and expendable:
         names.remove(expendable.pop(0))
@@ -98,9 +98,9 @@ def fitting_table(
 def print_facts(
     console: Console, facts: Iterable[tuple[str, str]], indent: int = 14, hang: int = 0, style: str | None = None
 ) -> None:
-    """Print a line a fact, the label first; longer lines wrap between words, `hang` columns further in.
+    """Print one line per fact, with the label first. Long lines wrap between words, indented by `hang` more columns.
 
-    Words that are wider than the console are not cut, and a figure keeps its unit.
+    Words that are wider than the console are not cut, and a figure stays on one line with its unit.
     """
     for label, text in facts:
         # soft_wrap: rich would break words that are wider than the console, such as paths, so nobody could copy them
@@ -121,7 +121,7 @@ def _wrapped(console: Console, label: str, text: str, indent: int, hang: int) ->
 
 
 def print_verdict(console: Console, verdict: str, text: str, good: bool = True) -> None:
-    """Print the first line of an answer: its verdict in capitals, then what it is about."""
+    """Print the first line of an answer: its verdict in capitals, then its subject."""
     line = Text(_wrapped(console, verdict, text, indent=len(verdict) + 2, hang=0))
     line.stylize("bold green" if good else "bold red", 0, len(verdict))
     console.print(line, soft_wrap=True)
@@ -140,7 +140,7 @@ def stage_table(console: Console, stages: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def err() -> Console:
-    """Return the console of everything else."""
+    """Return the console for standard error, which gets all output except answers."""
     return SafeConsole(stderr=True, markup=False, highlight=False)
 
 
@@ -175,7 +175,7 @@ class EventConsole:
     def __enter__(self) -> EventConsole:
         self._progress.start()
         if self.live:
-            self._output.enter_context(safe_output())  # rich's own streams would take the codes of others for styles
+            self._output.enter_context(safe_output())  # rich's streams would parse others' codes as styles
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -236,7 +236,7 @@ class EventConsole:
             self.say(text)
 
     def _show_phase(self, text: str) -> None:
-        """Show a phase. Without a terminal, a phase that differs only in its seconds is printed now and then."""
+        """Show a phase. Without a terminal, a phase that differs only in its seconds is printed every PHASE_EVERY_S."""
         # A log file gets a line only for a new phase or after PHASE_EVERY_S: phases report their seconds every second.
         self._update(description=text)
         if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_shown_s > PHASE_EVERY_S):
@@ -279,12 +279,12 @@ def answer_watched(
 
 
 def _topic(text: str) -> str:
-    """Return a phase without the figures in brackets behind it."""
+    """Return a phase without the figures in parentheses at its end."""
     return text.partition(" (")[0]
 
 
 class _PlainTask:
-    """Plain lines of one task: at its start, every few seconds, at its end."""
+    """Plain lines about one task: at its start, every few seconds, and at its end."""
 
     def __init__(self, event: Event) -> None:
         self._started_s = self._shown_s = time.monotonic()
@@ -314,7 +314,7 @@ class _IfTotal(ProgressColumn):
         self._column = column
 
     def render(self, task: Task) -> object:  # type: ignore[override]
-        # without an amount rich would show "-:--:--" and an empty bar
+        # for a task without an amount, rich would show "-:--:--" and an empty bar
         return self._column(task) if task.fields["unit"] else Text("")
 
 
@@ -332,7 +332,7 @@ class _Amount(ProgressColumn):
 
 
 def _step_line(event: Event) -> str:
-    """Return "step 7 of 90, 3:05 left: loss ..."; the time by this step's seconds."""
+    """Return "step 7 of 90, 3:05 left: loss ..."; the remaining time is estimated from this step's duration."""
     step, _, figures = event.text.partition(": ")
     seconds = event.data.get("step_s")
     if event.total:
@@ -348,7 +348,7 @@ def _amount(n: int, unit: str) -> str:
 
 
 def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
-    """Print the findings, worst first, each with its fix; `hosts` is how many were examined."""
+    """Print the findings, worst first, each with its fix. `hosts`: the number of examined hosts."""
     groups = _grouped(checks)
     indent = 2 + max((len(f"{same[0].status:4} {same[0].name}") for same in groups), default=0)
     for same in groups:

@@ -1,4 +1,4 @@
-"""`zerofit data`: the samples of a data set, and which of their tokens the model learns."""
+"""`zerofit data`: show the samples of a data set, and which of their tokens the model learns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data(path: str, show: int, as_json: bool, **options: Any) -> None:
     """Show the samples that a language model gets from PATH: a file of text or JSON lines, or a value of --data.
 
     Learned text is green (between ⟦ and ⟧ without colours); text that is only read is dim.
-    Conversations are recognised, rendered, packed and counted as a training would. Exit code 2: bad lines, by number.
+    Conversations are recognised, rendered, packed and counted as in training. Exit code 2: bad lines, listed by number.
     """
 
     def look(console: EventConsole) -> DataView:

@@ -37,10 +37,12 @@ def explain(ctx: click.Context, what: str, as_json: bool, **hardware: Any) -> No
     WHAT is the log of any program, a snapshot of torch.cuda.memory._dump_snapshot() (.pickle, also .gz), a run folder
     of zerofit, or - for a log on standard input. Neither torch nor a GPU is needed, and no code in the file runs.
 
-    With the command that started the run after --, it is simulated as by `zerofit simulate`: the answer compares run
-    and forecast, and lists simulated changes. For a run folder, --gpu and --gpus are enough. This needs torch.
+    With the command that started the run after --, the run is simulated as by `zerofit simulate`. The answer compares
+    run and forecast, and lists simulated changes. For a run folder, pass --gpu and --gpus instead of the command. The
+    simulation needs torch.
 
-    Exit code 0: it names a cause; 1: the evidence does not show one, and the answer has what to run next; 2: bad input.
+    Exit code 0: the answer names a cause; 1: the evidence shows no cause, and the answer names the command to run next;
+    2: bad input.
     """
 
     def work() -> Explanation:
@@ -65,7 +67,7 @@ def _cluster(ctx: click.Context, what: str, hardware: dict[str, Any]) -> Cluster
 
 
 def show(result: Explanation) -> None:
-    """Print the cause, then what shows it, what was alive, and what makes room."""
+    """Print the cause, then the evidence, the memory in use by kind, and the changes that would help."""
     console = out()
     console.print()
     cause = result.cause.replace("-", " ").upper() if result.is_known else CANNOT_KNOW
@@ -119,7 +121,7 @@ def _memory(result: Explanation) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield what makes room; a simulated change with its memory and its cost in speed."""
+    """Yield the changes that would help; simulated changes with their memory and their cost in speed."""
     simulated = [change for change in changes if change.reserved_bytes is not None]
     fitting = [change for change in simulated if change.fits] or simulated
     for change in (fitting or changes)[:CHANGES]:

@@ -28,12 +28,12 @@ DATA_FIELDS = (
     *("pair_field", "label_field", "target_len", "generate_samples"),
 )
 HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
-OFFLOAD_HELP = "folder for weights offloaded to the disk, if no file has them in this form [a temporary folder]"
+OFFLOAD_HELP = "folder for weights on disk that have to be converted first [a temporary folder]"
 MEMORY_HELP = "use only these devices, like 0=20GiB,cpu=60GiB, and the disk (unless disk=0) [the free memory]"
-NEW_TOKENS_HELP = "most tokens to write [128, with --chat 512 for each answer]"
+NEW_TOKENS_HELP = "maximum number of new tokens [128; with --chat: 512 per answer]"
 TEMPERATURE_HELP = "0 selects the likeliest token each time"
-TOP_P_HELP = "draw among the likeliest tokens whose probabilities add up to this"
-placement_options = add_options(  # where weights may go
+TOP_P_HELP = "draw from the likeliest tokens whose probabilities add up to this"
+placement_options = add_options(  # options for the placement of weights
     click.option("--max-memory", metavar="DEVICE=SIZE,...", help=MEMORY_HELP),
     click.option("--offload-folder", type=click.Path(path_type=Path, file_okay=False), help=OFFLOAD_HELP),
     click.option("--dtype", type=click.Choice(PRECISIONS), help="type of the weights [as saved]"),
@@ -50,9 +50,9 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
     Loss and perplexity of text, loss and accuracy of images (of masks also mean IoU), F1 of labelled text, ROUGE of
-    what an encoder-decoder writes, over the validation samples of --data (by default of what it was trained on).
+    what an encoder-decoder writes, over the validation samples of --data (by default its training data).
 
-    Exit code 0: done, 1: it does not fit into the memory that it may take, 2: bad input.
+    Exit code 0: done, 1: the model does not fit into the memory that it may use, 2: bad input.
     """
 
     def work() -> Evaluation:
@@ -83,9 +83,9 @@ def _show_scores(result: Evaluation) -> None:
 
 @click.command()
 @click.argument("ckpt", type=PATH)
-@click.option("--prompt", help="what the text begins with")
-@click.option("--chat", "chats", is_flag=True, help="answer turn after turn: each line of standard input is one")
-@click.option("--system", help="with --chat: the system message")
+@click.option("--prompt", help="beginning of the text")
+@click.option("--chat", "chats", is_flag=True, help="chat: answer each line of standard input")
+@click.option("--system", help="only with --chat: the system message")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help=NEW_TOKENS_HELP)
 @click.option("--temperature", type=Number(0), default=0.7, show_default=True, help=TEMPERATURE_HELP)
 @click.option("--top-p", type=Number(0, 1, min_open=True), default=1.0, show_default=True, help=TOP_P_HELP)
@@ -117,7 +117,7 @@ def generate(ckpt: Path, prompt: str | None, chats: bool, as_json: bool, **optio
                 if event.kind != "text":
                     console(event)
                     return
-                # from the first token on: a live line below the text would be redrawn over it
+                # no live line after the first token: it would overwrite the text
                 until_text.close()  # progress and text would disturb each other
                 write_data(event.text, err=as_json)
 
@@ -141,7 +141,7 @@ def _typed_turns(until_text: ExitStack, as_json: bool) -> Iterator[str]:
     if typed:
         import readline as readline  # input() edits lines with it
     elif isinstance(sys.stdin, TextIOWrapper):
-        # a program may send bytes that are not UTF-8; a chat should not end at them
+        # a program may send bytes that are not UTF-8; they should not end the chat
         sys.stdin.reconfigure(errors="replace")
     while True:
         try:

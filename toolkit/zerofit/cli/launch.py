@@ -96,7 +96,7 @@ def _launch(
         activate = Path(sys.prefix, "bin", "activate")
         if own["setup"] is None:
             own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
-        # what remains in `own` names hosts, which the scheduler chooses
+        # the remaining options in `own` name hosts, which the scheduler chooses
         values = {field.name: own.pop(field.name) for field in fields(JobFileRequest) if field.name in own}
         _refuse_unused({name: value for name, value in own.items() if value not in (None, "", False, "pdsh")})
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))

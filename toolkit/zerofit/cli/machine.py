@@ -68,7 +68,7 @@ def _examine(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, qu
     from zerofit.doctor.system import gpus
     from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
-    # a machine without GPUs is measured with as many ranks as a run would use, because they share its cores
+    # without GPUs, measure with as many ranks as a run would use, because ranks share the cores
     if hostfile:
         hosts = read_hostfile(hostfile)
     else:  # with the ranks that `zerofit train` would start on this machine

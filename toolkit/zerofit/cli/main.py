@@ -84,7 +84,7 @@ class Commands(click.Group):
         with safe_output(), ExitStack() as stack:
             world = _world(NO_SSH in (sys.argv if args is None else args))
             if world and world.rank:
-                # every process of the launcher runs this command; the same answer N times helps nobody
+                # every process of the launcher runs this command, but the answer should appear only once
                 null = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(null))
                 stack.enter_context(redirect_stderr(null))
@@ -94,7 +94,7 @@ class Commands(click.Group):
         """Run the command. click's errors exit with code 2, errors of zerofit itself with 70."""
         try:
             return super().invoke(ctx)
-        # click prints these itself; only the JSON is missing
+        # click prints its own errors; only their JSON is missing
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError) as error:
             if ctx.meta["json"] and isinstance(error, click.UsageError):
                 problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
@@ -123,7 +123,7 @@ def _world(no_ssh: bool) -> World | None:
     try:
         return None if no_ssh else given_world(os.environ)
     except UserError:
-        return None  # `train` reports the error
+        return None  # `train` reports this error
 
 
 def _act_alone(command: str, context: click.Context) -> None:

@@ -1,4 +1,4 @@
-"""`zerofit mcp`: what coding agents need most, as tools of the Model Context Protocol."""
+"""`zerofit mcp`: the commands that coding agents need most, as tools of the Model Context Protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ that fits and has the lowest `cost_rank`. If none fits, ask `plan` with the same
 RUN = """Keys of run.yaml. The usual ones: micro_batch, seq_len, precision (bf16, fp16, fp32), ds_config (zero0 to
 zero3, zero2_offload, zero3_offload, or a file), activation_checkpointing, gradient_accumulation_steps, optimizer, lora
 (rank), quantize (nf4), tensor_parallel, pipeline, sequence_parallel, loss_chunk."""
-LAYOUT = """What is fixed of the layout: global_batch, seq_len, precision, micro_batch, zero_stage, offload,
+LAYOUT = """Fixed values of the layout: global_batch, seq_len, precision, micro_batch, zero_stage, offload,
 activation_checkpointing, tensor_parallel, pipeline, sequence_parallel, lora, tokens, price. The rest is searched."""
 
 Model = Annotated[str, Field(description="a name (see `models`), a config.json, a folder, or hub:ORG/NAME")]
@@ -80,7 +80,7 @@ async def simulate(
 @app.tool()
 async def simulate_script(
     ctx: Context,
-    command: Annotated[list[str], Field(description='what starts it: ["torchrun", "train.py", "--epochs", "3"]')],
+    command: Annotated[list[str], Field(description='the start command: ["torchrun", "train.py", "--epochs", "3"]')],
     gpu: Gpu,
     gpus: Gpus = 1,
     nodes: int = 1,
@@ -125,7 +125,7 @@ async def check(
     reader: Annotated[str | None, Field(description="deepspeed, trainer, accelerate, lightning or zerofit")] = None,
     training_args: Annotated[str | dict[str, Any] | None, Field(description="the Trainer's arguments")] = None,
 ) -> dict[str, Any]:
-    """Find what is wrong in a DeepSpeed JSON: unknown keys, wrong values, combinations that DeepSpeed ignores."""
+    """Find faults in a DeepSpeed JSON: unknown keys, wrong values, combinations that DeepSpeed ignores."""
     return await _answered(
         ctx, lambda report: zf.check(ds_config, reader=reader, training_args=training_args, on_event=report)
     )
@@ -136,9 +136,9 @@ async def explain(
     ctx: Context,
     what: Annotated[str, Field(description="a log, a memory snapshot (.pickle) or a run folder of zerofit")],
 ) -> dict[str, Any]:
-    """Explain an out-of-memory error: its cause, the line that asked, what was alive and what to change.
+    """Explain an out-of-memory error: its cause, the line that requested memory, the memory in use, what to change.
 
-    `cause` is "unknown" if the evidence does not show it; `run_next` then has the command or line that does.
+    `cause` is "unknown" if the evidence does not show it; `run_next` is then the command or line that would show it.
     """
     return await _answered(ctx, lambda report: zf.explain(what, on_event=report))
 

@@ -28,7 +28,7 @@ INPUT = click.option(
     metavar="KIND:SIZE",
     help="the model's input, without --data: image:CxHxW, features:N, decoder:TOKENS, frames:N, packed",
 )
-ANYWAY = click.option("--anyway", is_flag=True, help="start even if the forecast does not fit the free memory")
+ANYWAY = click.option("--anyway", is_flag=True, help="also start if the forecast does not fit the free memory")
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,
@@ -54,7 +54,7 @@ class JsonObject(click.ParamType):
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        """Parse an object; anything else is a usage error (exit code 2)."""
+        """Parse a JSON object; other text is a usage error (exit code 2)."""
         if isinstance(value, dict):
             return value
         if pairs := _PAIRS.fullmatch(value):
@@ -193,7 +193,7 @@ def hardware_options(*names: str, kinds: str) -> Decorator:
 
 
 def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
-    """Return a cluster for each kind (also comma-separated), or for this machine if there is none.
+    """Return a cluster for each kind (kinds may be comma-separated), or for this machine if none is given.
 
     Raises UserError with all problems.
     """
@@ -201,7 +201,7 @@ def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
 
     named = given(sizes)
     names = list(dict.fromkeys(k.strip() for word in kinds for k in word.split(",") if k.strip()))
-    # `zerofit plan` without hardware is about this machine, also with some sizes of another one
+    # `zerofit plan` without hardware is about this machine, also if some sizes are overridden
     if not names:
         return [replace(Cluster.here(), **named)]
     problems: list[Problem] = []

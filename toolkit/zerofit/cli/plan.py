@@ -47,8 +47,8 @@ RUN_FIELDS = (
     *PART_FIELDS,
 )
 WORK = {
-    "tokens": {"metavar": "N", "help": "tokens of the training, or of each of --epochs: 300B, 15T"},
-    "samples": {"metavar": "N", "help": "samples of the training, or of each of --epochs"},
+    "tokens": {"metavar": "N", "help": "tokens of the training; with --epochs: per epoch. 300B, 15T"},
+    "samples": {"metavar": "N", "help": "samples of the training; with --epochs: per epoch"},
     "epochs": {"type": float, "help": "passes over --tokens or --samples [1]"},
     "price": {
         "metavar": "USD",
@@ -66,7 +66,7 @@ FROM_HELP = "correct step times by the trials in this folder of `zerofit tune`"
 FROM_TRACE_HELP = "use measured kernel times from RUN_FOLDER/traces/rank-0-step-3.json (`train --profile`)"
 COLUMNS_HELP = f"columns of the table after the layout: {', '.join(COLUMNS)} [as many as fit the terminal]"
 MEASURED_HELP = "scale all times to the speed of the layout given by flags: 5.33samples/s, 21000tokens/s or 0.52s"
-WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the simplest of the fastest layouts"
+WRITE_HELP = "write ds_config.json and run.yaml (FSDP2: accelerate.yaml) of the simplest layout among the fastest"
 METHODS_HELP = "compare full,lora,qlora in one table, with the longest sequence that fits"
 TRACE_HELP = "write the timeline of that layout's step, in Chrome trace format for Perfetto"
 PIN_HELP = "offload to page-locked host memory [the DeepSpeed JSON's pin_memory, else yes]"
@@ -78,7 +78,7 @@ PRECISION_HELP = "bf16 if the device supports it, fp16 before Ampere, fp32 on a 
 
 
 def _columns(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Return the named columns, in any case. Raises BadParameter with those that there are."""
+    """Return the named columns, in upper or lower case. Raises BadParameter with the existing columns."""
     names = {name.lower(): name for name in COLUMNS}
     words = [word.strip().lower() for word in value.split(",")] if value is not None else []
     if unknown := [word for word in words if word not in names]:
@@ -87,7 +87,7 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str | No
 
 
 def _engines(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """Return the named engines. Raises BadParameter with those that there are."""
+    """Return the named engines. Raises BadParameter with the existing engines."""
     names = tuple(dict.fromkeys(word.strip().lower() for word in value.split(",")))
     if unknown := [name for name in names if name not in ENGINES]:
         reason = NOT_PLANNED.get(unknown[0], f"no engine {unknown[0]!r}; there are: {', '.join(ENGINES)}")
@@ -110,7 +110,7 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="find the largest that fits"
 )
-@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number that fits")
+@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="find the smallest number of GPUs that fits")
 @click.option("--methods", metavar="NAMES", help=METHODS_HELP)
 @click.option("--show-mesh", is_flag=True, help="print the mesh of ranks of the best layout")
 @click.option("--details", is_flag=True, help="print all of the best layout, and all reasons why others do not fit")
@@ -133,8 +133,8 @@ def _engines(context: click.Context, parameter: click.Parameter, value: str) -> 
 def plan(model: str | None, as_json: bool, **options: Any) -> None:
     """Rank the layouts of MODEL that fit a cluster by speed, with their memory, and explain why others do not fit.
 
-    Options of a run and --ds-config fix parts of the layout; the rest is searched. Layouts that do not fit are listed
-    last, with their times. Without hardware options the cluster is this machine.
+    Options of a run and --ds-config fix parts of the layout. zerofit searches the other parts. Layouts that do not fit
+    are listed last, with their times. Without hardware options the cluster is this machine.
 
     Exit code 0: a layout fits; 1: none fits; 2: bad input.
     """

@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from zerofit.plan.outlook import Outlook
 
 LINES = 8  # of reasons
-ANY = 1000  # columns, more than any table has
+ANY = 1000  # wider than any table, in columns
 RIGHT = ("", "memory", "margin", "host", "NVMe", "step", "tokens/s", "images/s", "MFU", "hours", "GPU hours", "cost")
-# columns by importance: a narrow terminal shows the first of them
+# columns by importance: a narrow terminal shows only the first columns
 KEEP = ("", "layout", "memory", "step", "tokens/s", "images/s", "cost", "hours", "MFU", "margin", "host", "NVMe")
 COLUMNS = (*KEEP[2:], "GPU hours")  # what `--columns` may name
 MISFIT = ("", "layout", "memory", "margin", "step", "tokens/s", "images/s")
 
 
 def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> None:
-    """Print how many layouts fit, the fastest, and why others do not; with `mesh` which rank of the best is where.
+    """Print how many layouts fit, the fastest layouts, and why others do not fit.
 
-    `columns`: those after the layout; () for as many as fit the console.
+    `mesh`: also print the mesh of ranks of the best layout. `columns`: the columns after the layout; () for as many as
+    fit the console.
     """
     console, result = out(), plan.result
     word = ("FITS", "bold green") if result.layouts else ("NOTHING FITS", "bold red")
@@ -54,7 +55,7 @@ def show(plan: Plan, mesh: bool, details: bool, columns: Sequence[str] = ()) -> 
         rows = [_row(number, layout) for number, layout in enumerate(listed, start=1)]
         console.print()
         styles = ["red" if layout.fit.exceeded else None for layout in listed]
-        keep = MISFIT if result.misfits else KEEP  # what these lack is among their first columns
+        keep = MISFIT if result.misfits else KEEP  # the first columns of these layouts show what is missing
         if columns:
             keep = ("", "layout", *columns)
             rows = [{name: row.get(name, "-") for name in keep} for row in rows]
@@ -114,7 +115,7 @@ def _assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _tuned(tuned: TunedLayouts) -> str:
-    """Return how good the corrected step times are."""
+    """Return a sentence about the accuracy of the corrected step times."""
     report = tuned.to_dict()
     planned, learned = report["errors"]["planned"], report["errors"]["learned"]
     words = f"step times corrected by {report['trials']} trials of {tuned.model}: the plan was off by "
@@ -125,11 +126,11 @@ def _tuned(tuned: TunedLayouts) -> str:
 
 
 def _best(plan: Plan, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield where the first layout's memory and time go."""
+    """Yield the parts of the first layout's memory and step time."""
     result = plan.result
     best = result.layouts[0]
     memory, layout = best.memory, best.layout
-    # parts below 1 % of the peak are noise to a reader
+    # leave out parts below 1 % of the peak
     parts = sorted(memory.breakdown.items(), key=lambda item: -item[1])
     parts = [(kind, size) for kind, size in parts if size >= 0.01 * memory.peak_bytes]
     kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in parts[: None if details else 3])
@@ -161,7 +162,7 @@ def _print_mesh(console: Console, layout: PlannedLayout) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(f"\nlayout 1, {layout.world_size} ranks")
-    # a mesh has as many columns as data ranks; where they do not fit, each stage gets its own lines
+    # a mesh has one column per data rank; if the console is too narrow, each stage gets its own lines
     if console.measure(table, options=console.options.update(width=ANY)).maximum <= console.width:
         console.print(table)
         return
@@ -200,7 +201,7 @@ def _terms(shown: Sequence[RankedLayout]) -> str:
 
 
 def _rejected(result: PlanResult, details: bool) -> Iterator[tuple[str, str]]:
-    """Yield for each reason how many layouts were rejected, and what would help the nearest of them."""
+    """Yield each reason with the number of rejected layouts, and what would make the nearest of them fit."""
     for rejection in result.rejections[:LINES] if details else ():
         near = f"{rejection.count:,}; the nearest is {rejection.layout or '-'}: {rejection.message}"
         yield "rejected", f"{near}; {rejection.hint}" if rejection.hint else near
@@ -253,7 +254,7 @@ def _time(seconds: float) -> str:
 
 
 def _lacks(fit: Fit) -> str:
-    """Return the memory that a layout lacks to fit."""
+    """Return how much more memory a layout needs to fit."""
     place = "" if fit.exceeded == "device" else f" {fit.exceeded}"
     return f"lacks {shown_bytes(fit.lacking_bytes)}{place}"
 
@@ -299,7 +300,7 @@ def _longest(answer: LargestFit | None) -> str:
 
 
 def _boxes(console: Console, boxes: Sequence[Plan]) -> Table:
-    """Return a row for each kind of machine: its fastest layout, or what would fit there."""
+    """Return a row for each kind of machine: its fastest layout, or the changes that would make the model fit."""
     rows = []
     for box in boxes:
         cluster, best = box.cluster, box.result.layouts[0] if box.result.layouts else None

@@ -62,7 +62,7 @@ TRACE_HELP = "write the timeline of a step, in Chrome trace format for Perfetto 
 
 
 class CommandAfterDashes(click.Command):
-    """A command whose words after `--` are another program's command line (`ctx.meta[SCRIPT]`)."""
+    """A command that takes another program's command line after `--` (`ctx.meta[SCRIPT]`)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Split off the words after the first `--` (None without one)."""
@@ -73,7 +73,7 @@ class CommandAfterDashes(click.Command):
 
 
 def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
-    """Return 0.01 for "1%". Raises BadParameter for anything but a number of percent."""
+    """Return 0.01 for "1%". Raises BadParameter if the value is not a percentage."""
     if value is None:
         return None
     try:
@@ -118,8 +118,8 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
     Exit code 0: it fits; 1: it does not fit, is close to the limit, or adds more than --fail-above; 2: bad input.
     """
-    # The verdict is shown inside of `work`, before the changes: simulating these takes minutes, and the verdict alone
-    # may be all that the user wants. So `answer` only shows the changes.
+    # `work` shows the verdict before the changes are simulated. This takes minutes, and many users need only the
+    # verdict. So `answer` shows only the changes.
     words = ctx.meta[SCRIPT]
 
     def work() -> Simulation:
@@ -160,7 +160,7 @@ def _read_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _refuse_place(path: Path, knobs: bool) -> None:
-    """Raise UserError if --write-config cannot work: the path, or --no-knobs."""
+    """Raise UserError if --write-config cannot work because of its path or of --no-knobs."""
     problems = Problems()
     if path.exists():
         problems.add("exists", f"{path} exists", "name a new file", "--write-config")
@@ -173,7 +173,7 @@ def _refuse_place(path: Path, knobs: bool) -> None:
 
 
 def _write_config(result: Simulation, path: Path) -> None:
-    """Write the DeepSpeed JSON of the fitting change that costs least speed; without such a change, its other file."""
+    """Write the DeepSpeed JSON (or other file) of the change that fits and costs the least speed."""
     fitting = [row for row in result.tried if row.fits and (row.config or row.file)]
     best = min(fitting, key=lambda row: (row.config is None, row.cost_rank), default=None)
     if best is None:
@@ -190,7 +190,7 @@ def _write_config(result: Simulation, path: Path) -> None:
 
 
 def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
-    """Return the problem that the simulator does not work with the requested releases."""
+    """Return the problem to report if the simulator does not work with the requested releases."""
     named = " and ".join(f"{name} {version}" for name, version in releases.items())
     reason = str(error).strip().splitlines()[-1]
     hint = "use a later release; docs/scripts.md lists the tested ones under releases"
@@ -315,7 +315,7 @@ def single_cluster(hardware: dict[str, Any]) -> Cluster:
 
 
 def _annotate(result: Simulation) -> None:
-    """Print what a change adds as an annotation of its line, on GitHub only."""
+    """On GitHub only: print the memory that a change adds, as an annotation of the changed line."""
     compared = result.against
     if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
         return

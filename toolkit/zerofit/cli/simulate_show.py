@@ -17,16 +17,16 @@ from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
 Rows = Iterator[Mapping[str, str]]
-FIGURES = ("at start", "peak", "at end", "bytes", "share", "calls")  # columns flush right
+FIGURES = ("at start", "peak", "at end", "bytes", "share", "calls")  # right-aligned columns
 COLOURS = {FITS: "bold green", NOT: "bold red"}
-FEW = 8  # collectives in a table
+FEW = 8  # maximum number of collectives in a table
 KINDS = 3  # of memory at the peak in one line
 NOTES = 3  # on a script
 CHANGES = 5
 
 
 def show(result: Simulation, details: bool) -> None:
-    """Print the verdict and the facts behind it; what would need less follows when it is known (`show_knobs`)."""
+    """Print the verdict and its facts. Changes that need less memory follow when they are simulated (`show_knobs`)."""
     console = out()
     verdict = Text(result.verdict.upper(), COLOURS.get(result.verdict, "bold yellow"))
     console.print(Text.assemble("\n", verdict, "  ", _needs(result)))
@@ -56,7 +56,7 @@ def _needs(result: Simulation) -> str:
 
 
 def _needed(result: Simulation) -> int:
-    """Return the bytes on which the verdict rests, with the middle of what is outside of torch."""
+    """Return the bytes that the verdict uses: torch's memory, and the mean estimate of memory outside of torch."""
     return result.device_total_bytes - result.margin_bytes - sum(o.high_bytes - o.bytes for o in result.overheads)
 
 
@@ -121,7 +121,7 @@ def _seen(run: SimulatedScript) -> str:
 
 
 def _script_facts(run: SimulatedScript, every: bool) -> Iterator[tuple[str, str]]:
-    """Yield the memory of the longest batches, how the script ended, and the parts of it that were replaced."""
+    """Yield the memory of the longest batches, how the script ended, and which parts of it were replaced."""
     longest = run.longest
     if longest:
         fits = "fits" if longest.fits else "does not fit"
@@ -216,7 +216,7 @@ def show_knobs(result: Simulation, details: bool) -> None:
 
 
 def cost(slowdown: float | None) -> str:
-    """Return the forecast of how much slower a change makes a step, a share of its time; "" if unknown."""
+    """Return the forecast slowdown of a step by a change, relative to the step time; "" if unknown."""
     if slowdown is None:
         return ""
     if slowdown >= 1:

@@ -31,7 +31,7 @@ from zerofit.watch.follow import follow
 if TYPE_CHECKING:
     from zerofit.report.trace_comparison import TraceComparison
 
-ROWS = 12  # rows of a comparison of traces
+ROWS = 12  # maximum number of rows in a comparison of traces
 
 # `zerofit train` without arguments: takes four minutes on two CPU cores
 DEFAULT_JOB = {
@@ -65,9 +65,9 @@ def train(target: str | None, as_json: bool, anyway: bool, trust_model_code: boo
 
     With a RUN_FOLDER, or an --output with the same run, training resumes from the newest checkpoint. SIGTERM and
     SIGUSR1 save a checkpoint and stop with exit code 75. Without arguments, a small Llama is trained on the Python
-    standard library's source code; an unfinished run of it in runs/ resumes.
+    standard library's source code; an unfinished run of this kind in runs/ resumes.
 
-    Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that these start.
+    Under deepspeed, torchrun, srun, mpirun or accelerate launch it uses the ranks that the launcher starts.
     """
     drop_settings(os.environ)
     # A launcher has started this process. It becomes the guard of one rank, and rank 0's process supervises.
@@ -98,7 +98,7 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool, trusted: boo
 
 
 def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
-    """Return the run without arguments, an unfinished earlier one or a new one, and a line about an earlier one."""
+    """Return the run for `zerofit train` without arguments, unfinished or new, and a line about an earlier run."""
     own = {name: value for name, value in DEFAULT_JOB.items() if name != "ds_config"}  # a run folder stores its content
     for path in sorted(runs.glob("*/run.json"), key=lambda file: -file.stat().st_mtime):
         folder = RunFolder(path.parent)
@@ -119,7 +119,7 @@ def _default_job(runs: Path) -> tuple[dict[str, Any], str]:
 
 
 def _follow() -> NoReturn:
-    """Join the training of the launcher's first process, which alone reports errors of the run."""
+    """Join the training of the launcher's first process. Only that process reports errors of the run."""
     try:
         world = given_world(os.environ)
     except UserError as error:
@@ -143,7 +143,7 @@ def show(result: TrainingResult) -> None:
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of predicting each token by its frequency alone"
         figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
-    on_cpu = "reserved_bytes" not in result.against_forecast  # where the forecast is of the whole process
+    on_cpu = "reserved_bytes" not in result.against_forecast  # figures whose forecast is for the full process
     names = FIGURES | ({"memory_bytes": "process memory"} if on_cpu else {})
     figures |= {names[name]: _against_forecast(name, pair) for name, pair in result.against_forecast.items()}
     figures["run folder"] = _from_here(result.run_dir)
@@ -156,7 +156,7 @@ def show(result: TrainingResult) -> None:
 
 
 def _from_here(path: str) -> str:
-    """Return a path within the current folder as a relative one; any other unchanged."""
+    """Return a path within the current folder as a relative path; other paths stay unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -177,7 +177,7 @@ def _against_forecast(name: str, pair: Mapping[str, float | None]) -> str:
 def models(words: tuple[str, ...], as_json: bool) -> None:
     """List the named models with their parameter counts.
 
-    With WORDs, list those that have all of them in their name, kind, family or hub repositories.
+    With WORDs, list the models with all words in their name, kind, family or hub repositories.
     """
     answer(lambda: {"models": model_table(words)}, as_json, _show_models)
 

@@ -1,4 +1,4 @@
-"""`zerofit tune`: find the fastest configuration that fits by a few short real runs."""
+"""`zerofit tune`: find the fastest configuration that fits, with a few short real runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zerofit.tune.search import Regret, TuneResult
     from zerofit.tune.trial import Trial
 
-# the flags of hosts where none is given
+# the flags of hosts if no flag is given
 DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
 
 
@@ -53,7 +53,7 @@ def tune(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure short real runs of the run, and write the fastest configuration that fits as ds_config.json and run.yaml.
+    """Measure a run in short real trials, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
     Searched: ZeRO stage, offload, micro batch x accumulation at the global batch of the run, activation checkpointing,
     overlap, bucket, prefetch and persistence sizes, tensor, pipeline and sequence degrees. Precision, global batch and
@@ -83,7 +83,7 @@ def tune(
 
 
 def show(result: TuneResult) -> None:
-    """Print the trials, the best, and what may have been missed."""
+    """Print the trials, the best configuration, and the gain that untried configurations may offer."""
     console, tokens_per_s = out(), result.tokens_per_s
     rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
     print_verdict(console, "BEST", f"{_seconds(result.step_s)} a step, {rate}")
@@ -108,7 +108,7 @@ def _figures(trial: Trial) -> dict[str, str]:
 
 
 def _note(trial: Trial) -> str:
-    """Return why a trial has no figure, or that it was cut short; "" for all others."""
+    """Return why a trial has no step time, or that it was cut short; "" for other trials."""
     if trial.measured_step_s is None:
         return trial.reason
     return "cut short" if trial.cut_short else ""

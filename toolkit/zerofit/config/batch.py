@@ -9,13 +9,13 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.run_folder import Batch
 
 MOST_NAMED = 4096  # largest micro batch that a hint suggests
-DEFAULT_MICRO = 8  # samples: fills a device with a small model; reduce it for a large one
+DEFAULT_MICRO = 8  # samples: fills a device with a small model; a large model needs fewer
 
 
 def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: Problems) -> Batch:
-    """Return the batch from the given ones of micro_batch, gradient_accumulation_steps and global_batch.
+    """Return the batch from the given values among micro_batch, gradient_accumulation_steps and global_batch.
 
-    The rest is chosen: at least `least` accumulation steps (for a pipeline) and the largest micro batch up to
+    Missing values are chosen: at least `least` accumulation steps (for a pipeline), and the largest micro batch up to
     DEFAULT_MICRO that divides the batch. Sizes that contradict each other are added to `problems`.
     """
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
@@ -52,10 +52,10 @@ def _hint(batch: Batch, total: int) -> str:
 
 
 def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
-    """Return how many of `ranks` ranks to use for an unchanged global batch, and their batch sizes.
+    """Return the number of ranks (at most `ranks`) to use for an unchanged global batch, and their batch sizes.
 
-    `inner`: tensor x pipeline x sequence degree, which stays. The micro batch does not grow, since memory was planned
-    for it; gradient accumulation compensates. None if not even one data parallel rank is left.
+    `inner`: the tensor x pipeline x sequence degree, which does not change. The micro batch does not grow, since memory
+    was planned for it; gradient accumulation compensates. None if not even one data parallel rank is left.
     """
     for dp in range(ranks // inner, 0, -1):
         if batch.total % dp == 0:

@@ -1,6 +1,6 @@
 """Degrees, batch sizes, precision and optimizer, from a run and a DeepSpeed JSON.
 
-A value may be in either. If both have it and differ, the error names both places.
+A value may be in the run or in the JSON. If both set it and differ, the error names both places.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The settled run, before the model and the data are known in detail."""
+    """The run with these values decided, before the model and the data are known in detail."""
 
     run: Run
     layout: Layout
     batch: Batch
-    open: frozenset[str] = frozenset()  # fields of the run that `with_recipe` settles
-    warnings: tuple[Finding, ...] = ()  # about the JSON
+    open: frozenset[str] = frozenset()  # fields of the run that `with_recipe` decides
+    warnings: tuple[Finding, ...] = ()  # warnings about the JSON
 
 
 def decide(
@@ -87,7 +87,7 @@ def decide(
     problems: Problems,
     kind: Kind = "transformer",
 ) -> Decision:
-    """Check the JSON and settle degrees, batch sizes, precision and optimizer. Adds to `problems`.
+    """Check the JSON, and decide degrees, batch sizes, precision and optimizer. Adds to `problems`.
 
     If the JSON itself has errors, the result must not be used.
     """
@@ -121,7 +121,7 @@ def decide(
                 f"{asked.place(field)} and {ds_place}: scheduler",
             )
     unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
-    if run.weight_decay is None:  # the user's own optimizer block without weight decay stays so
+    if run.weight_decay is None:  # a user's own optimizer block without weight decay keeps none
         unnamed.discard("weight_decay")
     return Decision(run=run, layout=layout, batch=batch, open=frozenset(unnamed), warnings=tuple(warnings or ()))
 
@@ -159,7 +159,7 @@ def _check_json(document: Document, run: Run, machine: Machine, place: str, prob
 def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems: Problems) -> dict[str, Any]:
     """Merge run and JSON, for the fields of PAIRS, `optimizer` and `precision`.
 
-    The result has only definite values. Values that differ are added to `problems` with both places.
+    The result contains no "auto". Values that differ are added to `problems` with both places.
     """
     theirs = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
     if get(config, "expert_parallel.enabled") is not True:

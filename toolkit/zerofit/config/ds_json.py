@@ -81,9 +81,9 @@ def for_run(document: Document) -> Document:
         if get(config, path) is not None:
             put(config, path, "auto")
     left_out = [STEPS] if {"bf16", "fp16"} & config.keys() else [STEPS, "bf16.enabled", "fp16.enabled"]
-    for path in left_out:  # missing in the file, so other programs use their own values
+    for path in left_out:  # key is missing in the file, so other programs use their own values
         put(config, path, "auto")
-    config.pop("zero_force_ds_cpu_optimizer", None)  # only for programs that pass their own optimizer
+    config.pop("zero_force_ds_cpu_optimizer", None)  # for programs with their own optimizer
     return replace(document, root=replace(document.root, data=config))
 
 
@@ -161,7 +161,7 @@ def _as_yaml(text: str, yaml: bool) -> Document | None:
 
 
 def _read_hjson(text: str) -> Any:
-    """Return the value that DeepSpeed's reader reads from a text, or None if it fails."""
+    """Return the value that DeepSpeed's reader parses from a text, or None if it fails."""
     try:
         return parse_json(json.dumps(hjson.loads(text), allow_nan=False))
     except (ValueError, OverflowError, RecursionError):

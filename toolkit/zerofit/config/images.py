@@ -1,4 +1,4 @@
-"""Combinations of image augmentation or averaged weights that are refused, with the reason."""
+"""Refused combinations of image augmentation or averaged weights, with the reasons."""
 
 from __future__ import annotations
 

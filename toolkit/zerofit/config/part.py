@@ -1,4 +1,4 @@
-"""Combinations with adapters or frozen weights that are refused, with the reason."""
+"""Refused combinations with adapters or frozen weights, with the reasons."""
 
 from __future__ import annotations
 

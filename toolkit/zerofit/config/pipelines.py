@@ -12,13 +12,14 @@ from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
-PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # keys of "pipeline" that split what stages exchange
+PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # keys of "pipeline" that split activations
 
 
 def most_stages(run: Run, ranks: int, layers: int | None) -> int:
-    """Return the number of stages for `--pipeline auto`: all ranks that tensor and sequence degrees leave.
+    """Return the number of stages for `--pipeline auto`: the ranks divided by the tensor and sequence degrees.
 
-    Fewer if the model has too few layers (None: unknown); the other ranks are then data parallel.
+    If the model has too few layers, the number is smaller, and the other ranks are data parallel. `layers`: None if
+    unknown.
     """
     most = max(1, ranks // (run.tensor_parallel * run.sequence_parallel))
     for stages in range(most, 1, -1):

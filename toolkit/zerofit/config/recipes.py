@@ -1,6 +1,6 @@
 """Default learning rate and weight decay by the kind of model; docs/defaults.md shows their results.
 
-Values of the user or the DeepSpeed JSON take precedence.
+Values from the user or the DeepSpeed JSON take precedence.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from zerofit.features.optimizer import LearningRates
 from zerofit.features.optimizers import OPTIMIZERS
 from zerofit.features.optimizers.adamw import ADAMW
 
-Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters", "gan"]  # the first two from scratch
+Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters", "gan"]  # first two: from scratch
 
 CNNS: tuple[Kind, ...] = ("cnn", "pretrained-cnn")
-BATCH, PARAMETERS = 16, 1.2e6  # samples per step and model size (llama-tiny) that the rates are for
+BATCH, PARAMETERS = 16, 1.2e6  # the rates are for this number of samples per step and this model size (llama-tiny)
 SIZE_EXPONENT = -0.22  # between 6e-4 at 125 million parameters (Brown et al., 2020) and 1.5e-4 at 70 billion (Llama 3)
-LARGEST_SMALL = 3.0  # smaller models get at most this times the rate for 1.2 million parameters
+LARGEST_SMALL = 3.0  # limit for smaller models, relative to the rate for 1.2 million parameters
 SGD_LINEAR_FROM, SGD_LINEAR_TO = 256, 8192  # samples
 WEIGHT_DECAY = ADAMW.weight_decay
 # Loshchilov & Hutter, 2019, appendix B.1: the best decay falls with the square root of the steps. This gives the usual

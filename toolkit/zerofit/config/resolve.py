@@ -47,7 +47,7 @@ SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
         "the largest parameter must fit into one swap buffer",
     ),
 }
-# the reason for each value that is not in the file
+# key -> the reason for its value, if the value is not in the file
 _UNCLIPPED = "; ".join(f"0 with {entry.json_type}, {entry.clipping_why}" for entry in ENTRIES if not entry.clipping)
 _FULL = ", ".join(entry.json_type for entry in ENTRIES if entry.full_gradients)
 REASONS = {
@@ -59,7 +59,7 @@ REASONS = {
     "fp16.enabled": "--precision {precision}",
     "optimizer.type": "--optimizer, else SGD for a CNN from scratch, AdamW for all others",
     "optimizer.params.lr": "--lr, else by model and batch (docs/defaults.md)",
-    "optimizer.params.weight_decay": "--weight-decay, else 0.01 or less for a CNN from scratch (docs/defaults.md)",
+    "optimizer.params.weight_decay": "--weight-decay, else 0.01; a CNN from scratch gets less (docs/defaults.md)",
     "optimizer.params.momentum": "--momentum, else the optimizer's usual value",
     "optimizer.params.betas": "{params_why}",
     "optimizer.params.eps": "{params_why}",
@@ -117,7 +117,7 @@ def resolve(
 
 
 def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
-    """Fill in the degrees, or remove them for a combined layout, whose groups and slices zerofit creates."""
+    """Fill in the degrees, or remove them for a combined layout: zerofit creates its groups and slices."""
     if layout.combined:
         for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
@@ -136,8 +136,8 @@ def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) ->
 def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:
     """Make each rank compute the loss from all logits.
 
-    By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss to be used
-    (runtime/engine.py:1125); another loss, computed from one rank's part, would be wrong without an error.
+    By default DeepSpeed splits the vocabulary of a model with tied embeddings and expects its own loss
+    (runtime/engine.py:1125). Any other loss would be computed from one rank's part: a wrong loss without an error.
     """
     path = "tensor_parallel.vocab_parallel_lm_head"
     if get(config, path) is True:
@@ -160,7 +160,7 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
             put(config, f"optimizer.params.{key}", value)
     for key, value in (entry.params if entry and not own else {}).items():
         put(config, f"optimizer.params.{key}", value)
-    if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # it needs the C++ op
+    if machine.accelerator == "cpu" and entry and entry.torch_on_cpu and not ZENFLOW.on(config):  # needs the C++ op
         # DeepSpeed's Adam is a C++ op that takes minutes to compile
         config["optimizer"]["params"].setdefault("torch_adam", True)
         if get(config, f"{ZERO}.offload_optimizer.device", "none") != "none":

@@ -1,4 +1,4 @@
-"""Different micro batches for each rank: a list, or a split in proportion to the ranks' measured speed."""
+"""A different micro batch for each rank: from a list, or in proportion to the ranks' measured speed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run, micro_batches_of
 from zerofit.spec.run_folder import Batch, Layout
 
-MOST_TIMES = 2  # a fast rank gets at most this times an equal share; memory is forecast for that
+MOST_TIMES = 2  # a fast rank gets at most this multiple of an equal share; memory is forecast for the multiple
 
 
 def solve_by_rank(asked: str, given: Mapping[str, Any], dp: int, place: str, where: str, problems: Problems) -> Batch:
     """Return the batch for `--micro-batch-by-rank`.
 
-    With "auto" micro batches are equal until the ranks are measured. A list must agree with the other sizes.
+    With "auto", micro batches are equal until the ranks are measured. A list must agree with the other batch sizes.
     """
     micros = micro_batches_of(asked)
     if not micros:
@@ -79,7 +79,5 @@ def check_weighted(run: Run, facts: ModelFacts, problems: Problems) -> None:
     own = (facts.own and run.loss is None) or not facts.gives_logits or facts.experts is not None
     if run.micro_batch_by_rank and (run.loss == "mse" or facts.task == "gan" or own):
         what = "its routers' loss" if facts.experts is not None else "its loss"
-        message = (
-            f"--micro-batch-by-rank with {run.model}: {what} is averaged over ranks, whatever their number of samples"
-        )
+        message = f"--micro-batch-by-rank with {run.model}: {what} is averaged over ranks, not over samples"
         problems.add("loss", message, "leave it out, since equal micro batches are exact", "--micro-batch-by-rank")

@@ -1,6 +1,6 @@
 """Combinations that DeepSpeed does not support or silently ignores, refused with the reason before a process starts.
 
-Each rule was observed with DeepSpeed 0.19.8 (with the source line of its own error, if it has one).
+Each rule was observed with DeepSpeed 0.19.8. If DeepSpeed has its own error for a rule, the rule gives its source line.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
 
 
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check the layout against the model: degrees that must divide, and unsupported kinds of models."""
+    """Check the layout against the model: degrees must divide its dimensions, and its kind must be supported."""
     if layout.tp > 1:
         _check_tensor_parallel(layout, run, facts, problems)
     if layout.sp > 1:
@@ -196,19 +196,19 @@ def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems
                 name,
             )
     if run.loss_chunk and has_head(facts.task):
-        message = f"--loss-chunk {run.loss_chunk}: {what} has too few logits to be worth it"
+        message = f"--loss-chunk {run.loss_chunk}: {what} has too few logits to save memory"
         problems.add("loss", message, "leave it out", "--loss-chunk")
 
 
 def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check that every layer can detect where packed documents begin."""
+    """Check that every layer can detect the beginnings of packed documents."""
     name, why = "", ""
     if layout.sp > 1:
         name, why = f"--sequence-parallel {layout.sp}", "Ulysses attention uses one causal mask for the full sample"
     elif layout.pp > 1:
-        name, why = f"--pipeline {layout.pp}", "stages only pass on hidden states, not where a conversation begins"
+        name, why = f"--pipeline {layout.pp}", "stages pass on hidden states only, not where conversations begin"
     elif facts.own:
-        name, why = run.model, "your own model only gets tokens"
+        name, why = run.model, "your own model gets only tokens"
     if name:
         message = f"{name} with several conversations per sample, which must not attend to each other: {why}"
         problems.add("packing", message, "use --no-packing: one conversation per sample", "--packing")
@@ -230,7 +230,7 @@ def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems
 
 
 def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """Check that the degrees divide the heads: first tensor, then sequence parallel."""
+    """Check that the degrees divide the heads: first the tensor degree, then the sequence degree."""
     sequence = name == "--sequence-parallel"
     degree, sharers = (layout.sp, layout.tp) if sequence else (layout.tp, 1)
     if facts.attention_heads is None:

@@ -20,7 +20,7 @@ Integers = Sequence[int] | np.ndarray  # one-dimensional
 class Dataset(ABC):
     """Samples by index. It can be pickled (loader processes get a copy) and never changes."""
 
-    decodes = False  # True if batches are slow enough to need loader processes
+    decodes = False  # True if making batches is slow enough to need loader processes
     draws = True  # False if samples have no randomness, so `keys` are not needed
     ordered_in: int | None = None  # shuffle only within blocks of this many samples; None: over all
 
@@ -43,7 +43,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def targets(self, indices: Integers) -> int:
-        """Count these samples' labels that count in the loss, without reading or decoding them."""
+        """Return the number of these samples' labels that count in the loss, without reading or decoding samples."""
 
     def trimmed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch without the columns that are padding in every sample."""
@@ -62,7 +62,7 @@ class LabelledDataset(Dataset):
 class Data:
     """An opened source of data."""
 
-    name: str  # as the user wrote it
+    name: str  # the name as the user wrote it
     train: Dataset
     valid: Dataset
     inputs: Inputs  # the model's inputs
@@ -71,7 +71,7 @@ class Data:
     unigram_entropy_nats: float | None = None
     decode: Callable[[list[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
-    end_id: int | None = None  # token that ends a generated text
-    bad_samples: tuple[str, ...] = ()  # unreadable files that were skipped
+    end_id: int | None = None  # id of the token that ends a generated text
+    bad_samples: tuple[str, ...] = ()  # number of unreadable files that were skipped
     notes: tuple[str, ...] = ()  # notes for the user
     counts: Mapping[str, int] = field(default_factory=dict)  # conversations: how many were truncated, dropped, ...

@@ -32,7 +32,7 @@ def cache_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
-    """Hold the lock file `path`. `text` ("another process ...") is shown while another process has the lock.
+    """Hold a lock on the file `path`. `text` ("another process ...") is shown while another process has the lock.
 
     The operating system releases the lock when a process dies.
     """
@@ -55,14 +55,14 @@ def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
 #     tokens/KEY.build/          their staging folder, renamed when it is complete
 #     tokens/KEY.lock            locked by the process that makes them
 #
-# A copied or touched source gets a new fingerprint, but the same key: the source is hashed once more, but not tokenized
+# A copied or touched source gets a new fingerprint, but the same key: the source is hashed again, but not tokenized
 # again.
 @dataclass(frozen=True, kw_only=True)
 class Preparation(Generic[T]):
     """How to make files from a source, and how to read them."""
 
     source: Source
-    identity: tuple[str, ...]  # everything besides the source's content that determines the files
+    identity: tuple[str, ...]  # everything except the source's content that determines the files
     write: Callable[[Path, int], None]  # writes into a folder, given the number of documents
     read: Callable[[Path], T | None]  # None: missing or incomplete
 
@@ -94,7 +94,7 @@ class Preparation(Generic[T]):
         if source.fingerprint() != before:
             shutil.rmtree(root / key, ignore_errors=True)
             message = f"{source.name} changed while it was tokenized"
-            raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
+            raise UserError(Problem(kind="data-changed", message=message, hint="repeat it when the data are complete"))
         known.parent.mkdir(exist_ok=True)
         write_text(known, key)
         return files
@@ -103,7 +103,7 @@ class Preparation(Generic[T]):
         """Write the files into a staging folder, sync them, and rename the folder."""
         staging = root / f"{key}.build"
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(root / key, ignore_errors=True)  # exists only if it could not be read
+        shutil.rmtree(root / key, ignore_errors=True)  # a folder of this name exists only if it could not be read
         staging.mkdir()
         try:
             self.write(staging, documents)

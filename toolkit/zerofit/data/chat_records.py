@@ -49,18 +49,18 @@ class ChatMessages:
 
     messages: list[Message]  # {"role", "content"}, and other fields for templates; "weight" 0: not learned
     variables: dict[str, Any] = field(default_factory=dict)  # "tools" and others that a template may read
-    unread: tuple[str, ...] = ()  # fields of the record that do not belong to its form
+    unread: tuple[str, ...] = ()  # fields of the record that its form does not use
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatForm:
-    """One way to write a conversation down."""
+    """One file format of conversations."""
 
     title: str  # as shown to the user
-    field: str  # that it is recognised by
-    partner: str | None = None  # another field, without which the first is plain text
-    read: Callable[[Record], list[Message]]  # the messages; raises NotAConversation
-    fields: tuple[str, ...]  # all that it reads
+    field: str  # field that identifies the form
+    partner: str | None = None  # a second field that identifies it; without it, the first field is plain text
+    read: Callable[[Record], list[Message]]  # returns the messages of a record; raises NotAConversation
+    fields: tuple[str, ...]  # all fields that it reads
 
 
 def form_of(row: Record, text_field: str) -> ChatForm | None:
@@ -72,7 +72,7 @@ def form_of(row: Record, text_field: str) -> ChatForm | None:
 
 
 def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
-    """Return why zerofit does not train on a record of good and bad answers; None for other records.
+    """Return a message that zerofit does not train on records of good and bad answers; None for other records.
 
     The full text would teach the bad answers too. The prompt alone would teach no answers.
     """
@@ -95,7 +95,7 @@ def judged_answers(row: Record, text_field: str, where: str) -> Problem | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judged:
-    """Records for another kind of training, by TRL's names of their fields."""
+    """A kind of records for another kind of training, identified by TRL's field names."""
 
     fields: frozenset[str]
     title: str
@@ -142,11 +142,11 @@ def field_hint(row: Record, field: str) -> str:
         return f"--text-field: {close}"
     first, second = (json.dumps(name) for name in texts[:2])
     command = f"jq -c '{{prompt: .[{first}], completion: .[{second}]}}' FILE > pairs.jsonl"
-    return f"--text-field NAME trains on that field alone; if one answers another: {command}"
+    return f"--text-field NAME trains on that field alone; if one field answers another: {command}"
 
 
 def conversation_of(row: Record, form: ChatForm) -> ChatMessages | str:
-    """Return the conversation of a record, or the reason why it has none."""
+    """Return the conversation of a record, or the reason why it contains none."""
     if form.field not in row:
         if other_form := form_of(row, ""):
             return f"a record of the {other_form.title} form among others"
@@ -250,8 +250,8 @@ def _system(row: Record) -> list[Message]:
 class Arguments(dict[str, Any]):
     """Arguments of a tool call, for templates that format the object and for templates that print it as JSON.
 
-    Records have either. OpenAI's arguments are JSON in a string, which `| tojson` would encode a second time. An
-    object would become Python's notation in `{{ arguments }}`.
+    Records have an object or a string. OpenAI's arguments are JSON in a string, which `| tojson` would encode a second
+    time. An object in `{{ arguments }}` would be printed in Python's notation.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str):

@@ -1,4 +1,4 @@
-"""Render one conversation with a chat template: its text, the assistant's parts of it, and fields without effect."""
+"""Render a conversation with a chat template: its text, the assistant's parts in it, and fields without effect."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from zerofit.data.chat_records import ChatMessages, Message
 from zerofit.data.limited import begin_step
 from zerofit.spec.errors import reason_of
 
-# what marks the assistant's words in a template (transformers' own return_assistant_tokens_mask)
+# marks the assistant's text in a template (as in transformers' return_assistant_tokens_mask)
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MOST_CHARACTERS = 1 << 26  # of one text; a million tokens have about 2**22
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers reads as the first one
+MOST_CHARACTERS = 1 << 26  # limit for one text; a million tokens have about 2**22 characters
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that transformers treats like the first name
 
 Span = tuple[int, int]  # of characters
 
 
 class NotRendered(ValueError):
-    """Raised if a template rejects a conversation, or the assistant's part cannot be found; has the reason."""
+    """Raised if a template rejects a conversation, or the assistant's part cannot be found. Contains the reason."""
 
 
 class Rendered(NamedTuple):
     """One conversation as text."""
 
     text: str
-    spans: Sequence[Span]  # the learned text, to the end of each turn
+    spans: Sequence[Span]  # (start, end) of the learned text, up to the end of each turn
     unused: Sequence[str]  # fields of the record without effect
 
 
@@ -75,7 +75,7 @@ class Renderer:
         except NotRendered:
             return False
 
-    # Without {% generation %} in the template, an answer is what it adds to the text:
+    # Without {% generation %} in the template, an answer is the text that the template adds for it:
     #
     #     messages before, with the generation prompt   <user> 2 + 2? <assistant>
     #     the same with the answer                      <user> 2 + 2? <assistant> 4 <end>

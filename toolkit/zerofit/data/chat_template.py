@@ -21,7 +21,7 @@ from zerofit.spec.files import write_text
 from zerofit.spec.foreign import read_json
 
 _FOLDER = Path(__file__).with_name("templates")
-_PLAIN = _FOLDER / "bytes.jinja"  # for bytes, which have no template of their own
+_PLAIN = _FOLDER / "bytes.jinja"  # for the tokenizer `bytes`, which has no template
 # The tokens by which each format marks turns. A format without such tokens writes plain text and ends a turn with
 # eos_token.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -43,8 +43,8 @@ COPY_IT = (
     "--chat-template FILE: a copy that writes all messages and their tool_calls, "
     "with {% generation %} ... {% endgeneration %} around what the assistant writes"
 )
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a tokenizer and a config
-_PROBE = "zerofit-probe"  # an answer, to see what follows it
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # file names of a tokenizer and a config
+_PROBE = "zerofit-probe"  # an answer, to find the text after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class ChatTemplate:
         return MARKED.search(self.text) is not None
 
     def encode_all(self, conversations: Sequence[ChatMessages]) -> list[EncodedChat | str]:
-        """Return the tokens of each conversation, or why it has none. Raises UserError if a template exceeds limits."""
+        """Return the tokens of each conversation, or why it fails. Raises UserError if a template exceeds limits."""
         results = self._limited(lambda renderer, chat: renderer.render(chat), conversations)
         rendered = [result if isinstance(result, str) else _bytes_safe(*result) for result in results]
         texts = [result[0] for result in rendered if not isinstance(result, str)]
@@ -84,12 +84,12 @@ class ChatTemplate:
         return [result if isinstance(result, str) else self._targets(*next(tokens), *result) for result in rendered]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation up to where the assistant answers. Raises UserError."""
+        """Return the text of a conversation up to the start of the assistant's answer. Raises UserError."""
         return self._text(messages, prompt=True)
 
     @cached_property
     def turn_end(self) -> str:
-        """What the template writes after the assistant's answer; "" for nothing. Raises UserError."""
+        """The text that the template writes after an answer of the assistant; may be "". Raises UserError."""
         turns = {"user": "Hello", "assistant": _PROBE}
         messages = [{"role": role, "content": content} for role, content in turns.items()]
         return self._text(messages, prompt=False).rpartition(_PROBE)[2]
@@ -179,7 +179,7 @@ def open_chat_template(template: Path | None, tokenizer: Tokenizer) -> ChatTempl
         return ChatTemplate(text=_read(_PLAIN), origin="chat template for bytes", tokenizer=tokenizer)
     try:
         text = loaded.get_chat_template()
-    except ValueError as error:  # none, or several without a default
+    except ValueError as error:  # it has no template, or several without a default
         message = f"--tokenizer {tokenizer.name} has no chat template"
         if loaded.chat_template:
             message = f"--tokenizer {tokenizer.name} has no default chat template: {reason_of(error)}"
@@ -222,7 +222,7 @@ def template_file(template: Path) -> Path:
 
 
 def likely_template(vocabulary: Collection[str]) -> str:
-    """Return the name of the template that suits a tokenizer with these tokens: the one with most tokens of its own."""
+    """Return the name of the template that fits a tokenizer best: most of its own tokens are in the vocabulary."""
     suited = {name: len(tokens) for name, tokens in NAMED_TEMPLATES.items() if not missing_tokens(name, vocabulary)}
     best = max(suited, key=suited.__getitem__)
     return best if suited[best] else "zephyr"
@@ -255,8 +255,8 @@ def tokenizer_files(tokenizer: str, chat_template: Path | None) -> Callable[[Pat
 def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
     """Set the ids of special tokens in a model's config.json and generation_config.json, as transformers' Trainer does.
 
-    A base model's config has the base model's end token. If the tokenizer used for training has another end token,
-    other programs would generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
+    A base model's config has the base model's end token. The training's tokenizer may have another end token. Other
+    programs would then generate past the end of an answer. (transformers/trainer_utils.py, align_special_tokens)
     """
     for name in ("config.json", "generation_config.json"):
         if not (folder / name).is_file():
@@ -276,7 +276,7 @@ def _set_special_tokens(folder: Path, ids: Mapping[str, int]) -> None:
 
 
 def _read(file: Path) -> str:
-    """Return a template's text. Raises UserError."""
+    """Read a template's text. Raises UserError."""
     try:
         return file.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

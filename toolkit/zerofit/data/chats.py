@@ -23,8 +23,8 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run import Run
 
-FORMAT = "chats-2"  # raise it when files, split rules or the fields read from records change
-AT_ONCE = 1024  # conversations, for the tokenizer's threads
+FORMAT = "chats-2"  # increase it if files, split rules or the fields read from records change
+AT_ONCE = 1024  # conversations per batch, for the tokenizer's threads
 PARTS = ("ids", "targets", "starts")
 BLOCK = 1 << 22  # tokens whose targets are counted at a time
 
@@ -36,10 +36,10 @@ class ChatTokens:
     ids: TokenFile  # uint16 or uint32 (tokens,)
     targets: TokenFile  # bool (tokens,): written by the assistant
     starts: TokenFile  # int64 (conversations + 1,): where each conversation begins, and where the last one ends
-    unused: dict[str, int]  # fields of records without effect, and in how many conversations
+    unused: dict[str, int]  # fields of records without effect -> number of conversations that have them
 
 
-# A row of two packed conversations, of 5 and 3 tokens, with 2 places of padding:
+# A row of two packed conversations, of 5 and 3 tokens, with 2 padding tokens:
 #
 #     inputs      a0 a1 a2 a3 | b0 b1 | pad pad
 #     positions    0  1  2  3 |  0  1 |   0   1
@@ -113,7 +113,7 @@ class ChatCounts:
 
     conversations: int
     truncated: int  # longer than a sample, so cut off
-    dropped: int  # without any of the assistant's tokens after truncation
+    dropped: int  # left out: no tokens of the assistant after truncation
     rows: int
     tokens: int  # positions of the rows without padding
     targets: int  # labels that count
@@ -169,9 +169,9 @@ def pack(lengths: Sequence[int] | np.ndarray, size: int) -> list[list[int]]:
     return rows
 
 
-# Cumulative sums take 8 bytes a token, so they are made for one block of conversations at a time.
+# Cumulative sums need 8 bytes per token, so they are computed for one block of conversations at a time.
 def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the number of targets in each part, int64; parts have these starts and lengths and are in order."""
+    """Return the number of targets in each part, int64. `starts` and `lengths` define the parts, in order."""
     counts = np.zeros(len(starts), dtype=np.int64)
     first = 0
     while first < len(starts):
@@ -209,8 +209,8 @@ def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int,
 def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
     """Open the tokens of a source's conversations by split: map the cached files, or write them first.
 
-    Raises UserError with up to 20 bad records: no conversation, or the assistant's text cannot be found. Raises as
-    `Preparation.open` does, too.
+    Raises UserError with up to 20 bad records: no conversation, or the assistant's text cannot be found. Also raises
+    the errors of `Preparation.open`.
     """
 
     ids = "uint16" if template.tokenizer.vocab_size <= 1 << 16 else "uint32"

@@ -34,7 +34,8 @@ def name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest())
 
 
-# Held out by hash instead of at random: a file stays in its split if others are added or removed, on every machine.
+# Samples are held out by hash, not at random. So a file stays in its split on every machine, even if other files
+# change.
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
     """Return the largest hash of a held-out sample: a share of the samples is held out, at least one.
 

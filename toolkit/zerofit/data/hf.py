@@ -1,6 +1,6 @@
 """Text from a data set on the Hugging Face hub, or from a folder that the `datasets` library can read.
 
-If this machine cannot reach the hub, no time is spent on retries.
+If this machine cannot reach the hub, the hub is not tried again and again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # rows read at a time
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}  # by file suffix
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}  # by suffix
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -59,7 +59,7 @@ def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
 @lru_cache
 def _reachable(endpoint: str) -> bool:
     if any(os.environ.get(name) for name in _PROXIES):
-        return True  # the proxy resolves the name
+        return True  # a proxy resolves the hub's name
     try:
         socket.getaddrinfo(urlsplit(endpoint).hostname, 443)
     except OSError:
@@ -72,7 +72,7 @@ def open_hf(run: Run, argument: str) -> Source:
 
     NAME may be a local folder or file. The split `train` is for training. The split `validation` (or test) is held out.
     Without such a split, 5 % of the rows are held out, by the hash of their numbers. With fewer than 20 rows, the last
-    5 % of each text is held out. Raises UserError "hf" or "text-field".
+    5 % of each text are held out. Raises UserError "hf" or "text-field".
     """
     fields = named_splits(argument)
     train = fields["train"]
@@ -136,7 +136,7 @@ class HfSet(Source):
     name: str
     train: Any
     valid: Any | None
-    what: str  # a column, or a format of conversations
+    what: str  # name of a column, or a format of conversations
 
     def fingerprint(self) -> str:
         """Return the library's fingerprint, which covers files and processing."""
@@ -144,7 +144,7 @@ class HfSet(Source):
         return text_digest(self.train._fingerprint, valid, self.what)
 
     def survey(self, progress: Reporter) -> Survey:
-        """Use the fingerprint as content hash, so the content is not read again."""
+        """Return the fingerprint as content hash, so the content is not read again."""
         return Survey(self.fingerprint(), len(self.train))
 
     def placed_rows(self, documents: int) -> Iterator[tuple[Any, str, bool]]:

@@ -24,12 +24,12 @@ R = TypeVar("R")
 
 VALID_NAMES = ("val", "valid", "validation", "test")
 VALID_SHARE = 0.10
-FORMAT = "images-2"  # raise it when the set of readable files changes
-NAMED = 20  # limit of files in an error
+FORMAT = "images-2"  # increase it if the set of readable files changes
+NAMED = 20  # maximum number of files named in an error
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 # folders created by systems and programs, skipped like folders that start with a dot
 _SYSTEM = frozenset({"__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found"})
-_LARGEST = 65535  # of 16-bit values
+_LARGEST = 65535  # modes of images with 16-bit values
 
 
 def is_own(name: str) -> bool:
@@ -99,8 +99,8 @@ def short_reason(error: Exception, path: Path | None = None) -> str:
 def as_rgb(image: Image.Image, upright: bool = False) -> Image.Image:
     """Return an opened image with 8 bits per colour. 16 bits become their upper 8, as Pillow does with 16-bit colours.
 
-    `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for numbers without a known white level,
-    which Pillow itself would cut off at 255.
+    `upright`: rotate by the EXIF tag, as image viewers do. Raises ValueError for pixel values without a known white
+    level; Pillow itself would clip them at 255.
     """
     from PIL import Image, ImageOps
 

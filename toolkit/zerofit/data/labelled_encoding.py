@@ -18,9 +18,9 @@ BYTES_PAD = 258  # padding id of the tokenizer `bytes`
 
 
 class Labelled(NamedTuple):
-    """One row as read."""
+    """The content of one row."""
 
-    text: str | list[str]  # words, if each has a tag
+    text: str | list[str]  # a list of words if each word has a tag
     pair: str | None
     label: str | list[str]  # class name, tags of the words, or target text
 
@@ -29,9 +29,9 @@ class EncodedLabelled(NamedTuple):
     """One sample: ids, the segment of a pair that each belongs to, and labels."""
 
     ids: np.ndarray
-    types: np.ndarray  # zeros without a pair
+    types: np.ndarray  # segment of each id; zeros without a pair
     labels: np.ndarray  # a class, one per id (-100: none), or ids of the target
-    cut: bool  # truncated to a sample
+    cut: bool  # whether the text was truncated to the sample's length
 
 
 class ClassNames:

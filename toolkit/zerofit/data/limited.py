@@ -1,4 +1,4 @@
-"""Runs code that depends on foreign input, such as a chat template, in a separate process with limits."""
+"""Run code that depends on untrusted input, such as a chat template, in a separate process with limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Exceeded(Exception):
 
 
 # Why a process: a template can loop for ever or build huge texts within one call of Python or C. Only the operating
-# system can stop such a template. A fork takes milliseconds and inherits what is imported. A limit of address space
+# system can stop such a template. A fork takes milliseconds and inherits the imported modules. A limit of address space
 # ends a single allocation, and ITIMER_PROF counts processor time, so a busy machine does not end the work.
 def limited(work: Callable[[T], Any], items: Sequence[T]) -> Iterator[Any]:
     """Yield the result of `work` for each item, passed as JSON. Raises Exceeded.
@@ -60,7 +60,7 @@ def _work(work: Callable[[T], Any], items: Sequence[T], writing: int) -> NoRetur
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPROF):
-            signal.signal(number, signal.SIG_DFL)  # the system can then end even a call into C
+            signal.signal(number, signal.SIG_DFL)  # the system can then end the process even during a call into C
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         allowed = taken + MORE_BYTES

@@ -1,4 +1,4 @@
-"""The order of samples, and batches of training and evaluation, made here or ahead by loader processes."""
+"""The order of samples, and batches for training and evaluation, made in this process or in loader processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ROOMY_BYTES = 1 << 30
 # Small micro batches are made several at a time, of about this many bytes together, at the cost of one.
 _BLOCK_BYTES = 1 << 16
 _ALIGNMENT = 64  # bytes, as in torch's allocations, on which the last bit of kernels may depend
-_PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once instead of by each loader process
-_KEY_STREAM = 0x5EED  # makes masked samples the same in every evaluation
+_PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not per loader process
+_KEY_STREAM = 0x5EED  # fixed, so that masked samples are the same in every evaluation
 
 
 # The order of samples, for 4 samples and a global batch of 3:
@@ -33,7 +33,8 @@ _KEY_STREAM = 0x5EED  # makes masked samples the same in every evaluation
 #     sample      2 0 3 1 | 3 1 0 2 | 1 ...     a permutation in each epoch
 #     step        0 0 0 1   1 1 2 2   2 ...
 #
-# A step is a range of positions, whatever the number of ranks. So a run resumes at any position, in any layout.
+# A step is a range of positions that does not depend on the number of ranks. So a run resumes at any position, in any
+# layout.
 @dataclass(frozen=True)
 class Order:
     """Endless stream of sample indices; every `n` positions are one epoch with each sample once.
@@ -82,12 +83,12 @@ def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
     else:
         key = np.array([seed, epoch], dtype=np.uint64)
         order = np.random.Generator(np.random.Philox(key=key)).permutation(n)
-    order.setflags(write=False)  # all callers share it
+    order.setflags(write=False)  # all callers share this array
     return order
 
 
 def default_workers(data: Data, ranks: int) -> int:
-    """Return the number of loader processes per rank: 0 if a batch is only indexing, else up to 4."""
+    """Return the number of loader processes per rank: 0 if making a batch is only indexing, else up to 4."""
     if not data.train.decodes:
         return 0
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
@@ -103,11 +104,11 @@ def micro_batches(
 ) -> Iterator[dict]:
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
-    Ranges are not empty and all of one length, except the last. They are consumed lazily (2 * workers ahead, or a block
-    of about 64 KiB) and may be endless. With workers > 0, loader processes live until the iterator is closed. They do
-    not change the result or its order. `indices` is read-only. A MicroSlice instead of a range has the image settings
-    of its step; `mixing` mixes each MicroSlice that has a `before`. `pinned`: loader processes return pinned memory, so
-    copies to a GPU overlap with computation; positions are then a list.
+    Ranges are not empty. All have the same length, except the last. Ranges are consumed lazily (2 * workers ahead, or a
+    block of about 64 KiB), and there may be infinitely many. With workers > 0, loader processes live until the iterator
+    is closed. Loader processes do not change the result or its order. `indices` is read-only. A MicroSlice instead of a
+    range has the image settings of its step; `mixing` mixes each MicroSlice that has a `before`. `pinned`: loader
+    processes return pinned memory, so copies to a GPU overlap with computation; positions are then a list.
     """
     maker, remaining = _MicroBatches(dataset, order, mixing), iter(slices)
     first = next(remaining, None)
@@ -151,7 +152,7 @@ class _MicroBatches:
             aligned = not x.is_floating_point() or x[0].nbytes % _ALIGNMENT == 0
             count = max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if aligned else 1
             while batches:
-                yield batches.pop(0)  # keeps no reference to it here
+                yield batches.pop(0)  # so that no reference to the batch remains here
 
     def _block(self, ranges: list[range]) -> list[dict]:
         indices = np.concatenate([self.order.indices(p.start, p.stop) for p in ranges])
@@ -169,7 +170,7 @@ class _MicroBatches:
 def eval_indices(n: int, limit: int | None) -> np.ndarray:
     """Choose the samples of `n` for an evaluation: all samples, or `limit` samples evenly spaced.
 
-    Evenly spaced, because image folders are sorted by class, so the first thousand would be one class.
+    They are evenly spaced because image folders are sorted by class: the first thousand samples could be one class.
     """
     count = n if limit is None else min(limit, n)
     return np.arange(count, dtype=np.int64) * n // max(count, 1)
@@ -265,5 +266,5 @@ def _to_arrays(batch: dict) -> dict:
 def _to_tensors(batch: dict) -> dict:
     import torch
 
-    numbers = ("indices", "real")  # these stay arrays
+    numbers = ("indices", "real")  # these stay NumPy arrays
     return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) and k not in numbers else v for k, v in batch.items()}

@@ -33,8 +33,8 @@ class MicroSlice:
     """The samples of one micro batch, and the settings of their step."""
 
     positions: range
-    size: int | None = None  # pixels per side; None: the data's size
-    before: int | None = None  # position of the image to mix the first one with; None: no mixing
+    size: int | None = None  # image size of the step, pixels per side; None: the data's size
+    before: int | None = None  # position of the image that is mixed with the first image; None: no mixing
     key: int = 0  # key of the step's random numbers
 
 

@@ -53,7 +53,7 @@ class SourceKind:
 _IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
 _MASKS = frozenset({"masks"})
 
-_MEDIA = {"table": "table", "segmentation": "masks"}  # tasks without text; all others use images
+_MEDIA = {"table": "table", "segmentation": "masks"}  # tasks without text; all other tasks use images
 
 # A new kind of data is a row here, and a function in one of the tables below.
 KINDS: dict[str, SourceKind] = {
@@ -142,9 +142,9 @@ def kind_of_file(path: Path) -> str:
 
 
 def check_data(data: str, task: Task | None) -> None:
-    """Check a data name and, if the task is known, that such data can be used for it.
+    """Check a data name and, if the task is known, that the task can use such data.
 
-    Raises UserError: those of `split_name`, and "data-task".
+    Raises UserError "data-task", and the errors of `split_name`.
     """
     word = split_name(data)[0]
     if task is None:
@@ -168,17 +168,17 @@ def check_data(data: str, task: Task | None) -> None:
         raise UserError(Problem(kind="data-task", message=message, hint=f"use --data with {fitting}", where="--data"))
 
 
-# By task: tables, labelled text, models with their own loss, images, then text. Text needs a tokenizer; all of a run's
-# mistakes in data and tokenizer are reported together.
+# The branches by task: tables, labelled text, models with their own loss, images, then text. Text needs a tokenizer;
+# all mistakes in data and tokenizer are reported together.
 def open_data(
     run: Run, task: Task, seq_len: int | None, progress: Reporter, known: Sequence[str] | None = None
 ) -> Data:
     """Open the data of a run; prepare and cache them as needed.
 
     `seq_len` (tokens per sample) is the model's, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every process
-    gets the same data. The first one makes the cache. The others use it, or wait for it and report that to `progress`.
-    `known`: the classes of a trained model, in order; by default those of the run's model. Raises UserError with all
-    problems.
+    gets the same data. The first process makes the cache. The other processes use it, or wait for it and report that to
+    `progress`. `known`: the classes of a trained model, in order; by default those of the run's model. Raises UserError
+    with all problems.
     """
     name = run.data or default_data(task)
     check_data(name, task)
@@ -190,7 +190,7 @@ def open_data(
         return open_synthetic_labelled(name, run, task, length)
     if has_pairs(task) and word != "synthetic":
         if run.stream:
-            return _streamed(name, word, argument, run, task, length)  # raises an error
+            return _streamed(name, word, argument, run, task, length)  # always raises an error
         known = label_names(find(run.model)) if known is None and has_head(task) else known or ()
         return open_labelled(name, run, task, length, known, progress)
     if gives_loss(task):
@@ -235,7 +235,7 @@ def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter)
 def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length: int) -> Data:
     """Open a stream. Raises UserError for data or models that do not support it."""
     if word != "hf" or task != "causal-lm":
-        message = f"--stream supports hf: data with causal language models, not {name} with the task {task}"
+        message = f"--stream needs --data hf:NAME and a causal language model, not {name} with the task {task}"
         raise UserError(Problem(kind="stream", message=message, hint="remove it", where="--stream"))
     return open_stream(run, argument, _tokenizer_for(run.tokenizer, task), length)
 

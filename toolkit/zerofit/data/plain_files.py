@@ -1,4 +1,4 @@
-"""Plain files as people have them: compressed, with a byte order mark, or in a format of another program."""
+"""Plain files: possibly compressed, with a byte order mark, or in a format of another program."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import IO, Any
 
 from zerofit.spec.errors import Problem, UserError
 
-SKIPPED_BYTES = 1 << 20  # bytes skipped at a time
+SKIPPED_BYTES = 1 << 20  # bytes to skip at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-# People name files .txt or .jsonl whatever their format is, so the content decides.
+# Files named .txt or .jsonl can have any format, so the content decides.
 # first bytes of a file, its type, and how to read or convert it
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a Parquet file", "--data hf:{path} reads it"),
@@ -122,7 +122,7 @@ def skip(file: IO[bytes], count: int) -> None:
 
 
 def refuse_others(files: Iterable[Path], most: int) -> None:
-    """Raise UserError with up to `most` files that are not text, whatever their names, and how to read them."""
+    """Raise UserError with up to `most` files that are not text, and how to read them. Names do not matter."""
     problems: list[Problem] = []
     for path in files:
         if len(problems) < most and (problem := _other(path)):

@@ -23,14 +23,15 @@ CLOSE = 1e-6  # tolerance for rounding
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedImages:
-    """The images that the weights were trained on; None for values that the weights' folder lacks."""
+    """The format of the weights' training images; None for values that are not in the weights' folder."""
 
     size: int | None = None
     mean: tuple[float, ...] | None = None  # for pixels between 0 and 1
     std: tuple[float, ...] | None = None
 
 
-# Weights only work with the scaling of their training, which differs from ImageNet's for many models (ViT: 0.5, 0.5).
+# Weights work only with the image scaling of their training. It differs from ImageNet's for many models (ViT: 0.5,
+# 0.5).
 def published_images(run: Run) -> PublishedImages:
     """Read the image settings in the folder of the run's weights. Raises UserError for a file that does not parse."""
     paths = [Path(path).expanduser() for path in (run.pretrained, run.model) if path and Path(path).is_dir()]
@@ -55,7 +56,7 @@ def published_images(run: Run) -> PublishedImages:
 
 
 def as_published(data: Data, published: PublishedImages) -> Data:
-    """Return the data with its images scaled as the weights were trained."""
+    """Return the data with its images scaled as in the training of the weights."""
     mean, std, inputs = published.mean, published.std, data.inputs
     if not isinstance(inputs, ImageInputs) or mean is None or std is None or len(mean) != inputs.channels:
         return data

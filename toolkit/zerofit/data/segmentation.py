@@ -147,7 +147,7 @@ def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
     return [MaskedImage(image=str(prefix / "images" / f.name), mask=str(prefix / f"masks/{f.stem}.png")) for f in files]
 
 
-# The number of classes follows only from all masks, so all masks are read once before training.
+# The number of classes is known only after reading all masks, so they are read once before training.
 def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
     """Return the number of classes, and bad images with reasons; cached by names, sizes and times."""
     stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
@@ -170,7 +170,7 @@ def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[
 
 
 def _check_pair(root: Path, pair: MaskedImage) -> tuple[int, str]:
-    """Return a mask's largest class (-1: none), and why the pair is bad ("": it is good)."""
+    """Return a mask's largest class (-1: none), and the fault of the pair ("": none)."""
     from PIL import Image
 
     try:

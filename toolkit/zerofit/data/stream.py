@@ -29,7 +29,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, cache_root, write_json
 from zerofit.spec.run import Run
 
-FORMAT = "stream-1"  # raise it when files change
+FORMAT = "stream-1"  # increase it if the format of the files changes
 BLOCK_TOKENS = 1 << 22
 VALID_WINDOWS = 256
 KEPT = 3  # blocks on the disk
@@ -38,13 +38,13 @@ ENDLESS = 1 << 62  # samples
 
 
 class _Reader:
-    """The tokens of a streamed split, without end: the first row follows the last."""
+    """The endless tokens of a streamed split: after the last row, the first row follows."""
 
     def __init__(self, stream: TokenStream, split: str, place: dict[str, Any]):
         """Start at a `place` of this split."""
         self._stream, self._split = stream, split
         self._tokenizer = open_tokenizer(stream.tokenizer)
-        self.passes = 0  # passes over the split
+        self.passes = 0  # number of complete passes over the split
         self._set, self._state = self._opened(), place["rows"]
         if self._state is not None:
             self._set.load_state_dict(self._state)
@@ -120,7 +120,7 @@ class TokenStream:
     valid_tokens: int
 
     def block(self, number: int) -> TokenFile:
-        """Return a block's tokens, made now (with the blocks before it that it needs) if missing."""
+        """Return a block's tokens. A missing block is made now, with the earlier blocks that it needs."""
         path = self.folder / f"block-{number}.bin"
         with cache_errors(f"hf:{self.name}"):
             if not path.is_file():
@@ -130,7 +130,7 @@ class TokenStream:
         return TokenFile(path, "uint32")
 
     def begin(self, valid_split: str | None) -> TokenFile:
-        """Return the validation tokens: from their own split, or the first ones, which training skips."""
+        """Return the validation tokens: from their own split, or the first tokens, which training skips."""
         path, beginning = self.folder / "valid.bin", {"rows": None, "tokens": 0}
         with cache_errors(f"hf:{self.name}"), self._alone():
             if not self._noted(0).is_file():
@@ -145,7 +145,7 @@ class TokenStream:
         return TokenFile(path, "uint32")
 
     def _make(self, number: int) -> None:
-        """Write this block and those before it whose position is unknown; only the newest are kept."""
+        """Write this block, and earlier blocks whose position is unknown. Only the newest blocks are kept."""
         first = number
         while not self._noted(first).is_file():
             first -= 1

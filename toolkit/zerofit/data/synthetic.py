@@ -1,4 +1,4 @@
-"""Synthetic data that can be learned, to try a set-up and to measure speed without a disk."""
+"""Synthetic data that can be learned, to test a set-up and to measure speed without a disk."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from zerofit.spec.run import Run
 if TYPE_CHECKING:
     import torch
 
-# Each kind has something to learn, so that a falling loss shows that training works. Noise alone would not.
+# Each kind has a pattern to learn, so a falling loss shows that training works. Pure noise has none.
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # distances to the next token, all equally likely
-ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a synthetic table; SPREAD: noise around a class's centre
+ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # size of a synthetic table; SPREAD: noise around a class's centre
 LARGE = 128  # pixels per side from which loader processes are useful (0.5 ms per image of 224)
 POOL = 1 << 21  # random values shared by images; 150,000 new normals per image would take longer than training
 
@@ -135,7 +135,7 @@ class SyntheticSamples(Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticPictures(SyntheticSamples, LabelledDataset):
-    """Pictures that are drawn on demand."""
+    """Pictures that are generated on demand."""
 
     classes: int
     size: int

@@ -17,7 +17,7 @@ from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
-SHOWN = 5  # limit of broken rows and class names in a message
+SHOWN = 5  # maximum number of broken rows and class names in a message
 MOST_CLASSES = 1000
 
 
@@ -128,7 +128,7 @@ def _read_csv(path: Path, column: str) -> _Table:
 def _read_npy(path: Path, column: str) -> _Table:
     """Read an array of numbers (rows, columns); lines and columns are counted from 1."""
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # fails if the header announces more data than the file has
+        array = np.lib.format.open_memmap(path, mode="r")  # fails if the header declares more data than the file has
     except Exception as error:  # the header is a Python literal, so numpy raises many types
         raise ValueError(f"{type(error).__name__}: {error}"[:200]) from None
     if array.ndim != 2 or array.dtype.kind not in "fiub" or not array.size:
@@ -157,7 +157,7 @@ def _label_place(path: Path, names: Sequence[str], column: str) -> int:
 
 
 def _refuse_words(path: Path, names: Sequence[str], label: int, rows: Sequence[Sequence[str]]) -> None:
-    """Raise UserError for columns without any number, which cannot be features."""
+    """Raise UserError for columns without any number: they cannot be features."""
     words = [n for n in range(len(names)) if n != label and rows and all(_number(row[n]) is None for row in rows)]
     if words:
         shown = ", ".join(f"{names[n]!r} ({rows[0][n][:20]!r}, ...)" for n in words[:SHOWN])
@@ -200,7 +200,7 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
         message = f"{path}, line {table.lines[0]}: the label {first[0]!r} is a word, but all others are numbers"
         raise _unusable("data-classes", message, f"if it is the column's name, use FILE:{first[0]}")
     numeric = all(value is not None for value in values.values())
-    keys = {word: f"{int(value or 0)}" if numeric else word for word, value in values.items()}  # "1" and "1.0" are one
+    keys = {word: f"{int(value or 0)}" if numeric else word for word, value in values.items()}  # "1" is "1.0"
     classes = sorted(set(keys.values()), key=lambda word: (int(word) if numeric else 0, word))
     if not 2 <= len(classes) <= MOST_CLASSES:
         message = f"{path}: {table.label!r} has {len(classes)} classes; 2 to {MOST_CLASSES:,} are supported"
@@ -209,7 +209,7 @@ def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
     return np.array([numbers[keys[word]] for word in table.classes], dtype=np.int64), classes
 
 
-# Only from training rows: the validation must not have any influence on the model's inputs.
+# Mean and deviation are from training rows only, so that validation rows do not influence the model's inputs.
 def _standardised(features: np.ndarray, train: np.ndarray) -> np.ndarray:
     """Return float32 (n, features) with mean 0 and deviation 1 over the training rows; constant columns become 0."""
     mean, std = features[train].mean(axis=0), features[train].std(axis=0)

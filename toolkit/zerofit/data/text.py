@@ -49,7 +49,7 @@ class _TextWindows(Dataset):
 class CausalText(_TextWindows):
     """Window i: inputs tokens[i*L : (i+1)*L], labels the same shifted by one.
 
-    Every token except the first of the row is a label exactly once. The last window is padded, with labels -100.
+    Every token except the row's first token is a label exactly once. The last window is padded, with labels -100.
     """
 
     draws = False
@@ -102,11 +102,11 @@ def masked_count(real: np.ndarray) -> np.ndarray:
 
 
 # BERT draws 15 % of tokens independently, so their number varies. Here each sample has exactly 15 %: the tokens with
-# the smallest hashes. So the number by which a global batch's loss is divided is known before its samples are made.
+# the smallest hashes. So the divisor of a global batch's loss is known before its samples are made.
 def mask_tokens(
     tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Corrupt tokens, int64 (batch, seq_len), of which the first `real` (batch,) in each row count.
+    """Mask tokens, int64 (batch, seq_len). In each row only the first `real` (batch,) tokens count.
 
     In each row the key selects exactly masked_count(real) tokens as targets. Of these, 80 % become `mask_id`, 10 % one
     of the `ordinary` ids, and 10 % stay. Returns (inputs, labels), with labels -100 elsewhere.

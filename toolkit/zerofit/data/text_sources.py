@@ -24,7 +24,7 @@ from zerofit.spec.run import Run
 
 HELD_OUT = 0.05  # share of the text held out for validation if a source has no split
 WHOLE_DOCUMENTS_FROM = 20  # from this many documents on, full documents are held out
-MANY = 200_000  # more names are not sorted, because their hashes are uniform enough
+MANY = 200_000  # above this number, names are not sorted: their hashes are uniform enough
 NAMED = 20  # limit of problems in an error
 CHUNK_BYTES = 1 << 22
 _NOT_LIBRARY = frozenset(
@@ -37,13 +37,13 @@ class TextPiece(NamedTuple):
 
     text: str
     held_out: bool  # belongs to validation data
-    ends: bool  # the document or its training part ends here
+    ends: bool  # whether the document or its training part ends here
 
 
 class Survey(NamedTuple):
     """The result of one pass over the raw bytes of a source."""
 
-    digest: str  # of names and content
+    digest: str  # hash of names and content
     documents: int
 
 
@@ -61,7 +61,7 @@ class Source(ABC):
         """Hash all content and count the documents. Raises UserError "empty-data"."""
 
     def size_bytes(self) -> int | None:
-        """Return the bytes of text for the progress bar; None if unknown."""
+        """Return the number of bytes of text, for the progress bar; None if unknown."""
         return None
 
 
@@ -78,7 +78,7 @@ class ChatPiece(NamedTuple):
 
     conversation: ChatMessages
     where: str  # for messages about it
-    held_out: bool  # it is validation data
+    held_out: bool  # whether it is validation data
 
 
 class ChatSource(Source):
@@ -94,7 +94,7 @@ class ChatSource(Source):
 def held_out_hash(names: Iterable[str], documents: int, whole_documents: bool = False) -> int:
     """Return the name hash up to which documents are validation data: 5 % of them, at least one.
 
-    Returns -1 for fewer than 20 documents: then the end of each document is held out, unless `whole_documents` is set.
+    Returns -1 for fewer than 20 documents, unless `whole_documents` is set: then the end of each document is held out.
     """
     if documents < WHOLE_DOCUMENTS_FROM and not whole_documents:
         return -1

@@ -18,7 +18,7 @@ from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_text
 
-FORMAT = "tokens-2"  # raise it when files or split rules change: old caches are then left alone
+FORMAT = "tokens-2"  # increase it if files or split rules change; old caches are then not used
 SPLITS = ("train", "valid")
 BATCH_CHARACTERS, BATCH_PIECES = 1 << 20, 1024
 
@@ -45,7 +45,10 @@ class SplitWriter:
     """Files of one split, SPLIT.PART with numbers of one type each, that grow sample by sample."""
 
     def __init__(self, folder: Path, split: str, dtypes: Mapping[str, str], starts: Sequence[str]):
-        """`dtypes`: by part. `starts`: parts with the place at which each sample begins, and the end of the last."""
+        """`dtypes`: type of each part.
+
+        `starts`: parts with the start of each sample, and the end of the last sample.
+        """
         self._dtypes = dtypes
         self._files = {part: (folder / f"{split}.{part}").open("wb") for part in dtypes}
         self._ends = dict.fromkeys(starts, 0)
@@ -96,7 +99,7 @@ class Tokens:
 
 
 def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
-    """Open the tokens of a source: existing ones, else make them now, or wait for the process that does.
+    """Open the tokens of a source: read existing files, make them now, or wait for the process that makes them.
 
     Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
     """
@@ -132,7 +135,7 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _Writer:
-    """One split's file of ids, with their hash and counts."""
+    """One split's file of ids, with the hash and the counts of the ids."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -169,7 +172,7 @@ def _read(folder: Path) -> Tokens | None:
     except (OSError, ValueError, KeyError):
         return None
     train, valid = (np.array(meta[split]["unigrams"]) for split in SPLITS)
-    logs = np.log((train + 1) / (train.sum() + len(train)))  # of add-one smoothed frequencies
+    logs = np.log((train + 1) / (train.sum() + len(train)))  # loss of predicting by add-one smoothed frequencies
     entropy = float(-(valid * logs).sum() / max(valid.sum(), 1))
     counts = {split: meta[split]["tokens"] for split in SPLITS}
     return Tokens(**files, counts=counts, unigram_entropy_nats=entropy)

@@ -20,7 +20,7 @@ from zerofit.spec.foreign import Unreadable, read_json
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _MASK_TOKENS = ("[MASK]", "<mask>")
 _KNOWN = "use bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
-_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # transformers' and convertible ones
+_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # transformers' and convertible files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def was_trained_on_bytes(folder: Path) -> bool:
         return False
 
 
-# Divisible by 4, since tensor parallelism splits the vocabulary.
+# The number of ids is divisible by 4, since tensor parallelism splits the vocabulary.
 def _bytes_tokenizer() -> Tokenizer:
     """Return a tokenizer of 256 bytes, end of document, mask, padding (258) and a spare id (divisible by 4)."""
     return Tokenizer(

@@ -18,8 +18,8 @@ class Check:
     value: str  # what was found
     expected: str = ""
     hint: str = ""  # how to fix it
-    figure: float | None = None  # a measured value in bytes, bytes/s, FLOP/s or seconds
-    source: str = ""  # of the expected value
+    figure: float | None = None  # the measured value in bytes, bytes/s, FLOP/s or seconds
+    source: str = ""  # source of the expected value
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -29,7 +29,7 @@ class Check:
 def check(
     name: str, host: str, problem: str, good: str, status: str = FAIL, expected: str = "", hint: str = ""
 ) -> Check:
-    """Return a check: OK with the value `good` if `problem` is empty, else with this status and hint."""
+    """Return a check: OK with the value `good` if `problem` is empty, else `problem` with this status and hint."""
     return Check(
         name=name,
         host=host,

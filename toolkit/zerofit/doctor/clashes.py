@@ -9,10 +9,10 @@ from typing import Any
 
 from zerofit.doctor.check import FAIL, OK, WARN, Check, check
 
-# CUDA's major version: the oldest driver for it
+# CUDA's major version -> the oldest driver that supports it
 DRIVERS = {13: 580, 12: 525, 11: 450}
 DRIVERS_SOURCE = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
-ANY_MINOR = (11, 12)  # CUDA versions within which DeepSpeed builds with another minor version than torch's
+ANY_MINOR = (11, 12)  # in these CUDA versions, DeepSpeed builds with another minor version than torch's
 STABLE_VISION = 29  # torchvision 0.29 and later also work with newer releases of torch
 BUILDER = "deepspeed/ops/op_builder/builder.py: assert_no_cuda_mismatch"
 Facts = dict[str, Any]
@@ -44,7 +44,7 @@ def _named(facts: Facts, *words: str) -> bool:
 
 
 def _torchvision(facts: Facts) -> bool:
-    """Return whether torchvision 0.N does not fit this torch: it is built for torch 2.(N-15).
+    """Return whether torchvision does not match this torch: torchvision 0.N is built for torch 2.(N-15).
 
     From 0.29 on it also works with newer releases of torch: 0.29.1 and 0.29.2 require torch 2.14 or newer (their
     METADATA).
@@ -134,7 +134,7 @@ CLASHES = (
 
 
 def clashes(host: str, facts: Facts) -> Iterator[Check]:
-    """Yield a check for each known bad combination on this host; one OK check if there is none."""
+    """Yield a check for each known bad combination on this host, or a single OK check if there is none."""
     found = [clash for clash in CLASHES if clash.applies(facts)]
     for clash in found:
         yield Check(

@@ -1,4 +1,4 @@
-"""Checks of hosts from their facts: each host by itself, with the other hosts, and with this machine."""
+"""Checks of hosts from their facts: each host alone, compared with the other hosts, and compared with this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ALIKE = ("python", "transformers", "torchvision", "numpy")
 HASH = 12  # digits shown
 PIDS = 8
 Facts = dict[str, dict[str, Any]]
-FREE_SHARE = 0.2  # of a GPU's memory; with less free, no run can start
+FREE_SHARE = 0.2  # share of a GPU's memory; with less free memory no run can start
 USED_BYTES = 2**30  # a display and a driver use less than this
-WARN_S, FAIL_S = 2.0, 60.0  # logs, and builds on a shared file system, are ordered by time
+WARN_S, FAIL_S = 2.0, 60.0  # clock difference; logs, and builds on shared disks, are ordered by time
 
 
 def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
@@ -74,15 +74,15 @@ def _run_file(host: str, host_facts: dict[str, Any], own: dict[str, Any]) -> Ite
         return
     other = host_facts["run_file"] not in (None, own["run_file"])
     problem, good = (
-        "its file of the same name differs",
+        "the host's file of the same name differs",
         "the same" if host_facts["run_file"] else "only on this machine",
     )
-    expected, hint = f"as here ({own['run_file'][:HASH]})", "this machine's file is used; update the other one"
+    expected, hint = f"as here ({own['run_file'][:HASH]})", "this machine's file is used; update the file on the host"
     yield check("run-file", host, problem if other else "", good, WARN, expected, hint)
 
 
 def _strays(host: str, host_facts: dict[str, Any]) -> Check:
-    """Count processes of other runs, by run."""
+    """Check for processes of other runs, counted by run."""
     count = Counter((stray["user"], stray["run"]) for stray in host_facts["strays"])
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
     pids = " ".join(str(stray["pid"]) for stray in host_facts["strays"][:PIDS])
@@ -92,7 +92,7 @@ def _strays(host: str, host_facts: dict[str, Any]) -> Check:
 
 
 def slots(host: Host, host_facts: dict[str, Any], *, cuda: bool) -> Check:
-    """Check whether there is a device, or else a core, for each rank."""
+    """Check whether there is a device for each rank, or a core if the host has no GPU."""
     count, what = (len(host_facts["gpus"]), "GPUs") if cuda else (host_facts["cores"]["usable"], "cores")
     problem, hint = "", f"write slots={count} in the hostfile"
     if cuda and host_facts["gpu_error"]:
@@ -152,7 +152,7 @@ def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
 
 def _space(host: str, free: int, checkpoint_bytes: int) -> Check:
     short = f"{shown_bytes(free)} free, a checkpoint needs {shown_bytes(checkpoint_bytes)}"
-    tight = free < 2 * checkpoint_bytes  # a new checkpoint is written before an old one is removed
+    tight = free < 2 * checkpoint_bytes  # a new checkpoint is written before an old checkpoint is removed
     status, good = FAIL if free < checkpoint_bytes else WARN, f"{shown_bytes(free)} free"
     expected, hint = "space for two checkpoints", "delete files, or choose another folder with --output"
     return check("disk", host, short if tight else "", good, status, expected=expected, hint=hint)

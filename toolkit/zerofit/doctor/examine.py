@@ -16,8 +16,8 @@ from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import TRAINING
 
 MEASURE_S = 400.0
-SECONDS = 0.4  # of each measurement
-ALONE = ("versions", "slots", "processes")  # checks of the preflight that are shown for one machine, too
+SECONDS = 0.4  # seconds for each measurement
+ALONE = ("versions", "slots", "processes")  # checks of the preflight that are also shown for a single machine
 Say = Callable[[str], None]
 IMPORT_S, BUILD_S = 180.0, 3000.0
 NONE = "NotImplementedBuilder"  # DeepSpeed's placeholder for an op that the accelerator lacks
@@ -26,7 +26,7 @@ Answer = dict[str, Any] | Unreachable
 
 @dataclass(frozen=True, kw_only=True)
 class ExamineOptions:
-    """What `examine` does: it compiles ops (`build_ops`), and it measures."""
+    """Options of `examine`: whether it compiles ops (`build_ops`), and whether it measures."""
 
     ssh_port: int | None = None
     build_ops: bool = False
@@ -34,7 +34,7 @@ class ExamineOptions:
 
 
 def examine(hosts: Sequence[Host], wanted: ExamineOptions, say: Say) -> list[Check]:
-    """Return all checks of these hosts; a host that cannot be reached is a failed check."""
+    """Return all checks of these hosts. An unreachable host gives a failed check."""
     say(f"asking {len(hosts)} host(s)")
     first = preflight(hosts, PreflightRequest(ssh_port=wanted.ssh_port, compilers=True))
     checks = [check for check in first.checks if len(hosts) > 1 or check.status != OK or check.name in ALONE]
@@ -83,7 +83,7 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
 
 
 def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, Any]:
-    """Return the question that makes `local` ranks of a host measure; `job`: fields of the first rank's job."""
+    """Return the question that starts the measurement on `local` ranks; `job`: fields of the first rank's job."""
     threads = max(1, facts["cores"]["usable"] // local)
     first = MeasurementJob(threads=threads, seconds=SECONDS, **job)
     return {"ask": "measure", "job": asdict(first), "local": local, "interface": interface}
@@ -113,7 +113,7 @@ async def _across(hosts: list[Host], there: dict[str, Conversation], first: Pref
 
 
 async def examine_ops(there: dict[str, Conversation], say: Callable[[str], None], *, build: bool) -> list[Check]:
-    """Check each op of each host; with `build`, first compile those that training can need, on all hosts at once."""
+    """Check each op of each host. With `build`, first compile the ops that training can need, on all hosts at once."""
     answers = await ask_all(there, {"ask": "ops"}, IMPORT_S, say)
     checks = []
     if build:

@@ -32,7 +32,7 @@ LIFE_S = 120
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
     """Return all facts of this host. The file written to the run folder is removed when the stack closes."""
     with ThreadPoolExecutor(2) as pool:
-        graphics = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow: they run in parallel
+        graphics = pool.submit(system.gpus)  # nvidia-smi and the compiler are slow, so they run in parallel
         aio = pool.submit(libaio)
         found = {
             "hostname": socket.gethostname(),
@@ -41,7 +41,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "code": {"zerofit": software.own_code(), "model": _of(question.get("code"), software.code_hash)},
             "run_file": _of(question.get("run_file"), software.file_hash),
             "addresses": system.addresses(),
-            "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),  # RoCE adapters too
+            "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),  # also RoCE adapters
             "asked_from": system.asked_from(),
             "memory": _memory(),
             "shared_memory": system.shared_memory(),
@@ -72,7 +72,7 @@ def _of(path: str | None, work: Any) -> Any:
 def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
     """Return facts of the run folder: `same` (it has the file `token`), `writable` or `error`, `free_bytes`, `mark`.
 
-    The command that asks looks for the file `mark`. The file is removed when the stack closes.
+    The asking command looks for the file `mark`. The file is removed when the stack closes.
     """
     there = folder.is_dir()
     same = there and (folder / token).is_file()

@@ -1,8 +1,8 @@
 """Checks of a host's devices, tools and limits, and of its measured speeds.
 
 A measured speed is compared with a share of the GPU's data sheet (`spec.devices`, with sources), or of the speed that
-`zerofit plan` assumes for a core (`spec.hardware`). A sound machine easily reaches these shares; below them, something
-is wrong.
+`zerofit plan` assumes for a core (`spec.hardware`). A healthy machine easily reaches these shares. A lower speed shows
+a fault.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Facts = dict[str, Any]
 GIB = 2**30
 NOFILE = 4096  # 8 ranks, each with a socket to every other rank, loader workers and checkpoint files
 NPROC = 4096
-MEMLOCK = 64 * 2**20  # NCCL over InfiniBand locks its buffers in memory; its manual recommends no limit at all
+MEMLOCK = 64 * 2**20  # NCCL over InfiniBand locks its buffers in memory; its manual recommends no limit
 NCCL_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 SHARED = GIB  # a container has 64 MiB by default; NCCL and loader workers pass tensors through it
-TOTAL_SHARE = 0.95  # of the catalogue's memory: ECC and the driver use a part
+TOTAL_SHARE = 0.95  # share of the catalogue's memory; ECC and the driver use a part
 MATMUL, MEMORY, COPY, LINK = 0.6, 0.7, 0.6, 0.5  # shares of the peak
 CPU_SHARE = 0.5
-NETWORK = 0.5  # of an interface's speed: what gloo, or NCCL over sockets, reaches
+NETWORK = 0.5  # share of an interface's speed that gloo, or NCCL over sockets, reaches
 BUS = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: bus bandwidth is compared with the link's"
-LATENCY_S = {"cuda": 100e-6, "cpu": 2e-3}  # of a small all-reduce: a step has about 100 collectives
-DISK = 200e6  # a checkpoint of 10 GB in 50 s
+LATENCY_S = {"cuda": 100e-6, "cpu": 2e-3}  # seconds of a small all-reduce; a step has about 100 collectives
+DISK = 200e6  # bytes per second: a checkpoint of 10 GB in 50 s
 NVME_READ = 1.5e9  # PCIe 3 x4 has 3.9 GB/s (PCI-SIG); with offload, each layer's parameters are read from the disk
-BF16_SHARE = 0.5  # of fp32's speed: a processor without bf16 instructions is many times slower
+BF16_SHARE = 0.5  # share of fp32's speed; a processor without bf16 instructions is many times slower
 HINTS = {
     "matmul": "look for other processes; check clocks and power: nvidia-smi -q -d PERFORMANCE, or the CPU's governor",
     "memory": "look for other processes; check ECC errors: nvidia-smi -q -d ECC",
@@ -45,7 +45,7 @@ HINTS = {
 
 
 def checks(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
-    """Yield all checks of a host's facts; `many`: the host is one of several."""
+    """Yield all checks of a host's facts. `many`: whether the host is one of several."""
     yield from _gpus(host, facts)
     yield from driver(host, facts)
     yield from _nccl(host, facts)
@@ -151,7 +151,7 @@ def _device(facts: Facts, ranks: int) -> Device | None:
 
 @dataclass(frozen=True)
 class LowestSpeed:
-    """The lowest speed of a sound machine: FLOP or bytes a second, None if unknown, why, and the source."""
+    """The lowest speed of a healthy machine: FLOP or bytes per second (None if unknown), the reason, and the source."""
 
     value: float | None
     why: str = ""
@@ -177,7 +177,7 @@ def _latency(name: str, host: str, figure: float, kind: str) -> Check:
 
 
 def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iterator[Check]:
-    """Check the speeds of one host; `figures`: those of its slowest rank."""
+    """Check the speeds of one host. `figures`: the measurements of its slowest rank."""
     gpu, device = bool(facts["gpus"]), _device(facts, ranks)
     source = device.source if device else ""
 
@@ -201,7 +201,7 @@ def speeds(host: str, facts: Facts, figures: dict[str, Any], ranks: int) -> Iter
 
 
 def _disk(host: str, name: str, figures: dict[str, Any], read: float) -> Iterator[Check]:
-    """Check one disk; `read`: the expected bytes a second of reading, 0 for the default."""
+    """Check one disk. `read`: the expected read speed in bytes per second; 0 for the default."""
     why = ": a checkpoint of 10 GB in 50 s"
     for way, least, words in (("write", DISK, why), ("read", read or DISK, "" if read else why)):
         if f"disk_{way}" in figures:
@@ -215,7 +215,10 @@ def nvme_speeds(host: str, found: dict[str, dict[str, float]]) -> Iterator[Check
 
 
 def speeds_across(host: str, facts: Facts, figures: dict[str, Any], interface: str | None) -> Iterator[Check]:
-    """Check the all-reduce over all hosts, under the first host's name: the slowest link decides."""
+    """Check the all-reduce over all hosts, whose speed is that of the slowest link.
+
+    It is reported for the first host.
+    """
     rows = [one for one in facts["addresses"] if one["interface"] == interface]
     speed = rows[0]["speed_mbit"] if rows else None
     device = _device(facts, 1) if facts["gpus"] else None

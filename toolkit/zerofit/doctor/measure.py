@@ -1,4 +1,4 @@
-"""Measurements of this machine's speed, with as many processes at once as a run would start.
+"""Measurements of this machine's speed, with as many parallel processes as a run would start.
 
 Run as `python -m zerofit.doctor.measure JOB`, where JOB is a `MeasurementJob` as JSON. Each process writes its figures
 to the job's folder.
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# torch documents both under this name, without exporting them
+# torch documents both under this module, but does not export them
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
@@ -28,7 +28,7 @@ from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 
 STATES = 7  # floats per element in an Adam step: it reads 4 (gradient, parameter, 2 moments) and writes 3
 MEET = timedelta(seconds=60)
-TOGETHER, CALLS = 32, 40  # small collectives that are issued together, and repetitions
+TOGETHER, CALLS = 32, 40  # number of small collectives that are issued together, and repetitions
 CPU_MESSAGES = ((0.0625, 100), (0.5, 100), (4, 60), (32, 10))  # MiB, repetitions
 GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
@@ -98,13 +98,13 @@ def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
 
 
 def _memory(device: torch.device, budget_s: float) -> float:
-    """Return the bytes a second that an in-place addition reads and writes, on a tensor far larger than any cache."""
+    """Return the bytes per second that an in-place addition reads and writes, on a tensor far larger than any cache."""
     x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
     return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device, budget_s)
 
 
 def _launch(device: torch.device, budget_s: float) -> float:
-    """Return seconds from one small op to the next."""
+    """Return the seconds from the start of one small op to the next."""
     x, count = torch.zeros(16, device=device), 1000
 
     def many() -> None:
@@ -115,7 +115,7 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Return the bytes a second of host memory that torch's fused AdamW reads and writes, in one pass as DeepSpeed's.
+    """Return the bytes per second of host memory that torch's fused AdamW reads and writes, in one pass as DeepSpeed's.
 
     The tensors have 1 GiB together, since servers have caches of hundreds of MiB.
     """
@@ -194,7 +194,7 @@ def main(job: MeasurementJob) -> None:
         else:
             store = FileStore(str(folder / "store"), job.ranks)
         backend = "nccl" if cuda else "gloo"
-        # on a busy machine, one rank may finish long before another
+        # on a busy machine, a rank may finish long before the others
         waits = timedelta(seconds=LIMIT_S) if job.by_shape else MEET
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=waits)
     found = measure(job)

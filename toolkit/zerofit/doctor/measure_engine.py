@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from zerofit.doctor.measure_kernels import Stopwatch
 
 UNITS, WIDTH, ROWS = 32, 256, 64
-STEPS = 20  # of each engine; the same on each rank, since ranks wait for each other
+STEPS = 20  # steps of each engine; equal on all ranks, since ranks wait for each other
 
 
 class _Unit(nn.Module):
@@ -39,10 +39,10 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     """Return the host's seconds per parameter: `hook_s`, and on a CPU `gradient_s`.
 
     `hook_s` is ZeRO-3's fetch and release of a parameter: the difference between a forward under stage 3 and one
-    without an engine. Every parameter stays gathered, so no collective is measured: on a CPU the host itself sends
-    them, and on a GPU it would wait for such a small collective, while a model gathers during its kernels
+    without an engine. Every parameter stays gathered, so no collective is measured. On a CPU the host itself would send
+    it. On a GPU the host would wait for such a small collective, while a model gathers during its kernels
     (benchmarks/gpu/README.md). `gradient_s` is the difference of a full step under stage 1: a hook, the bucket, the
-    norm and the gathering of the new parameter. On a GPU this consists of launches, which are measured elsewhere.
+    norm and the gathering of the new parameter. On a GPU this time consists of launches, which are measured elsewhere.
     """
     alone = not dist.is_initialized()
     if alone:
@@ -54,13 +54,13 @@ def measure_engine(watch: Stopwatch) -> dict[str, float]:
     if watch.device.type == "cpu":
         engines["gradient_s"] = _engine(watch.device, 1)
     without, taken = [], {name: [] for name in engines}
-    for _ in range(STEPS):  # alternating, so other load on the machine affects all of them alike
+    for _ in range(STEPS):  # alternate the engines, so other load on the machine affects all of them alike
         without.append(_timed(watch, lambda: plain(x).sum(), lambda loss: loss.backward()))
         for name, engine in engines.items():
             taken[name].append(_timed(watch, partial(_forward, engine, x), partial(_step, engine)))
     found = {}
     for name, engine in engines.items():
-        parts = slice(1 if name == "hook_s" else 2)  # a forward, or all of a step
+        parts = slice(1 if name == "hook_s" else 2)  # a forward, or a full step
         longer = [sum(mine[parts]) - sum(bare[parts]) for mine, bare in zip(taken[name], without, strict=True)]
         found[name] = max(0.0, statistics.median(longer)) / UNITS
         engine.destroy()
@@ -74,7 +74,7 @@ def _model(device: torch.device) -> nn.Module:
 
 
 def _engine(device: torch.device, stage: int) -> Any:
-    import deepspeed  # the import needs seconds, and other measurements do not need it
+    import deepspeed  # the import takes seconds, and other measurements do not need it
 
     model = _model(device)
     config = {

@@ -21,17 +21,17 @@ from zerofit.spec.measured_kernels import MeasuredKernel
 Work = Callable[[], Any]
 Operands = Iterator[list[Tensor]]
 POOL, MOST_OPERANDS = 2**25, 64  # bytes (more than a core's caches) and number of the operands used in turn
-KEPT = 2**27  # bytes of results that are freed together: more than malloc keeps for reuse
-LEAST_S, MOST_CALLS = 2e-3, 200  # of one timing
-SHORT = 16  # elements of an op whose time is only its start
-UNITS = 8  # of the small model that launches are measured with
+KEPT = 2**27  # bytes of results that are freed together; malloc keeps less than this for reuse
+LEAST_S, MOST_CALLS = 2e-3, 200  # seconds of one timing
+SHORT = 16  # elements of an op that is so small that its time is only its start
+UNITS = 8  # sizes of the small model with which launches are measured
 
 
 class Sizes(NamedTuple):
-    """The sizes measured on a kind of device: from those where the launch dominates to those at full speed."""
+    """The sizes measured on a kind of device, from launch-bound sizes to sizes at full speed."""
 
-    rows: tuple[int, ...]  # of a product: tokens or pixels
-    matrices: tuple[tuple[int, int], ...]  # its outputs and inputs
+    rows: tuple[int, ...]  # rows of a product: tokens or pixels
+    matrices: tuple[tuple[int, int], ...]  # outputs and inputs of a product
     most_flops: float
     batches: tuple[tuple[int, int, int, int], ...]  # batched products: number, M, N, K
     attention: tuple[tuple[int, int, int], ...]  # heads of all samples, tokens, width of a head
@@ -76,16 +76,19 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, budget_s: float):
         self.device, self._budget_s = device, budget_s
-        # a single thread has its own clock, which other processes do not disturb
+        # a single thread has its own CPU clock, which other processes do not affect
         self._alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if self._alone else time.perf_counter
-        self.call_s = 0.0  # of an op before its kernel begins; on a GPU this overlaps with other kernels
+        self.call_s = 0.0  # seconds of an op before its kernel begins; on a GPU this overlaps with other kernels
         if device.type == "cpu":
             x = torch.zeros(SHORT)
             self.call_s = self.seconds(lambda: x.add_(1.0))
 
     def seconds(self, work: Work) -> float:
-        """Return the median seconds of a call. With several CPU threads, which other load slows, return the least."""
+        """Return the median seconds of a call.
+
+        With several CPU threads return the minimum, since other load slows them.
+        """
         work()
         calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self.timed(work, 1)))))
         taken: list[float] = []
@@ -95,7 +98,7 @@ class Stopwatch:
         return statistics.median(taken) if self._alone or self.device.type != "cpu" else min(taken)
 
     def kernel_s(self, work: Work) -> float:
-        """Return the seconds of a call without `call_s`, at least a fifth of them."""
+        """Return the seconds of a call minus `call_s`, but at least a fifth of the call."""
         seconds = self.seconds(work)
         return max(seconds - self.call_s, 0.2 * seconds)
 
@@ -143,7 +146,7 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
 
 
 def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
-    """Return operands for one call after another, each at another address, so that caches do not contain them."""
+    """Return an iterator of operands for successive calls. Addresses differ, so caches do not contain the operands."""
     size = dtype.itemsize * sum(map(math.prod, shapes))
     count = max(1, min(MOST_OPERANDS, POOL // size))
     first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]
@@ -153,7 +156,7 @@ def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 def _keeping(watch: Stopwatch, work: Work, result_bytes: int) -> Work:
     """Return work that, on a CPU, keeps its results as a forward keeps activations, and frees them together.
 
-    Freed memory goes back to the system, and new results need new pages, which is slower than most kernels.
+    Freed memory goes back to the system, and new results need new pages. This is slower than most kernels.
     """
     if watch.device.type != "cpu":
         return work
@@ -209,7 +212,7 @@ def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) ->
 
 
 def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield convolutions, forward and backward; also depthwise ones where the channels in and out are equal."""
+    """Yield convolutions, forward and backward; also depthwise convolutions if input and output channels are equal."""
     for images, inner, outer, side, width in sizes.convolution:
         for groups in (1, inner) if inner == outer else (1,):
             shape = (images * side * side, outer // groups, inner // groups * width * width)
@@ -254,7 +257,7 @@ def _batch_norms(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) 
 
 
 def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
-    """Yield kernels that move bytes more than they compute: for each kind, the mean of some kernels that models use."""
+    """Yield memory-bound kernels: for each kind, the mean of some kernels that models use."""
     for size in sizes.bytes:
         shape = (size // dtype.itemsize // 256, 256)
         operands = _operands(watch, dtype, shape, shape)
@@ -277,7 +280,7 @@ def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Ite
 
 
 class _KernelCount(TorchDispatchMode):
-    """A counter of the ops that launch a kernel: no views, no bare allocations."""
+    """A counter of the ops that launch a kernel; views and plain allocations do not count."""
 
     def __init__(self) -> None:
         super().__init__()

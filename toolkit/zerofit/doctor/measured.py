@@ -31,11 +31,11 @@ class MeasurementJob:
     """The measurements of one rank; see `measure`."""
 
     rank: int = 0
-    ranks: int  # of all hosts
+    ranks: int  # ranks of all hosts
     device: int = 0  # index of its GPU
     threads: int
     seconds: float  # of each measurement
-    folder: str = ""  # on this host
+    folder: str = ""  # number of ranks on this host
     store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: a file in `folder`
     collectives_only: bool = False
     by_shape: bool = False  # also kernels and collectives by size, for `zerofit plan`
@@ -46,7 +46,7 @@ def measured(
 ) -> list[Figures]:
     """Return the figures of each of `local` ranks of this host; `first` is the first rank's job. Raises RunFailed.
 
-    It measures the disk of the cache.
+    It also measures the disk with zerofit's cache.
     """
     cache_root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_root()) as name:
@@ -93,7 +93,10 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """Join the ranks' figures: the slowest rank's figure, since others wait; for shared host memory, the sum."""
+    """Join the ranks' figures: use the slowest rank's figure, since others wait for it.
+
+    For shared host memory, use the sum.
+    """
     names = ("memory_bandwidth", "host_copy", "link")
     found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}
     found["matmul_flops"] = {

@@ -18,19 +18,19 @@ from zerofit.doctor.facts import collect
 from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
 from zerofit.launch.hostfile import Host
 
-MARK_S = 3.0  # until another host's file appears here: network file systems cache names
+MARK_S = 3.0  # seconds until another host's file appears here; network file systems cache names
 LOOPBACK = "127.0.0.1"
 SLOW_MBIT = 10_000  # with less, the steps of a model that is sharded over hosts wait for the network: docs/doctor.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightRequest:
-    """What the preflight checks; None skips a check."""
+    """The values that the preflight checks; None skips a check."""
 
-    run_folder: Path | None = None  # exists on this machine; must be the same folder on all hosts
+    run_folder: Path | None = None  # a folder on this machine; must be the same folder on all hosts
     run_file: Path | None = None
     code: Path | None = None  # file or package folder of the user's own model: `software.model_code`
-    checkpoint_bytes: int | None = None  # of one checkpoint
+    checkpoint_bytes: int | None = None  # size of one checkpoint
     accelerator: str | None = None  # "cuda" or "cpu"; None: cuda if any host has a GPU
     master: str | None = None  # host name or address where ranks meet; None: the first host's best address
     master_port: int | None = None
@@ -44,9 +44,9 @@ class Preflight:
     """The result of a preflight on all hosts."""
 
     checks: tuple[Check, ...] = ()  # in the order of the hosts, including checks that are OK
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by host, of the hosts that were reached
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # facts by host, of the reached hosts
     master_address: str | None = None  # the first host's address that most hosts have reached
-    master_port: int | None = None  # the requested one, else a free one
+    master_port: int | None = None  # the requested port, else a free port
     interfaces: dict[str, str] = field(default_factory=dict)  # by host: the interface on the way to the master
 
     @property
@@ -56,7 +56,7 @@ class Preflight:
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed, so a run would fail."""
+        """Whether a check failed. A run would then fail, too."""
         return any(check.status == FAIL for check in self.checks)
 
 
@@ -169,7 +169,7 @@ async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> 
 
 
 def candidates_of(facts: dict[str, Any], *, alone: bool) -> list[str]:
-    """Return the addresses where others may reach a host: first the one that ssh has used, then the fastest."""
+    """Return the addresses at which others may reach a host: first the address that ssh has used, then the fastest."""
     if alone:
         return [LOOPBACK]
     usable = [one for one in facts["addresses"] if not one["loopback"] and not one["link_local"]]
@@ -188,7 +188,7 @@ def _interfaces(
     """Return each host's interface on the way to the master; `named`: the user has given the master's name."""
     found = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
     first = names[0]
-    if named and len(names) > 1 and first in found:  # on the host itself its name may be the loopback's
+    if named and len(names) > 1 and first in found:  # on the host itself, its name may resolve to loopback
         rows, here = facts[first]["addresses"], facts[first]["asked_from"]["here"]
         found[first] = next((one["interface"] for one in rows if one["address"] == here), found[first])
     return found
@@ -204,7 +204,7 @@ def _to_master(host: str, address: str, port: int, row: dict[str, Any]) -> Check
     good = "" if problem else f"{address} in {row['seconds'] * 1e3:.1f} ms"
     hint = "open all TCP ports between the hosts (NCCL and gloo choose theirs), or use --master-addr with an address "
     hint += "that all hosts can reach"
-    expected = "every host can connect to the first one"
+    expected = "every host can connect to the first host"
     return check("master-reachable", host, problem, good, expected=expected, hint=hint)
 
 

@@ -1,7 +1,7 @@
 """Questions to many hosts at once, over ssh without a prompt.
 
 The remote command has only the quoted path of the interpreter; questions go over standard input. Host keys and users
-come from the user's ~/.ssh/config, as for pdsh. A prompt of ssh is an error.
+come from the user's ~/.ssh/config, as for pdsh. If ssh would prompt, that is an error.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SAID = (
         "install Python on {host} in the same place: {python}",
     ),
 )
-PATIENCE_S = 20.0  # for one answer; on a cold network file system Python starts in seconds
+PATIENCE_S = 20.0  # seconds for one answer; on a cold network file system the start of Python takes seconds
 END_S = 2.0
-CONNECT_S = 5  # for one attempt of ssh
+CONNECT_S = 5  # seconds for one attempt of ssh
 LINE_BYTES = 2**22
-FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.torch_probe"  # without and with torch
+FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.torch_probe"  # seconds to start, without and with torch
 HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -117,7 +117,7 @@ class Conversation:
             raise await self._failure(error, PATIENCE_S) from None
 
     async def _line(self) -> dict[str, Any]:
-        """Return the next line with our mark: the host's shell may print others. Raises ConnectionResetError."""
+        """Return the next line with our mark; the host's shell may print other lines. Raises ConnectionResetError."""
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             _, mark, answer = line.partition(MARK.encode())
@@ -134,7 +134,10 @@ class Conversation:
         return why(self.host, self.process.returncode, said)
 
     async def close(self) -> None:
-        """End the process and close its pipes, which a child of it may keep open; asyncio needs its loop for that."""
+        """End the process and close its pipes.
+
+        A child process may keep the pipes open, and asyncio needs its loop to close them.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -164,9 +167,10 @@ def command(host: str, module: str, ssh_port: int | None) -> list[str]:
 async def conversations(
     hosts: Sequence[str], ssh_port: int | None = None, module: str = FACTS
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
-    """Start a conversation with each host; yield them by host, or the reason of a failure. They end with the block.
+    """Start a conversation with each host. Yield the conversation, or the reason of a failure, by host.
 
-    If the only host is this machine, ssh is not used, since a run does not use it either.
+    The conversations end with the block. If the only host is this machine, ssh is not used, since a run does not use it
+    either.
     """
     local = len(hosts) == 1 and is_here(hosts[0])
     started = await asyncio.gather(*(_started(host, module, ssh_port, local) for host in hosts))
@@ -210,7 +214,7 @@ async def ask_all(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """Ask all hosts at the same time, the same question or one for each by host; return the answers by host."""
+    """Ask all hosts at the same time: the same question, or a question by host. Return the answers by host."""
 
     async def ask(one: Conversation) -> dict[str, Any] | Unreachable:
         try:

@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from typing import Any
 
 MARK = "zerofit-answers "  # before each answer, since a remote shell may print other lines
-GRACE_S = 5.0  # to remove its files
+GRACE_S = 5.0  # seconds to remove its files
 Say = Callable[[str], None]
 
 
 def serve(answer: Callable[[dict[str, Any], ExitStack, Say], dict[str, Any]], life_s: int) -> None:
     """Print a greeting, then answer until the asking command closes standard input, for `life_s` seconds at most.
 
-    The stack closes at the end. Each answer has this host's clock when the question was read and when it was answered
+    The stack closes at the end. Each answer has this host's clock at the time of reading and of answering the question
     (Unix time, s).
     """
     signal.alarm(life_s)
@@ -39,7 +39,7 @@ def _say(**what: Any) -> None:
 
 
 def end_with_asker() -> None:
-    """End this process as with Ctrl-C when the asking command has ended, even in the middle of its work."""
+    """End this process like Ctrl-C when the asking command has ended, even during a question."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # poll always reports POLLHUP, too

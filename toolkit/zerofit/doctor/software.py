@@ -16,7 +16,7 @@ from zerofit.spec.extras import installed_version
 
 PACKAGES = ("zerofit", "deepspeed", "transformers", "accelerate", "torchvision", "numpy", "triton", "psutil")
 CODE = {".py", ".json", ".yaml", ".yml"}
-AT_MOST = 10_000  # files to hash; a folder with more is not a package
+AT_MOST = 10_000  # maximum number of files to hash; a folder with more files is not a package
 
 
 def versions() -> dict[str, str | None]:

@@ -28,9 +28,9 @@ BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin
 RANKS = ("zerofit.worker", "deepspeed.launcher.launch")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
 USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # the name is last, since it may have commas
-SMI_S = 8.0  # for nvidia-smi, which without persistence mode loads the driver first (seconds)
+SMI_S = 8.0  # seconds for nvidia-smi; without persistence mode it first loads the driver
 MIB = 2**20
-COMPILER_S = 10.0  # for a compiler to print its version
+COMPILER_S = 10.0  # seconds for a compiler to print its version
 CONNECT_S = 4.0
 
 
@@ -56,7 +56,7 @@ def tools() -> dict[str, str | None]:
 
 
 def strays() -> list[dict[str, Any]]:
-    """Return the processes of zerofit runs and of DeepSpeed's launcher on this host that this user may see."""
+    """Return the processes of zerofit runs and of DeepSpeed's launcher on this host, if this user may see them."""
     found = []
     for process in unrelated_processes():
         try:
@@ -192,7 +192,7 @@ def asked_from() -> dict[str, str | None]:
 
 
 def port_taken(port: int) -> str:
-    """Return the message that a port is in use, with the processes that this user may see."""
+    """Return the message that a port is in use. It names the processes that this user may see."""
     names, connections = [], []
     with suppress(psutil.Error):
         connections = psutil.net_connections("tcp")

@@ -38,7 +38,7 @@ def _ops(say: Say) -> dict[str, Any]:
         say(f"importing {name}")
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation can raise any error
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     if {"torch", "deepspeed"} & failed.keys():
         return {"imports": failed, "ops": []}
@@ -50,7 +50,7 @@ def _ops(say: Say) -> dict[str, Any]:
 
 def _op(name: str, builder: Any) -> dict[str, Any]:
     reasons: list[str] = []
-    builder.warning = reasons.append  # it prints otherwise
+    builder.warning = reasons.append  # otherwise it prints messages
     try:
         compatible = bool(builder.is_compatible(verbose=True))
     except Exception as error:  # some builders raise an error instead of returning False

@@ -1,4 +1,4 @@
-"""What to change for each cause, cheapest in speed first, and what to run if the cause cannot be known."""
+"""Changes for each cause, those that cost the least speed first, and the command to run if the cause is unknown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 NVIDIA_SMI = "nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv"
 RSS = "print psutil.Process().memory_info().rss after each step: steady growth is a leak, a jump is a longer batch"
 KERNEL_LOG = "sudo dmesg -T | grep -i -E 'killed process|oom'"
-# The observer is called before the error is raised, so the snapshot has all that was alive. torch.cuda.init first:
+# The observer is called before the error is raised, so the snapshot has all live blocks. torch.cuda.init comes first:
 # an observer that is attached before CUDA starts is lost.
 SNAPSHOT_LINE = (
     "import torch; torch.cuda.init(); torch.cuda.memory._record_memory_history(max_entries=200000); "
@@ -84,7 +84,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     ),
     "evaluation-keeps-logits": (
         "preprocess_logits_for_metrics: keep the argmax, not the logits",
-        "eval_accumulation_steps=1 moves them to host memory",
+        "eval_accumulation_steps=1 moves logits to host memory",
         "prediction_loss_only=True if no metric needs them",
     ),
     "evaluation": (

@@ -1,4 +1,4 @@
-"""Decide why memory ran out, from the figures of a message, its traceback and how far the run had got."""
+"""Decide why memory ran out, from a message's figures, its traceback and the progress of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.explain.tracebacks import (
 from zerofit.spec.units import shown_bytes
 
 GIB = 1 << 30
-CONTEXT_BYTES, CONTEXT_SHARE = GIB, 0.04  # usual memory of a process outside of torch's allocator: context, NCCL, BLAS
+CONTEXT_BYTES, CONTEXT_SHARE = GIB, 0.04  # usually outside of torch's allocator: context, NCCL, BLAS
 USUAL_FRAGMENTS = 0.05  # share of reserved memory that is unused in most healthy runs (benchmarks/fragmentation.py)
 
 
@@ -55,7 +55,7 @@ def _single_tensor(evidence: LogEvidence) -> Cause | None:
 
 
 def _other_processes(evidence: LogEvidence) -> Cause | None:
-    """Find other processes on the device without which the request would fit."""
+    """Find other processes on the device: without them, the request would fit."""
     figures = evidence.shortage.figures
     others = sum(figures.other_bytes)
     if not others or figures.asked_bytes is None or figures.asked_bytes > (figures.free_bytes or 0) + others:
@@ -77,7 +77,7 @@ def _other_processes(evidence: LogEvidence) -> Cause | None:
 
 
 def _outside_torch(evidence: LogEvidence) -> Cause | None:
-    """Find memory of this process, or of unknown processes, that torch's allocator did not allocate."""
+    """Find memory that torch's allocator did not allocate, used by this process or by unknown processes."""
     figures = evidence.shortage.figures
     beside, asked = figures.beside_bytes, figures.asked_bytes
     if beside is None or asked is None or figures.total_bytes is None:
@@ -138,7 +138,7 @@ def _fragmented(evidence: LogEvidence) -> Cause | None:
     if unused < USUAL_FRAGMENTS * (figures.reserved_bytes or 0):
         return None
     if figures.total_bytes is not None and (figures.reserved_bytes or 0) > figures.total_bytes:
-        return None  # torch counts memory that is not on the device
+        return None  # torch also counts memory that is not on the device
     reserved, pieces = shown_bytes(figures.reserved_bytes or 0), shown_bytes(asked)
     return Cause(
         name="fragmentation",
@@ -190,7 +190,7 @@ def _on_cpu(evidence: LogEvidence) -> Cause | None:
 
 
 def _in_phase(evidence: LogEvidence) -> Cause | None:
-    """Find the cause from where a device that torch's tensors fill ran out."""
+    """Find the cause from the phase of the error, for a device that torch's tensors fill."""
     progress, phase = evidence.progress, evidence.phase
     shown = _filled(evidence.shortage)
     if leak := progress.leak:
@@ -230,7 +230,7 @@ def _loading(evidence: LogEvidence, shown: tuple[str, ...]) -> Cause:
 
 
 def _filled(shortage: Shortage) -> tuple[str, ...]:
-    """Return what fills the device, and smaller things that take room from it."""
+    """Return sentences about the memory that fills the device, and about smaller uses of its memory."""
     figures = shortage.figures
     if figures.allocated_bytes is None or not figures.total_bytes:
         return ()

@@ -1,4 +1,4 @@
-"""What a log shows about an error, and a cause that follows from it."""
+"""Evidence of a log about an error, and a cause that follows from it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from zerofit.explain.messages import Shortage
 from zerofit.explain.progress import Progress
 from zerofit.explain.tracebacks import CodeFrame
 
-LATER = 2  # steps after which the optimizer's states exist, so that a step needs no more than the one before
+LATER = 2  # steps after which the optimizer's states exist, so a step needs no more memory than the previous step
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogEvidence:
-    """All that a log shows about one error."""
+    """All evidence of a log about one error."""
 
     shortage: Shortage
     frames: Sequence[CodeFrame]
     phase: str
     progress: Progress
     sharers: tuple[str, ...] = ()  # ranks that ran out on the same device
-    in_worker: bool = False  # of a DataLoader
+    in_worker: bool = False  # whether the error is from a DataLoader's worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A cause, and what shows it."""
+    """A cause, and its evidence."""
 
     name: str
     summary: str

@@ -1,4 +1,4 @@
-"""Explain a log: its first telling message about memory, the traceback before it, and how far the run had got."""
+"""Explain a log from its most informative message about memory, the traceback before it, and the run's progress."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def explain_log(lines: Sequence[LogLine], source: str = "log") -> Explanation | 
 
 
 def _sharers(found: Sequence[Shortage], shortage: Shortage) -> tuple[str, ...]:
-    """Return the ranks that ran out on one device: the same number, and each has other processes beside it."""
+    """Return the ranks that ran out on one device: its number is the same, and each rank saw other processes on it."""
     ranks = (other.rank for other in found if other.gpu == shortage.gpu and other.figures.other_bytes and other.rank)
     return tuple(dict.fromkeys(ranks))

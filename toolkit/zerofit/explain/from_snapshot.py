@@ -1,4 +1,4 @@
-"""Explain a memory snapshot: what was alive by kind and by line, fragments, and what grows from step to step."""
+"""Explain a memory snapshot: memory in use by kind and by line, fragments, and growth from step to step."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from zerofit.spec.units import shown_bytes
 ENOUGH = "did-not-run-out"
 COPIES, FRAGMENTS, UNRECORDED, OTHER = "copies of parameters", "fragments", "unrecorded", "other"
 LINES = 5
-LEAKED_STEPS = 3  # steps that must each have left a block of a line
-LEAK_SHARE = 0.01  # of the allocated bytes
-MOST_LOGITS, MOST_STATE = 0.25, 0.6  # shares of the allocated bytes from which they are named as the cause
+LEAKED_STEPS = 3  # number of steps that must each have left a block of the same line
+LEAK_SHARE = 0.01  # share of the allocated bytes
+MOST_LOGITS, MOST_STATE = 0.25, 0.6  # shares of the allocated bytes from which logits or states are named as the cause
 _STATES = (PARAMETERS, GRADIENTS, MASTER, STATE)
 _OPTIMIZER_STATE = ("_init_group", "init_state", "get_state_buffer", "_init_state", "initialize_optimizer_states")
 _LOADING = ("from_pretrained", "_apply", "load_state_dict", "reset_parameters", "_load_state_dict_into_meta_model")
@@ -57,7 +57,7 @@ _IN_PHASE = {
 
 
 def explain_snapshot(path: Path) -> Explanation:
-    """Return why memory ran out, or what fills it at its peak. Raises OSError or Unreadable."""
+    """Return why memory ran out, or what fills the memory at its peak. Raises OSError or Unreadable."""
     snapshot = read_snapshot(path)
     alive = snapshot.alive()
     kinds, lines = _by_kind_and_line(alive)
@@ -182,10 +182,10 @@ def _by_kind_and_line(alive: Sequence[AliveBlock]) -> tuple[Counter[str], tuple[
     )
 
 
-# The stack says who allocated a block. Backward of a GPU runs in a thread of its own, which has no Python frames: what
-# it leaves are gradients. DeepSpeed's functions are those of `zerofit simulate`.
+# The stack says who allocated a block. On a GPU, backward runs in a separate thread without Python frames; the blocks
+# that it leaves are gradients. DeepSpeed's functions are those of `zerofit simulate`.
 def kind_of(frames: Frames, recorded: bool) -> str:
-    """Return a block's kind by its stack (innermost first); `recorded`: whether others have stacks."""
+    """Return a block's kind by its stack (innermost first). `recorded`: whether other blocks have stacks."""
     calls = [(call.file.replace("\\", "/"), call.name) for call in _stack(frames)]
     python = [(file, name) for file, name in calls if file.endswith(".py") or file.startswith("<")]
     names = {name for _, name in calls}
@@ -219,7 +219,7 @@ def _place(frames: Frames) -> str:
 
 
 def _calls(frames: Frames) -> list[CodeFrame]:
-    """Return a stack as a traceback has it: outermost first, Python only if it has any."""
+    """Return a stack in a traceback's order: outermost first, and only Python frames if there are any."""
     calls = [call for call in _stack(frames)[::-1] if call.file != KIND_FILE]
     return [call for call in calls if call.file.endswith(".py") or call.file.startswith("<ipython")] or calls
 

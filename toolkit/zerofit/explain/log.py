@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_BYTES = 64 << 20  # of a log; of a longer one, the beginning and the end
+MOST_BYTES = 64 << 20  # bytes of a log; of a longer log only the beginning and the end are read
 HEAD_BYTES = 8 << 20
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 # Prefixes that launchers put before each line: torchrun (also --tee), mpirun, srun -l, Ray and vLLM, kubectl, and the
-# host name of pdsh and docker compose. A class of Python, as in "torch.OutOfMemoryError: ...", is no host.
+# host name of pdsh and docker compose. A Python class, as in "torch.OutOfMemoryError: ...", is not a host name.
 _PREFIX = re.compile(
     r"""\ *(?:
       \[(?:rank|default|local_rank)?\ ?(?P<rank>\d+)\]:\ ?

@@ -29,39 +29,39 @@ _PATTERNS = {name: re.compile(pattern) for name, pattern in _FIGURES.items()}
 _TORCH = re.compile(r"(?:CUDA|HIP|XPU|NPU|MLU|MPS backend) out of memory|C10 Out of Memory")
 _OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU|MLU|device) (\d+)[ ;]")
-MESSAGE_LINES = 12  # that a message may be wrapped over
-KERNEL_LINES = 200  # of the kernel's report, with a line for each process
+MESSAGE_LINES = 12  # number of lines over which a message may be wrapped
+KERNEL_LINES = 200  # number of lines of the kernel's report, which has a line for each process
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFigures:
-    """The figures of an error message; None where it has none."""
+    """The figures of an error message; None for a figure that the message does not have."""
 
     asked_bytes: int | None = None
-    total_bytes: int | None = None  # of the device, or what a host's control group allows
+    total_bytes: int | None = None  # memory of the device, or the limit of a host's control group
     free_bytes: int | None = None
     allocated_bytes: int | None = None  # by tensors
     reserved_bytes: int | None = None  # by torch's allocator
     limit_bytes: int | None = None  # of set_per_process_memory_fraction
-    process_bytes: int | None = None  # this process on the device, with its context and libraries
+    process_bytes: int | None = None  # used by this process on the device, with its context and libraries
     private_bytes: int | None = None  # in pools of CUDA graphs
     other_bytes: tuple[int, ...] = ()  # other processes on the device
 
     @property
     def known(self) -> int:
-        """How many figures are known."""
+        """The number of known figures."""
         return sum(bool(value) for value in vars(self).values())
 
     @property
     def unallocated_bytes(self) -> int | None:
-        """What torch has reserved and no tensor uses."""
+        """The bytes that torch has reserved and no tensor uses."""
         if self.reserved_bytes is None or self.allocated_bytes is None:
             return None
         return self.reserved_bytes - self.allocated_bytes
 
     @property
     def beside_bytes(self) -> int | None:
-        """Used on the device by anything but torch's allocator: contexts, libraries, other processes."""
+        """The bytes used on the device outside of torch's allocator: contexts, libraries, other processes."""
         if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
@@ -80,8 +80,8 @@ class Shortage:
     figures: MemoryFigures = field(default_factory=MemoryFigures)
 
 
-# kind -> (place, pattern). The first that matches a line names it, and the first kind in this order explains the log:
-# an error with figures says more than the signal that followed it.
+# kind -> (place, pattern). The first matching pattern gives a line its kind. The first kind in this order explains the
+# log: an error with figures explains more than the signal that followed it.
 _SIGNS: dict[str, tuple[str, str]] = {
     "torch": (DEVICE, _TORCH.pattern),
     "kernel-oom": (HOST, r"Killed process \d+|oom-kill:constraint|out of memory: Killed|Memory cgroup out of memory"),
@@ -144,7 +144,7 @@ def shortages(lines: Sequence[LogLine]) -> list[Shortage]:
 
 
 def ranked(found: Sequence[Shortage]) -> list[Shortage]:
-    """Return the messages that explain a failure, the most telling first."""
+    """Return the messages that explain a failure, the most informative first."""
     order = list(_SIGNS)
     return sorted(found, key=lambda shortage: (order.index(shortage.kind), -shortage.figures.known, shortage.line))
 

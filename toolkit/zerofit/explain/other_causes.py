@@ -10,11 +10,11 @@ from zerofit.explain.result import UNKNOWN
 from zerofit.explain.tracebacks import INIT, LOADING, SAVING, STEP
 from zerofit.spec.units import shown_bytes
 
-FULL_HOST = 0.8  # share of a host's memory from which its next large allocation may fail
+FULL_HOST = 0.8  # share of used host memory above which a large allocation may fail
 
 
 def _driver(evidence: LogEvidence) -> Cause | None:
-    """Find why the driver itself had no memory, which torch's allocator does not explain."""
+    """Find why the driver itself had no memory; torch's allocator has no figures for this case."""
     names = {frame.name for frame in evidence.frames}
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames):
         return _pinned(evidence)
@@ -43,7 +43,7 @@ def _driver(evidence: LogEvidence) -> Cause | None:
 def _pinned(evidence: LogEvidence) -> Cause | None:
     return Cause(
         name="pinned-memory",
-        summary="Page-locked host memory ran out; CUDA reports it with the words of a full GPU.",
+        summary="Page-locked host memory ran out. CUDA reports this with the same message as for a full GPU.",
         evidence=("the error was raised while host memory was pinned",),
     )
 
@@ -52,7 +52,7 @@ def _nccl(evidence: LogEvidence) -> Cause | None:
     asked = evidence.shortage.figures.asked_bytes
     return Cause(
         name="nccl-buffers",
-        summary="NCCL found no room for a communicator's buffers, which are outside of torch's memory.",
+        summary="NCCL found no memory for a communicator's buffers, which are outside of torch's memory.",
         evidence=(f"it asked for {shown_bytes(asked)}",) if asked else (),
         run_next=NVIDIA_SMI,
     )
@@ -62,7 +62,7 @@ def _blas(evidence: LogEvidence) -> Cause | None:
     if "ALLOC" in evidence.shortage.message or "memory_error" in evidence.shortage.message:
         return Cause(
             name="library-workspace",
-            summary="A library found no room for its handle or workspace: torch or another process has the rest.",
+            summary="A library found no memory for its handle or workspace: torch or another process uses all of it.",
             run_next=NVIDIA_SMI,
         )
     return Cause(
@@ -90,7 +90,7 @@ _HOST_PHASES = {
 
 
 def host(evidence: LogEvidence) -> Cause | None:
-    """Find what filled the host's memory."""
+    """Find the cause for full host memory."""
     figures, progress = evidence.shortage.figures, evidence.progress
     if any("pin_memory" in f"{frame.name}{frame.code}" for frame in evidence.frames) or (
         "cudaHost" in evidence.shortage.message
@@ -112,7 +112,7 @@ def host(evidence: LogEvidence) -> Cause | None:
 
 
 def _killed(evidence: LogEvidence) -> Cause | None:
-    """Judge a SIGKILL without a word of the kernel: it is most likely its memory if the work before needed much."""
+    """Judge a SIGKILL without a kernel message: memory is the likely cause if the preceding work needed much of it."""
     progress = evidence.progress
     full = bool(progress.readings) and progress.readings[-1].host_share >= FULL_HOST
     if full or (not progress.started and progress.activity in _HOST_WORK):

@@ -1,4 +1,4 @@
-"""Read how far a run got from its log, and DeepSpeed's lines of memory use."""
+"""Read a run's progress, and DeepSpeed's lines about memory use, from its log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from zerofit.explain.log import LogLine
 
 GIB = 1 << 30
-GROWING = 4  # readings at one place that must grow each time, before it counts as a leak
+GROWING = 4  # number of readings at one place that must each grow to count as a leak
 
 _BAR = re.compile(r"^(?P<about>[^|%]*?):?\s*\d+%\|.*?\|\s*(?P<done>\d+)/\d+ \[")
 _NO_TRAINING = re.compile(
@@ -34,16 +34,16 @@ class MemoryReading:
     peak_bytes: int
     reserved_bytes: int
     host_bytes: int = 0
-    host_share: float = 0.0  # of the host's memory that is used
+    host_share: float = 0.0  # share of the host's memory that is used
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run got before its error."""
+    """The progress of a run before its error."""
 
-    steps: int = 0  # steps or losses in the log; 0 also if it prints none
+    steps: int = 0  # number of steps or losses in the log; also 0 if the run prints none
     started: bool = False  # whether a training step had begun
-    activity: str = ""  # the last work before training that the log names
+    activity: str = ""  # the last phase before training that the log names
     readings: tuple[MemoryReading, ...] = ()
 
     @property
@@ -58,7 +58,7 @@ class Progress:
         return None
 
 
-# text in a log -> what the program was doing, in the order in which a run does it
+# text in a log -> the phase of the program, in the order of a run
 _ACTIVITIES = (
     (r"[Dd]ownloading|Fetching \d+ files", "downloading"),
     (r"^(?:Map|Filter|Generating \w+ split|Running tokenizer|Tokenizing|Grouping texts|Packing)\b", "preparing data"),
@@ -74,7 +74,7 @@ _ACTIVITY_PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _ACT
 
 
 def progress_before(lines: Sequence[LogLine], error: int) -> Progress:
-    """Return how far the run had got at a line of its log."""
+    """Return the progress of the run at a line of its log."""
     steps, losses, activity, label, started = 0, 0, "", "", False
     readings: list[MemoryReading] = []
     for line in lines:

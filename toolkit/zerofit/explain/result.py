@@ -8,7 +8,7 @@ from typing import Any
 from zerofit.explain.messages import MemoryFigures
 from zerofit.spec.files import field_data
 
-UNKNOWN = "unknown"  # the cause that the figures do not show
+UNKNOWN = "unknown"  # the cause if the evidence shows none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,47 +24,47 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastAtMoment:
-    """What a simulation of the same run has for the moment of the error."""
+    """The simulated memory of the same run at the moment of the error."""
 
     phase: str
     kinds: dict[str, int]  # kind -> bytes
     allocated_bytes: int
     fits: bool
-    parts: tuple[str, ...]  # where run and forecast part, one sentence each
+    parts: tuple[str, ...]  # sentences about the differences between run and forecast
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that makes room."""
+    """A change that would help."""
 
     change: str
     reserved_bytes: int | None = None  # simulated
     fits: bool | None = None  # simulated
-    slowdown: float | None = None  # forecast, as a share of a step's time
+    slowdown: float | None = None  # forecast slowdown, as a share of a step's time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why memory ran out, as far as the evidence shows."""
+    """The reason why memory ran out, as far as the evidence shows it."""
 
     source: str  # "log", "snapshot" or "run folder"
     cause: str  # a stable name, or UNKNOWN
     place: str  # "device", "host", "shared memory" or "kernel"
     summary: str  # the cause in a sentence or two
-    evidence: tuple[str, ...] = ()  # what shows it
+    evidence: tuple[str, ...] = ()  # sentences with the evidence
     message: str = ""  # the error
-    at: str = ""  # the user's line that asked, file:line
+    at: str = ""  # the user's line that requested the memory, file:line
     function: str = ""
     code: str = ""  # that line
-    asked_by: str = ""  # the innermost line outside of torch, if it is a library's
+    asked_by: str = ""  # the innermost line outside of torch, if it is in a library
     phase: str = ""
     steps: int = 0  # steps before the error, if the log has them
-    ranks: tuple[str, ...] = ()  # that ran out; () if the log names none
+    ranks: tuple[str, ...] = ()  # ranks that ran out; () if the log names none
     figures: MemoryFigures = field(default_factory=MemoryFigures)
     alive: dict[str, int] = field(default_factory=dict)  # kind -> bytes
-    lines: tuple[Line, ...] = ()  # the lines that hold most
+    lines: tuple[Line, ...] = ()  # the lines whose allocations hold the most memory
     changes: tuple[Change, ...] = ()
-    run_next: str = ""  # what to run for a sure answer
+    run_next: str = ""  # the command or line to run for a certain answer
     forecast: ForecastAtMoment | None = None
 
     @property

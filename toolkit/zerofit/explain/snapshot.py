@@ -22,7 +22,7 @@ class AliveBlock:
 
     bytes: int
     frames: Frames
-    event: int  # that allocated it, in the trace; -1 if the trace does not have it
+    event: int  # index of the event in the trace that allocated it; -1 if the trace has no such event
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class AllocatorCall:
     address: int
     bytes: int
     frames: Frames
-    free_bytes: int  # of the device; for "oom" only
+    free_bytes: int  # free memory of the device; only for "oom"
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class MemorySnapshot:
     blocks: dict[int, AliveBlock]  # by address, at the end
     trace: tuple[AllocatorCall, ...]
     reserved_bytes: int  # at the end
-    private_bytes: int  # of segments in private pools
+    private_bytes: int  # bytes of segments in private pools
     alloc_conf: dict[str, Any]  # the allocator's settings; {} before torch 2.1
 
     @cached_property
     def moment(self) -> int:
-        """The event to explain: the last out of memory, else the highest moment."""
+        """The event to explain: the last out-of-memory event, else the moment of the peak."""
         failed = [number for number, event in enumerate(self.trace) if event.action == "oom"]
         if failed:
             return failed[-1]
@@ -57,7 +57,7 @@ class MemorySnapshot:
 
     @property
     def ran_out(self) -> AllocatorCall | None:
-        """The out of memory at `moment`."""
+        """The out-of-memory event at `moment`."""
         event = self.trace[self.moment] if self.trace else None
         return event if event and event.action == "oom" else None
 
@@ -73,12 +73,12 @@ class MemorySnapshot:
 
     @property
     def reserved_at_moment(self) -> int:
-        """Reserved bytes at `moment`: those at the end without the segments that came later."""
+        """Reserved bytes at `moment`: the bytes at the end, without segments that were added later."""
         later = self.trace[self.moment + 1 :]
         return self.reserved_bytes - sum(event.bytes * _SEGMENT_SIGN.get(event.action, 0) for event in later)
 
     def alive(self) -> list[AliveBlock]:
-        """Return what was alive at `moment`: it may have been freed before the snapshot was written."""
+        """Return the blocks that were alive at `moment`, even if they were freed before the snapshot was written."""
         if not self.trace:
             return list(self.blocks.values())
         live: dict[int, AliveBlock] = {}
@@ -127,7 +127,7 @@ _SEGMENT_SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segm
 
 
 def read_snapshot(path: Path) -> MemorySnapshot:
-    """Return the device of a snapshot that ran out of memory, else the fullest. Raises OSError or Unreadable."""
+    """Read a snapshot's device that ran out of memory, else its fullest device. Raises OSError or Unreadable."""
     content = read_plain_pickle(path)
     try:
         devices = _devices(content)

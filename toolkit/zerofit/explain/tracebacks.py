@@ -41,7 +41,7 @@ class CodeFrame:
 
     @property
     def place(self) -> str:
-        """`train.py:44`, the path as the log has it but for a library's folder."""
+        """`train.py:44`: the path as in the log, without a library's folder."""
         path = re.sub(r"^.*(?:(?:site|dist)-packages|toolkit)/", "", self.file.replace("\\", "/"))
         return f"{path}:{self.line}" if self.line else path
 
@@ -74,20 +74,21 @@ def frames_before(lines: Sequence[LogLine], error: int) -> list[CodeFrame]:
 
 
 def own_frame(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call in the user's code; the one that used torch if there is none."""
+    """Return the innermost call in the user's code; without user code, the call that used torch."""
     own = [frame for frame in frames if frame.is_own]
     return own[-1] if own else caller_of_torch(frames)
 
 
 def caller_of_torch(frames: Sequence[CodeFrame]) -> CodeFrame | None:
-    """Return the innermost call outside of torch and DeepSpeed, such as a model's; the innermost of all without one."""
+    """Return the innermost call outside of torch and DeepSpeed, such as a model's call; else the innermost call."""
     outside = [frame for frame in frames if not frame.place.startswith(("torch/", "deepspeed/"))]
     return (outside or list(frames) or [None])[-1]
 
 
-# phase -> what a call looks like: "file:function:code". Calls are read from the outermost on, and each that matches
-# moves the run into its phase, except out of a phase of `_INSIDE`: backward runs a forward again for checkpoints, an
-# evaluation runs it without backward. Lightning runs forward and backward inside of optimizer.step, so `step` does not
+# phase -> pattern of a call: "file:function:code". Calls are read from the outermost on. Each matching call moves the
+# run into its phase. Only a phase of `_INSIDE` is not left: backward runs a forward again for checkpoints, and an
+# evaluation runs a forward without backward. Lightning runs forward and backward inside of optimizer.step, so `step`
+# does not
 # last.
 _MARKS = {
     KEPT_LOGITS: r":nested_concat:|:_?pad_across_processes:|:gather_for_metrics:|preds_host|all_(?:logits|preds)"
@@ -112,7 +113,7 @@ _MARKS = {
     FORWARD: r":forward:|:_call_impl:|:_?training_step:|:compute_loss:|:_inner_training_loop:.*model\(|\bmodel\(",
 }
 _PATTERNS = {phase: re.compile(pattern) for phase, pattern in _MARKS.items()}
-# Phases that last to the end of the traceback, and those that may follow in them
+# Phases that last to the end of the traceback, and the phases that may follow within them
 _INSIDE: dict[str, tuple[str, ...]] = {
     BACKWARD: (),
     EVALUATION: (KEPT_LOGITS, GENERATION, SAVING),
@@ -131,7 +132,7 @@ def phase_of(frames: Sequence[CodeFrame]) -> str:
         text = f"{frame.file}:{frame.name.split('(')[0]}:{frame.code}".replace("\\", "/")
         for mark, pattern in _PATTERNS.items():
             if pattern.search(text):
-                within_loss = phase == LOSS and mark == FORWARD and "/torch/" in text  # lm_head's own forward
+                within_loss = phase == LOSS and mark == FORWARD and "/torch/" in text  # the forward of lm_head
                 if not within_loss and (phase not in _INSIDE or mark in _INSIDE[phase]):
                     phase = mark
                 break

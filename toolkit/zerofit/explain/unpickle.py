@@ -39,17 +39,17 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """Return a pickle's plain data. Raises OSError, or Unreadable for anything else in it."""
+    """Return a pickle's plain data. Raises OSError, or Unreadable for other content."""
     with _opened(path) as file, _limited_memory(path.stat().st_size):
         try:
             return _PlainUnpickler(file).load()
         except OSError as error:
-            if error.errno is not None:  # the disk's; gzip's have no number
+            if error.errno is not None:  # an error of the disk; gzip's errors have no errno
                 raise
             raise Unreadable(str(error)) from None
         except MemoryError:
             raise Unreadable("it needs more memory than a snapshot of its size") from None
-        except Exception as error:  # pickle raises most of Python's errors for bytes that are none
+        except Exception as error:  # pickle raises many kinds of errors for bytes that are not a pickle
             raise Unreadable(f"it is not a pickle of plain data: {error}") from None
 
 
@@ -67,9 +67,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _limited_memory(size: int) -> Iterator[None]:
-    """Limit this process's address space while it reads, since a few bytes can ask for a table of many GiB.
+    """Limit this process's address space during a read, since a few bytes can request a table of many GiB.
 
-    Cyclic garbage collection is off: it would look at millions of new objects again and again.
+    Cyclic garbage collection is off: it would scan millions of new objects again and again.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = (

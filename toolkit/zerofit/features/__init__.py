@@ -1,1 +1,1 @@
-"""What an optimizer and a ZeRO feature are: one entry each, which all rooms read. Needs no torch."""
+"""Optimizers and ZeRO features: each has one entry, which all rooms read. Needs no torch."""

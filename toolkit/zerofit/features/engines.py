@@ -13,8 +13,8 @@ class EngineEntry:
     """An engine, and how it handles gradients."""
 
     title: str  # in a layout's words
-    reduces_in_float32: bool = False  # gradients of a 16-bit backward
-    accumulates_full_gradients: bool = False  # micro batches before the last one leave full gradients
+    reduces_in_float32: bool = False  # type of the gradients of a 16-bit backward
+    accumulates_full_gradients: bool = False  # micro batches before the last leave full gradients
 
 
 ENGINES: dict[Engine, EngineEntry] = {

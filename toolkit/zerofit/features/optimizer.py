@@ -30,8 +30,8 @@ class States:
 
     numbers: int = 2  # per weight on the device
     host_numbers: int = 2  # per weight, in DeepSpeed's optimizers for host memory
-    factored: bool = False  # instead, one number per row and column of a matrix
-    by_weight: bool = True  # each weight has its own numbers, so a checkpoint loads into another layout
+    factored: bool = False  # instead of numbers per weight: one number per row and column of a matrix
+    by_weight: bool = True  # each weight has its own numbers, so a checkpoint can be loaded into another layout
     unconvertible: str = ""  # otherwise: why not
 
     def element_bytes(self, on_host: bool) -> int:
@@ -44,19 +44,22 @@ class States:
         return FLOAT_BYTES * min(self.numbers, self.host_numbers) if self.by_weight else 0
 
     def of_tensors(self, numels: Iterable[int], gpu: bool) -> StateBytes:
-        """Return the bytes of the states, not offloaded, of tensors with these element counts; `gpu`: else on a CPU."""
+        """Return the bytes of the states, without offload, for tensors with these element counts.
+
+        `gpu`: train on a GPU, not on a CPU.
+        """
         return StateBytes(self.element_bytes(on_host=not gpu) * sum(numels))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step allocates and moves, and how fast it goes."""
+    """The memory that a step allocates and moves, and its speed."""
 
-    temporary: Callable[[int, bool], int]  # elements of a tensor, whether on a GPU -> bytes allocated at the peak
-    late: Callable[[bool], int]  # on a GPU? -> bytes per element of a tensor that live until the next one is allocated
-    group_at_once: bool = False  # on a GPU, all tensors of a group
+    temporary: Callable[[int, bool], int]  # (elements of a tensor, on a GPU) -> bytes allocated at the peak
+    late: Callable[[bool], int]  # (on a GPU) -> bytes per element that live until the next tensor's are allocated
+    group_at_once: bool = False  # on a GPU, the step handles all tensors of a group at once
     moved_bytes: int = ADAM_BYTES  # per element, on the device
-    like: Literal["adam", "sgd"] = "adam"  # the measured rate of memory that applies
+    like: Literal["adam", "sgd"] = "adam"  # the measured memory rate that applies
     fused: bool = False  # in 16 bits without ZeRO, DeepSpeed keeps one flat float32 copy of a group
 
 
@@ -67,7 +70,7 @@ class LearningRates:
     scratch: float
     pretrained: float
     adapters: float
-    gan: float | None = None  # if not as from scratch
+    gan: float | None = None  # None: as from scratch
     by_batch: Literal["root", "linear", "fixed"] = "root"
     by_size: bool = True  # from scratch, larger models get lower rates
 
@@ -100,7 +103,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonRule:
-    """A fault of a DeepSpeed JSON with this optimizer; `zerofit check` reports it as its own rules."""
+    """A fault of a DeepSpeed JSON with this optimizer; `zerofit check` reports it like its own rules."""
 
     code: str
     severity: Literal["error", "warning"] = "error"
@@ -131,24 +134,24 @@ class OptimizerEntry:
     json_type: str  # "optimizer.type" of a DeepSpeed JSON
     same_states: tuple[str, ...] = ()  # other JSON types, in lower case, with the same states and step
     trainer_names: tuple[str, ...] = ()  # values of `optim` of the Hugging Face Trainer
-    docs: str  # what a user knows of it: states, where it runs
+    docs: str  # description for users: its states, and where it runs
 
     # building
     cpu_class: str | None = None  # "module:class" that zerofit builds on a CPU; None: DeepSpeed builds it by its type
-    gpu_class: str | None = None  # likewise on a GPU
+    gpu_class: str | None = None  # "module:class" that zerofit builds on a GPU
     library: str | None = None  # the package that has the classes, if not DeepSpeed or torch
-    kernel: str | None = None  # its op for the step
+    kernel: str | None = None  # DeepSpeed's op for the step
     torch_on_cpu: bool = False  # torch's Adam on CPUs, where DeepSpeed's takes minutes to compile
     device_op: str | None = None  # DeepSpeed's builder of the C++ op for steps on the device
-    host_op: str | None = None  # and for steps in host memory
+    host_op: str | None = None  # DeepSpeed's builder of the C++ op for steps in host memory
     compiled: bool = False  # its step is compiled by Inductor
-    zero_tested: bool = False  # ZeRO takes it without zero_allow_untested_optimizer
+    zero_tested: bool = False  # ZeRO accepts it without zero_allow_untested_optimizer
     full_gradients: bool = False  # ZeRO-3 must reduce full gradients
 
     # defaults
     rates: LearningRates
     weight_decay: float = 0.01
-    coupled_decay: bool = False  # decays through the gradient, so CNNs need less the longer they train
+    coupled_decay: bool = False  # weight decay through the gradient, so long trainings of CNNs need less of it
     momentum: float | None = None
     clipping: float = 1.0
     clipping_why: str = ""

@@ -1,8 +1,8 @@
 """The features of ZeRO, offload and compilation that a DeepSpeed JSON switches on: one entry each.
 
-The rooms read the entries. `config` refuses combinations, `check` reports other stages, `simulate` and `plan` refuse
-what they cannot forecast, and `tune` what its trials cannot have. `checkpoint` says what a resume loses. `launch`
-compiles the op.
+The rooms read the entries. `config` refuses combinations. `check` reports stages at which a feature has no effect.
+`simulate` and `plan` refuse features that they cannot forecast, and `tune` refuses features that its trials cannot use.
+`checkpoint` names the states that a resume loses. `launch` compiles the op.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Unforecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroFeature:
-    """A feature, and what it does not go with."""
+    """A feature, and the settings that it cannot be combined with."""
 
     path: str  # dotted key in the DeepSpeed JSON
-    docs: str  # what it does
+    docs: str  # effect of the feature
     off: tuple[Any, ...] = (None, False, 0)  # values that switch it off
     ignored_below_3: str = ""  # what happens instead below ZeRO stage 3
     combined: bool = True  # compared with one device in layouts whose groups or slices zerofit makes
-    partial: bool = True  # likewise with adapters and frozen weights
+    partial: bool = True  # compared with one device also with adapters and frozen weights
     averaged: bool = True  # leaves float32 master weights in memory after each step, which --ema reads
     tuned: bool = True  # trials of `tune` can have it
     op: str | None = None  # DeepSpeed's builder of its C++ op
     not_simulated: Unforecast | None = None
     not_planned: Unforecast | None = None
-    unsaved: str = ""  # the states that DeepSpeed does not save
-    instead: str = ""  # what to use if they must be saved
+    unsaved: str = ""  # states of the feature that DeepSpeed does not save
+    instead: str = ""  # alternative if these states must be saved
 
     def on(self, config: Mapping[str, Any]) -> bool:
         """Return whether a DeepSpeed JSON switches the feature on."""

@@ -1,4 +1,4 @@
-"""Evaluate a saved model: open data that matches its inputs; compute loss, accuracy and perplexity as in training."""
+"""Evaluate a saved model: open data that match its inputs, and compute loss, accuracy and perplexity as in training."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
 from zerofit.spec.run import Run
 
-LONGEST_LOSS = 700.0  # exp() of more overflows
-CHUNK_BYTES = 32 << 20  # of logits converted to float32 at a time
+LONGEST_LOSS = 700.0  # exp() of a larger loss overflows
+CHUNK_BYTES = 32 << 20  # bytes of logits that are converted to float32 at a time
 TOP = 5
 
 
@@ -113,7 +113,7 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 
 
 def check_data(saved: SavedModel, data: Data) -> None:
-    """Raise UserError if the data does not match the model: other classes or channels, or more token ids."""
+    """Raise UserError if the data do not match the model: other classes or channels, or too many token ids."""
     of_model, of_data, problems = saved.inputs, data.inputs, Problems()
     if type(of_model) is type(of_data) and isinstance(of_model, ImageInputs | TableInputs):
         for what in ("classes", "channels" if isinstance(of_model, ImageInputs) else "features"):
@@ -138,12 +138,12 @@ def too_many_ids(inputs: TextInputs | LabelledTextInputs | NamedInputs, ids: int
 
 
 def default_tokenizer(saved: SavedModel) -> str:
-    """Return the tokenizer in the model's folder, else that of its training. Raises UserError if there is none."""
+    """Return the tokenizer in the model's folder, else the training's tokenizer. Raises UserError if neither exists."""
     if has_tokenizer(saved.folder):
         return str(saved.folder)
     if saved.info:
         return saved.info.tokenizer
-    message, hint = f"{saved.folder} contains no tokenizer", "name it: --tokenizer FOLDER, or bytes"
+    message, hint = f"{saved.folder} contains no tokenizer", "set --tokenizer to a FOLDER, or to bytes"
     raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
 
 
@@ -151,9 +151,9 @@ def default_tokenizer(saved: SavedModel) -> str:
 class EvalSamples:
     """The validation samples to evaluate."""
 
-    at_once: int  # in one forward
+    at_once: int  # samples in one forward
     limit: int | None = None  # None: all
-    generated: int = 0  # of these, for how many an encoder-decoder generates its text
+    generated: int = 0  # number of samples for which an encoder-decoder generates text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +161,9 @@ class EvalScores:
     """A model's scores on its validation samples, and how fast they were evaluated."""
 
     loss: float
-    accuracy: float | None  # None without right or wrong answers; of pixels in segmentation
+    accuracy: float | None  # None if there are no right answers; for segmentation the accuracy of pixels
     top5_accuracy: float | None  # of images
-    mean_iou: float | None  # intersection over union, in segmentation
+    mean_iou: float | None  # mean intersection over union, for segmentation
     perplexity: float | None  # of text
     macro_f1: float | None = None  # of classes
     micro_f1: float | None = None  # of tags other than O
@@ -177,12 +177,12 @@ class EvalScores:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalFigures:
-    """Computes loss and right answers of a batch."""
+    """Computes the loss and the number of right answers of a batch."""
 
     task: Task
-    dtype: torch.dtype  # of image inputs
+    dtype: torch.dtype  # type of image inputs
     own: bool = False  # a user's own model
-    own_loss: bool = False  # its forward accepts labels and returns its loss
+    own_loss: bool = False  # whether its forward accepts labels and returns the loss
     loss: str | None = None  # "mse", or cross entropy
     inputs: Inputs | None = None  # of the model
 
@@ -192,10 +192,10 @@ class EvalFigures:
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
-        """Return float64 (4,): summed loss, targets, right answers, and for images right ones among the top five.
+        """Return float64 (4,): summed loss, targets, right answers, and for images right answers among the top five.
 
         `x`: token ids (batch, seq_len) or images (batch, channels, size, size); `extra`: the model's other inputs by
-        name. Labels of -100 do not count. For labelled text and for pixels the table of `class_table` is appended.
+        name. Labels of -100 do not count. For labelled text and pixels, the table of `class_table` is appended.
         """
         if isinstance(self.inputs, NamedInputs):
             batch = {"inputs": x, "labels": labels, **extra}
@@ -271,7 +271,7 @@ def evaluate(
     device: torch.device,
     report: Reporter,
 ) -> EvalScores:
-    """Evaluate the model on validation samples. Raises RunFailed if memory runs out or the loss is not finite."""
+    """Evaluate the model on validation samples. Raises RunFailed if memory runs out, or if the loss is not finite."""
     count, at_once = len(eval_indices(len(data.valid), samples.limit)), samples.at_once
     batches = eval_batches(data.valid, 0, 1, at_once, samples.limit, default_workers(data, 1))
     start = time.perf_counter()
@@ -282,7 +282,7 @@ def evaluate(
     ):
         total = torch.zeros(4 + figures.classes**2, dtype=torch.float64)
         for batch in batches:
-            real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
+            real = int(batch["real"].sum())  # the last batch is filled with samples that were already evaluated
             x, labels = batch["inputs"][:real], batch["labels"][:real]
             x = x.to(device, figures.dtype) if x.is_floating_point() else x.to(device)
             extra = {name: t[:real].to(device) for name, t in extra_inputs(data.inputs, batch).items()}
@@ -304,7 +304,7 @@ def _rouge(model: nn.Module, data: Data, micro: int, count: int, device: torch.d
     return rouge_scores(pairs)
 
 
-# Measured by the same code that evaluates, on fake tensors: a formula for each architecture could not keep up with it.
+# Measured by running the evaluation's code on fake tensors: formulas per architecture would become outdated.
 def working_bytes(
     model: nn.Module, figures: EvalFigures, inputs: Inputs, micro: int, device: Device, whose: str
 ) -> int:
@@ -326,7 +326,7 @@ def working_bytes(
         return activation_memory(model, torch.device("cpu" if device == "cpu" else "cuda"), call).peak
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--packing")) from None
-    except Exception as error:  # a forward can raise anything on an unsupported shape, or on values that fakes lack
+    except Exception as error:  # any error, for an unsupported shape or values that fakes lack
         if figures.own:
             return 0
         if isinstance(inputs, ImageInputs):
@@ -347,7 +347,7 @@ def _scores(
     if not math.isfinite(loss):
         hint = "use --dtype fp32 if fp16 overflows; otherwise the weights themselves are not finite"
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
-    answers = not figures.own_loss and figures.loss != "mse"  # there are right and wrong ones
+    answers = not figures.own_loss and figures.loss != "mse"  # answers can be right or wrong
     samples_per_s = samples / max(seconds, 1e-9)
     scores = dict(rouge)
     if isinstance(inputs, LabelledTextInputs):

@@ -1,4 +1,4 @@
-"""Text generation with a causal language model or an encoder-decoder, and conversations; text is streamed."""
+"""Streaming text generation and conversations with a causal language model or an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from zerofit.models.inputs import NamedInputs, TextInputs
 from zerofit.models.scores import takes_cache
 from zerofit.spec.errors import Problem, Problems, UserError
 
-CHAT_TOKENS = 4096  # of a conversation, for which memory is reserved
-UNFINISHED = "\ufffd"  # what a tokenizer decodes from the first bytes of a character
+CHAT_TOKENS = 4096  # tokens of a conversation for which memory is reserved
+UNFINISHED = "\ufffd"  # decoded text of an incomplete character
 
 
-Message = dict[str, str]  # "role" and "content", as chat templates have it
+Message = dict[str, str]  # a message with "role" and "content", as in chat templates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Prompt:
     """A prompt as token ids of its model's tokenizer."""
 
     ids: tuple[int, ...]
-    end_ids: frozenset[int]  # that end the text
+    end_ids: frozenset[int]  # ids that end the text
     decode: Callable[[list[int]], str]
     end_text: str = ""  # text that also ends the answer, for models without an end token
     begins_with: int | None = None  # first token of an encoder-decoder's answer; its encoder reads the prompt
@@ -70,8 +70,8 @@ class GenerationRequest:
 
     prompt: Prompt
     max_new_tokens: int
-    temperature: float  # 0: the likeliest token each time
-    top_p: float  # draw among the likeliest tokens that have this probability together
+    temperature: float  # 0: take the likeliest token each time
+    top_p: float  # draw from the likeliest tokens whose probabilities add up to this
     seed: int
 
 
@@ -128,7 +128,7 @@ def end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokenizer's end of a document, and the end tokens in the model's generation_config.json."""
     try:
         named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
-    except (OSError, ValueError):  # it has none
+    except (OSError, ValueError):  # there is no such file
         named = None
     ends = named if isinstance(named, list) else [] if named is None else [named]
     return frozenset([tokenizer.eod_id, *ends])
@@ -164,7 +164,7 @@ def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
     if request.temperature > 0:
         draw = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
     ends = sorted(request.prompt.end_ids)
-    draw |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # nothing is padded, but transformers asks for it
+    draw |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # nothing is padded, but transformers requires the argument
     if request.prompt.begins_with is not None:
         draw["decoder_start_token_id"] = request.prompt.begins_with
     return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=cached, **draw)
@@ -173,7 +173,7 @@ def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
     """Return the bytes that generation needs besides the weights: the prompt's forward, and the KV cache of all tokens.
 
-    While a token is added, the cache of one layer exists twice.
+    While a token is added, one layer's cache exists twice.
     """
     on = torch.device("cpu" if device == "cpu" else "cuda")
     length, new = len(request.prompt.ids), request.max_new_tokens
@@ -188,7 +188,7 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
-    """Return the tensors of the cache after a forward of so many tokens, and `written` ones of a decoder."""
+    """Return the tensors of the cache after a forward of `tokens` tokens, and of `written` tokens of a decoder."""
     last: dict[str, Any] = (
         {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
     )
@@ -209,7 +209,7 @@ class _TextStreamer(BaseStreamer):
         self._end_text, self._ended = prompt.end_text, False
         self._prompt_seen = False
         self._from = 0  # tokens before this index have been sent
-        self._sent = ""  # the text already sent of tokens from this index on
+        self._sent = ""  # text that was already sent for tokens from this index on
         self.tokens: list[int] = []
         self.text = ""
 
@@ -248,7 +248,7 @@ class _TextStreamer(BaseStreamer):
             self._from, self._sent = len(self.tokens) - 1, self._decode(self.tokens[-1:])
 
     def _before_end(self, text: str, final: bool) -> str:
-        """Cut a text at the end text, or at its possible beginning."""
+        """Cut a text at the end text, or at a possible beginning of the end text."""
         text, end, _ = text.partition(self._end_text)
         self._ended = bool(end)
         if self._ended or final:
@@ -262,7 +262,7 @@ class Chat:
     """A model's chat template, and how it answers."""
 
     template: ChatTemplate
-    longest: int | None  # tokens of a conversation; None without a limit
+    longest: int | None  # maximum number of tokens of a conversation; None without a limit
     empty: GenerationRequest  # the settings of all answers; its prompt has no tokens
 
     def request(self, messages: list[Message]) -> GenerationRequest:
@@ -277,7 +277,7 @@ class Chat:
         return self._sized(ids, self.empty.seed + len(messages))
 
     def largest_request(self) -> GenerationRequest:
-        """Return the largest request, for which memory is reserved."""
+        """Return the largest possible request; memory is reserved for it."""
         tokens = CHAT_TOKENS if self.longest is None else min(CHAT_TOKENS, self.longest)
         return self._sized([0] * max(1, tokens - self.empty.max_new_tokens), self.empty.seed)
 
@@ -315,7 +315,7 @@ class Transcript:
     """A conversation that has ended."""
 
     turns: tuple[Message, ...]
-    tokens: int  # that the model wrote
+    tokens: int  # number of tokens that the model wrote
     tokens_per_s: float
 
 
@@ -327,7 +327,10 @@ def converse(
     device: torch.device,
     on_text: Callable[[str], None],
 ) -> Transcript:
-    """Answer each of the user's turns; the next one is read when the answer is complete. Raises as `generate` does."""
+    """Answer each of the user's turns. The next turn is read when the answer is complete.
+
+    Raises the errors of `generate`.
+    """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     tokens, seconds = 0, 0.0
     for turn in turns:

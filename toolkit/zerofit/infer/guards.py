@@ -1,4 +1,4 @@
-"""Guards around a running model: its failures as RunFailed that names the knob, and silence of the libraries."""
+"""Guards around a running model: its failures become RunFailed with a hint, and libraries print nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofit.spec.errors import Problem, RunFailed
 
 @contextmanager
 def failures(knob: str) -> Iterator[None]:
-    """Turn a lack of memory into RunFailed; `knob` is what makes the work smaller."""
+    """Turn out-of-memory errors into RunFailed. `knob`: the change that reduces the needed memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -27,19 +27,19 @@ def failures(knob: str) -> Iterator[None]:
             message = str(error).splitlines()[0]
         elif isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
-        hint = f"{knob}, less in --max-memory for that device, or --dtype bf16"
+        hint = f"{knob}, a lower --max-memory for that device, or --dtype bf16"
         raise RunFailed(Problem(kind="out-of-memory", message=message, hint=hint, where="--max-memory")) from error
 
 
 def guarded(model: nn.Module) -> AbstractContextManager[Any]:
-    """Raise RunFailed if a module uses weights that are not loaded; no check if all weights of the model are."""
+    """Raise RunFailed if a module uses weights that are not loaded. Checks nothing if all weights are loaded."""
     return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
 
 
 # Example: torch's attention reads the weight of its output projection without calling that module, so accelerate's hook
 # does not load it.
 class _Guard(TorchDispatchMode):
-    """Stop if a module uses weights of another module, which are loaded only while that one runs.
+    """Stop if a module uses weights of another module, which are loaded only while that module runs.
 
     Until then the weight is on the meta device. On the CPU, torch 2.14's matrix products and convolutions accept it and
     return uninitialised memory.
@@ -48,7 +48,7 @@ class _Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if "meta" in devices and len(devices) > 1:
-            message = "a module uses weights of another one, which are on disk or in host memory until that one runs"
+            message = "a module uses weights of another module that are on disk or in host memory until it runs"
             hint = "keep the model on one device: raise --max-memory, or use --dtype bf16"
             raise RunFailed(Problem(kind="offloaded-weights", message=message, hint=hint, where="CKPT"))
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Memory limits: `--max-memory`, or what the devices have free."""
+"""Memory limits: `--max-memory`, or the free memory of the devices."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from zerofit.spec.reservations import free_for, reserved_on_gpus, reserved_on_ho
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
-# The rest of the free memory is for what is not counted: fragmentation, other processes that grow.
-SHARE = 0.95  # of the free memory, by default; the rest is for other processes and for what grows
+# The rest of the free memory is for fragmentation and growing other processes, which are not counted.
+SHARE = 0.95  # default share of the free memory; the rest is for other processes and for growth
 FLAG = "--max-memory"
 NO_LIMIT = 1 << 62
 SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
-WORKSPACE = max(BLAS_WORKSPACES.values())  # of products on GPUs
+WORKSPACE = max(BLAS_WORKSPACES.values())  # workspace of matrix products on GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """The bytes that may be used."""
+    """The bytes that may be used on each device."""
 
     memory: dict[Device, int]  # of GPUs, by number, and of the CPU; other devices are not used
     disk: int | None = None  # of weights that stay on disk; None: no limit
-    named: bool = True  # by --max-memory; else a share of the free memory
-    reserved: Mapping[Device, int] = field(default_factory=dict)  # by other runs, and so not free
+    named: bool = True  # whether --max-memory sets the limits; else they are a share of the free memory
+    reserved: Mapping[Device, int] = field(default_factory=dict)  # bytes reserved by other runs, and so not free
 
 
 def room(device: Device) -> int:
-    """Return the bytes reserved on a device that runs anything, for what is not counted."""
+    """Return the reserve on a device that runs layers, in bytes, for memory that is not counted."""
     return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
 
 
 # Names are accelerate's, so a device map can be copied from other code: GPUs by number, "cpu" and "disk".
 def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits:
-    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}; None: most of what is free.
+    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}; None: most of the free memory.
 
     Only the named devices are used, and the disk, unless the limits have "disk=0". Raises UserError with all problems.
     """

@@ -19,7 +19,7 @@ from zerofit.models.build import fake_tensors
 from zerofit.spec.process import forget_resident_peak, resident_memory
 
 Call = Callable[[nn.Module, torch.device], Iterable[Tensor] | None]
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's names for them
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's parameter names
 _LARGE = 1 << 20  # bytes
 
 
@@ -28,14 +28,14 @@ class ActivationMemory:
     """Bytes that a call needs in addition to the model's weights."""
 
     peak: int  # largest sum of live tensors
-    returned: int  # of the tensors that it returned
+    returned: int  # bytes of the tensors that it returned
 
 
 def activation_memory(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
     """Return the memory that `call(model, device)` needs. It runs on fake tensors, so nothing is computed or allocated.
 
-    The model may be on the meta device and is not changed. Kernels' own workspaces are not counted. Raises what the
-    call raises, and RuntimeError if the model reads values of tensors.
+    The model may be on the meta device and is not changed. Kernels' own workspaces are not counted. Raises the errors
+    of the call, and RuntimeError if the model reads values of tensors.
     """
     try:
         return _run(model, device, call)
@@ -63,7 +63,7 @@ def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory
     return ActivationMemory(meter.peak, sum(storages.values()))
 
 
-# Storages, not tensors, are counted: views share memory. A storage that has expired was freed before the present op.
+# Storages, not tensors, are counted, since views share memory. An expired storage was freed before the current op.
 class _ActivationMeter(TorchDispatchMode):
     """Counts the bytes of storages that ops created and that are still alive; `peak` is the largest count."""
 
@@ -85,7 +85,7 @@ class _ActivationMeter(TorchDispatchMode):
         return out
 
 
-# The CPU's limit in --max-memory is compared with resident memory. Gaps that glibc keeps would count against it.
+# The CPU's limit in --max-memory is compared with resident memory. Gaps that glibc keeps would count as used memory.
 def return_freed_memory_at_once() -> None:
     """Return large blocks to the system as soon as they are freed (glibc; elsewhere nothing happens).
 

@@ -1,4 +1,4 @@
-"""Models without their weights, and their placement on devices by accelerate's device map; nothing is loaded."""
+"""Models without weights, and their placement on devices with accelerate's device map. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class DeviceRow:
 
     device: Device
     modules: tuple[str, ...]
-    weights: int  # that stay on it
-    layer: int = 0  # the largest layer that is copied to it from memory or disk while it runs
+    weights: int  # weights that stay on the device
+    layer: int = 0  # the largest layer that is copied to the device from memory or disk to run
     working: int = 0  # activations, logits, the loss, the KV cache
     allowed: int | None = None  # None: no limit
 
     @property
     def needed(self) -> int:
-        """The total, with a reserve for what is not counted if anything runs on the device."""
+        """The total. If layers run on the device, it includes a reserve for memory that is not counted."""
         return self.weights + self.layer + self.working + (room(self.device) if self.working or self.layer else 0)
 
     @property
@@ -61,9 +61,9 @@ class Placement:
     """A device map and the memory that it needs."""
 
     device_map: dict[str, Device]  # module (or parameter) -> device, for accelerate
-    main: Device  # the first GPU, else "cpu": layers in memory and on disk are copied to it to run
+    main: Device  # main device: the first GPU, else "cpu"; layers in memory and on disk are copied to it to run
     rows: tuple[DeviceRow, ...]
-    largest: str  # the module with most weights among those copied to the main device; "" if none is
+    largest: str  # the largest module that is copied to the main device; "" if no module is copied
 
     @property
     def fits(self) -> bool:
@@ -72,7 +72,7 @@ class Placement:
 
     @property
     def gpus(self) -> list[int]:
-        """The GPUs with any part of the model."""
+        """The GPUs that have a part of the model."""
         return [row.device for row in self.rows if isinstance(row.device, int)]
 
     @property
@@ -111,8 +111,8 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
 def block_classes(model: nn.Module) -> list[str]:
     """Return the names of the module classes that are never split over devices.
 
-    transformers lists them for its models. For others these are the outermost of the model's own classes that occur
-    more than once (a ResNet's bottlenecks, a Transformer's layers).
+    transformers lists them for its models. For other models these are the outermost of the model's own classes that
+    occur more than once (a ResNet's bottlenecks, a Transformer's layers).
     """
     known = getattr(model, "_no_split_modules", None)
     if known is not None:
@@ -140,7 +140,7 @@ def _repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
 
 
 def main_device(limits: MemoryLimits) -> Device:
-    """Return the device on which a model runs: the first GPU that may be used, else the CPU."""
+    """Return the device on which a model runs: the first allowed GPU, else the CPU."""
     return min((d for d, size in limits.memory.items() if isinstance(d, int) and size), default="cpu")
 
 
@@ -178,19 +178,19 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
     """Return accelerate's map, completed by the buffers and single parameters of modules that it splits.
 
     These go to the device that runs the module, since dispatch_model loads only complete modules. None if accelerate
-    1.15 raises IndexError, as it does for some sizes if parameters are tied.
+    1.15 raises IndexError; it does so for some sizes if parameters are tied.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
     limits: dict[int | str, int | str] = {device: max(0, size) for device, size in memory.items()}
     try:
-        with quiet():  # it warns of devices that a plan names, and of buffers, which are counted here
+        with quiet():  # accelerate warns of devices that a plan names, and of buffers; buffers are counted here
             inferred = infer_auto_device_map(
                 model, max_memory=limits, no_split_module_classes=block_classes(model), fallback_allocation=True
             )
     except IndexError:
         return None
-    device_map = cast(dict[str, Device], inferred)  # of the devices in `memory`, and the disk
+    device_map = cast(dict[str, Device], inferred)  # devices in `memory`, and the disk
     main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
     unmapped = [name for name in model.state_dict() if device_of(name, device_map) is None]
     modules = {name for name, _ in model.named_modules()}
@@ -208,7 +208,7 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
         weights[device] += tensor.nbytes
     for name, tensor in model.named_buffers():
         device = device_of(name, device_map) or main
-        weights[device if isinstance(device, int) else main] += tensor.nbytes  # those are not offloaded
+        weights[device if isinstance(device, int) else main] += tensor.nbytes  # not offloaded
     layer, largest = _largest_layer(model, device_map, main)
     rows = []
     for device in [*gpus, *(d for d in ("cpu", "disk") if d in weights)]:

@@ -34,7 +34,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
 from zerofit.spec.named_code import refuse_foreign_code
 
 MODEL = "model"  # the trained model in a run's folder
-IMAGE_SIZE = 224  # pixels, for a classifier whose config has no size: it supports any
+IMAGE_SIZE = 224  # pixels, for a classifier without a size in its config: it supports any size
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -45,13 +45,13 @@ class SavedModel:
     folder: Path
     source: ModelSource
     task: Task
-    inputs: Inputs  # its vocabulary can have more ids than the training's tokenizer
+    inputs: Inputs  # inputs; the vocabulary can have more ids than the training's tokenizer
     longest: int | None  # largest number of tokens; None without a limit
-    info: ModelInfo | None  # None for a model that zerofit has not written
+    info: ModelInfo | None  # None for a model that was not written by zerofit
     weights: StoredWeights
 
 
-# Users name what they have: a run, its model, a checkpoint, adapters or a folder from the hub.
+# Users may name a run, its model, a checkpoint, adapters or a folder from the hub.
 def find_folder(path: Path, report: Reporter) -> Path:
     """Return the folder to open: a run's `model/`, a model's folder, a checkpoint, or else a run's newest checkpoint.
 
@@ -75,7 +75,7 @@ def find_folder(path: Path, report: Reporter) -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint's, which is exported before it is used."""
+    """Return whether a folder is a checkpoint. Checkpoints are exported before use."""
     return not has_weights(folder) and ((folder / MANIFEST).is_file() or foreign_at(folder) is not None)
 
 
@@ -165,7 +165,8 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in NAMES)
 
 
-# Headers are enough to plan where weights go. Reading them also finds incomplete downloads before memory is allocated.
+# Headers are enough to plan the placement of weights. Reading them also detects incomplete downloads before memory is
+# allocated.
 def read_weights(folder: Path) -> StoredWeights:
     """Return the weights in a model's folder; only the files' headers are read.
 
@@ -201,7 +202,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, framework="pt") as opened, file.open("rb") as raw:
             header = raw.read(int.from_bytes(raw.read(8), "little"))
-            json.loads(header, object_pairs_hook=_named_once)  # the library takes the last of two
+            json.loads(header, object_pairs_hook=_named_once)  # the library uses the last of two equal names
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
             return {
                 name: StoredTensor(file=file, shape=tuple(tensor.get_shape()), dtype=DTYPES.get(tensor.get_dtype()))

@@ -69,19 +69,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FILE = "model.safetensors"
-COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halves stacked, the whole
+COPIES = 4  # copies of a merged tensor in memory at once: mapped parts, two stacked halves, the result
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Where a model's weights are, and the memory used since before they were loaded."""
+    """The placement of a model's weights, and the memory used since before they were loaded."""
 
     device_map: dict[str, Device]
-    placement: tuple[DeviceRow, ...]  # the forecast for each device
-    dtype: Precision  # of the weights
+    placement: tuple[DeviceRow, ...]  # memory forecast for each device
+    dtype: Precision  # type of the weights
     step: int | None  # optimizer steps that the model was trained for; None if unknown
     peak_host_bytes: int
-    host_bytes_before: int  # the interpreter, libraries and data; the CPU's limit applies to memory beyond this
+    host_bytes_before: int  # interpreter, libraries, data; the CPU's limit applies to further memory
     peak_device_bytes: int | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class PlacementResult:
 
 @dataclass(kw_only=True)
 class InferenceSession:
-    """One saved model, while it is loaded to its devices."""
+    """A saved model while it is loaded to its devices."""
 
     saved: SavedModel
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class InferenceSession:
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
-        """Decide where weights go, leaving `working` bytes free; report the placement, and load them.
+        """Decide and report the placement of the weights, with `working` bytes left free, and load them.
 
         Raises DoesNotFit before anything is loaded; `knobs` are flags that reduce the memory of the forward.
         """
@@ -142,7 +142,7 @@ class InferenceSession:
         return rewriting.write(self.scratch, self.report)
 
     def result(self, placement: Placement) -> PlacementResult:
-        """Return where the weights are and the peak memory so far."""
+        """Return the placement of the weights and the peak memory so far."""
         return PlacementResult(
             device_map=placement.device_map,
             placement=placement.rows,
@@ -160,8 +160,8 @@ def open_model(
     """Return the model in a folder from `find_folder`, and the type of its weights.
 
     A checkpoint is exported first, and adapters are merged into their model. Without `dtype` the type is that of the
-    saved weights. Call it before large tensors are created: later allocations would fill the holes that they leave in
-    the heap, page by page.
+    saved weights. Call it before large tensors are created: otherwise later allocations would fill the gaps in the heap
+    that freed tensors leave.
     """
     return_freed_memory_at_once()
     if is_checkpoint(folder) or is_adapters(folder):
@@ -179,8 +179,8 @@ def load_model(
     """Return the model with its weights loaded, ready to run on `placement.execution_device`.
 
     Weights that the device map leaves on disk are read from the model's files, which safetensors maps into memory layer
-    by layer. Only tensors stored in another form (pickles, single experts) are written to `scratch`. `empty` may be
-    used up. Raises UserError if the files lack weights that the model needs.
+    by layer. Only tensors stored in another form (pickles, single experts) are written to `scratch`. `empty` must not
+    be used afterwards. Raises UserError if the files lack weights that the model needs.
     """
     with quiet():
         if saved.source.family == "transformers":
@@ -212,12 +212,12 @@ def _transformers(saved: SavedModel, empty: Any, placement: Placement, dtype: to
         hint = "are config.json and the weights of one model?"
         problem = Problem(kind="model-weights", message=f"{saved.folder}: {reason_of(error)}", hint=hint, where="CKPT")
         raise UserError(problem) from error
-    _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have drawn them at random
+    _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have initialised them at random
     return model
 
 
 def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, report: Reporter) -> nn.Module:
-    """Load any other model: each tensor to its device, and hooks that load the weights left on disk."""
+    """Load any other model: copy each tensor to its device, and add hooks that load the weights on disk."""
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -273,10 +273,10 @@ def _refuse(missing: list[str], saved: SavedModel) -> None:
         raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT"))
 
 
-# A forward that reads weights from the disk maps the model's files. That works only for safetensors in the model's type
+# A forward that reads weights from the disk maps the model's files. This works only for safetensors in the model's type
 # with one tensor for each of the model's. Other files are rewritten once, tensor by tensor.
 class WeightRewrite:
-    """The changes to a saved model's files, if any, that let each forward read from them."""
+    """The changes, if any, to a saved model's files that allow each forward to read from them."""
 
     def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
         self._saved, self._empty, self._dtype = saved, empty, dtype

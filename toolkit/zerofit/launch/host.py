@@ -19,10 +19,10 @@ from zerofit.spec.files import cache_root
 from zerofit.spec.local_machine import cpu_ranks, usable_cores
 from zerofit.spec.model_facts import Machine
 
-RUN_ID = "ZEROFIT_RUN"  # in the environment of every process of a start
+RUN_ID = "ZEROFIT_RUN"  # variable in the environment of every process of a start
 WAIT_S = 5.0
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
-# the format that DeepSpeed's builder reads (op_builder/builder.py, compute_capability_args): "8.0;9.0+PTX", not
+# the format that DeepSpeed's builder parses (op_builder/builder.py, compute_capability_args): "8.0;9.0+PTX", not
 # torch's "9.0a" or "Hopper"
 _ARCHITECTURES = re.compile(r"[; ]*(\d+\.\d+(\+PTX)?[; ]*)*")
 
@@ -63,7 +63,7 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not replace the standard library's
     if not _ARCHITECTURES.fullmatch(env.get(ARCH_LIST, "")):
-        env[ARCH_LIST] = ""  # DeepSpeed's builder raises ValueError for it; if empty, it queries the devices
+        env[ARCH_LIST] = ""  # the old value makes DeepSpeed's builder fail; for "" it queries the devices
     if accelerator == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         env.setdefault("LOCAL_SIZE", str(ranks))
@@ -71,7 +71,10 @@ def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str
 
 
 def ops_folder() -> Path:
-    """Return the folder of compiled C++ ops; each environment has its own, or they would rebuild each other's ops."""
+    """Return the folder of compiled C++ ops.
+
+    Each environment has its own; otherwise they would rebuild each other's ops.
+    """
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]
     return cache_root() / "ops" / key
@@ -106,7 +109,7 @@ def unrelated_processes() -> Iterator[psutil.Process]:
 
 
 def run_id_of(pid: int) -> str | None:
-    """Return the run id in a process's environment; None without one or for another user's process."""
+    """Return the run id in a process's environment; None if it has none, or for another user's process."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.units import MOST_RANKS
 
-# valid host names: no characters special to a shell, pdsh (commas, %, brackets) or ssh (a leading dash)
+# valid host names: no special characters of a shell, of pdsh (commas, %, brackets) or of ssh (a leading dash)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 MOST_SLOTS = 4096  # ranks per host; no host has more cores
 LINE = re.compile(r"(?P<name>\S+)(?:(?P<gap>\s+)(?P<rest>.*))?")
@@ -83,9 +83,9 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """Return the hosts left by a filter: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
+    """Return the hosts that a filter selects: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
 
-    Raises UserError for names and devices that are not in the hostfile, and if no host is left.
+    Raises UserError for names and devices that are not in the hostfile, or if no host is selected.
     """
     if include and exclude:
         problem = Problem(kind="conflict", message="--include and --exclude are both given", hint="use one of them")
@@ -101,7 +101,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
         picked = named.get(host.name, ())
         ids = tuple(i for i in host.ids if (i in picked) == bool(include))
         if ids:
-            first_devices = ids == tuple(range(len(ids)))  # they need no filter, which some launchers lack
+            first_devices = ids == tuple(range(len(ids)))  # no filter is needed then; some launchers have none
             selected.append(replace(host, slots=len(ids), devices=None if first_devices else ids))
     if not selected:
         raise UserError(Problem(kind="hostfile", message=f"{flag} leaves no host", hint="", where=flag))
@@ -122,7 +122,7 @@ def _picked(text: str, hosts: Mapping[str, Host], flag: str, problems: Problems)
             continue
         if name in picked and (not colon or name in complete):  # DeepSpeed would use only the listed devices
             message = f"{name} is named twice, once without devices"
-            problems.add("hostfile", message, "name it once, or only with devices", flag)
+            problems.add("hostfile", message, "name it once, or always with devices", flag)
         complete |= set() if colon else {name}
         devices = {int(i) for i in ids.split(",")} if colon else set(hosts[name].ids)
         missing = sorted(devices.difference(hosts[name].ids))

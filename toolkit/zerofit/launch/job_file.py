@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # names of environment variables (
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerJob:
-    """The content of a file for any scheduler. All values are data: no shell reads or expands them."""
+    """The content of a file for any scheduler. All values are data: no shell expands them."""
 
     name: str
     run: str  # run file, run folder or model, as for `zerofit launch`
@@ -25,10 +25,10 @@ class SchedulerJob:
     slots: int  # ranks per node: GPUs, or processors for CPU ranks
     device: Literal["gpu", "cpu"]  # device of each rank
     flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
-    env: Mapping[str, str] = field(default_factory=dict)  # for all ranks, written into the file
+    env: Mapping[str, str] = field(default_factory=dict)  # variables for all ranks, written into the file
 
     def texts(self) -> list[tuple[str, str]]:
-        """Return the texts that go into the file unchanged, each with its flag."""
+        """Return the texts that are written into the file unchanged, each with its flag."""
         words = [("--output", self.output), ("RUN", self.run), *(("RUN", flag) for flag in self.flags)]
         return [*words, *(("--env", value) for value in self.env.values())]
 

@@ -28,7 +28,7 @@ CLAIM = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # RFC 1123 subdomai
 TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 VARIABLES = {
     "trainjob": ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-    "pytorchjob": ("RANK", "MASTER_ADDR", "MASTER_PORT"),  # here RANK is the pod's number
+    "pytorchjob": ("RANK", "MASTER_ADDR", "MASTER_PORT"),  # with this operator, RANK is the pod's number
 }
 
 
@@ -45,7 +45,7 @@ class KubernetesJob(SchedulerJob):
 
     @property
     def secret(self) -> str:
-        """Name of the Secret with values that must not be in the manifest."""
+        """Name of the Secret. It contains values that must not be in the manifest."""
         return f"{self.name}-env"
 
 
@@ -69,7 +69,7 @@ def _train_job(job: KubernetesJob) -> list[Data]:
     pod = {"restartPolicy": "Never", **_pod(job, "node", {})}
     bad_input = {"containerName": "node", "operator": "In", "values": [BAD_INPUT]}
     jobs = {
-        "backoffLimit": 0,  # a single pod cannot continue: JobSet restarts all of them
+        "backoffLimit": 0,  # a single pod cannot continue, so JobSet restarts all pods
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bad_input}]},
         "template": {"spec": pod},
     }

@@ -1,4 +1,4 @@
-"""The launch site of one start's ranks, and the launcher's process on this machine."""
+"""The launch site of a start's ranks, and the launcher's process on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LaunchSite:
     """Hosts and devices for the ranks; made by `launch.local` for this machine and by `launch.runner` for several."""
 
     hosts: tuple[str, ...]  # one per rank
-    addresses: Mapping[str, str]  # by host: this command's address as seen from there
+    addresses: Mapping[str, str]  # by host: this command's address as seen from that host
     master: tuple[str, int]  # address and port of rank 0
     accelerator: str  # "cuda" or "cpu"
     argv: Callable[[str], list[str]]  # returns the launcher's command for a launch spec argument
@@ -44,10 +44,10 @@ class LaunchSite:
     cwd: str | None = None  # working directory of the launcher; None: this command's
     forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks on top of their host's
     interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: the network interface to the others
-    again: str = "zerofit train"  # command that resumes a run folder, its argument
-    coming_s: float = 180.0  # limit for a guard to report, with slow ssh, Python and cold file systems
-    timeout_s: float  # limit without a heartbeat before ranks are killed
-    sweep: Callable[[str], list[str]] | None = None  # kills a run id's processes on all hosts; returns notes
+    again: str = "zerofit train"  # command that resumes a run folder; the folder is its argument
+    coming_s: float = 180.0  # time limit for guards to report; ssh, Python and cold file systems can be slow
+    timeout_s: float  # time without a heartbeat after which ranks are killed
+    sweep: Callable[[str], list[str]] | None = None  # kills the processes of a run id on all hosts; returns notes
 
 
 def launcher(ranks: int, port: int) -> list[str]:
@@ -94,7 +94,7 @@ def free_port() -> int:
 def started(
     folder: RunFolder, argv: Sequence[str], env: Mapping[str, str], cwd: str | None, *, handle_signals: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the launcher's process during the block; kill what is left of it on this host at the end."""
+    """Run the launcher's process during the block. At the end, kill its remaining processes on this host."""
     with _requests_handed_on(folder) if handle_signals else nullcontext():
         with (folder.logs / "launcher.log").open("ab") as log:
             process = subprocess.Popen(
@@ -129,7 +129,7 @@ def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the launcher, whose ranks were told to stop, and kill what is left of its session.
+    """Wait for the launcher, whose ranks were asked to stop, and kill the remaining processes of its session.
 
     It gets no SIGTERM: DeepSpeed's runner would run `pkill` on all hosts, which also kills other runs.
     """

@@ -27,7 +27,7 @@ from zerofit.spec.model_facts import Machine
 OFFLOADS = ("offload_optimizer", "offload_param")
 TRAINING = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "QuantizerBuilder")  # see `needed_ops`
 REMOTE = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "smb3", "ceph", "fuse.sshfs", "9p", "afs", "wekafs"}
-QUIET_S = 600.0  # time without changes after which a build on another host counts as dead
+QUIET_S = 600.0  # seconds without changes after which a build on another host counts as dead
 POLL_S = 0.5
 
 
@@ -57,7 +57,10 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 
 
 def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
-    """Return what this JSON's NVMe offload needs but lacks; `found`: parts on another machine, else here."""
+    """Return what is missing for this JSON's NVMe offload.
+
+    `found`: the parts found on another machine; None: look here.
+    """
     zero = config.get("zero_optimization")
     blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
     nvme = [part for part, block in blocks.items() if isinstance(block, Mapping) and block.get("device") == "nvme"]
@@ -101,8 +104,8 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 def _built(env: Mapping[str, str], op: str) -> Path:
     """Return the file that marks an op as compiled by this environment on this host (for its processor and GPU).
 
-    Asking DeepSpeed's builder needs a process that imports DeepSpeed: 6 s. A rank uses the builder anyway and compiles
-    what is missing.
+    Asking DeepSpeed's builder needs a process that imports DeepSpeed: 6 s. A rank uses the builder anyway, and compiles
+    missing ops.
     """
     return Path(env["TORCH_EXTENSIONS_DIR"]) / f".{op}.{ops_folder().name}.{socket.gethostname()}.built"
 
@@ -110,7 +113,7 @@ def _built(env: Mapping[str, str], op: str) -> Path:
 def _is_built(env: Mapping[str, str], op: str) -> bool:
     """Return whether an op was compiled after its sources and torch's headers were installed.
 
-    A reinstall of the same version counts too: otherwise a rank would silently recompile the op.
+    A reinstallation of the same version counts as newer, since a rank would silently recompile the op then.
     """
     built = _built(env, op)
     specs = [importlib.util.find_spec(name) for name in ("torch", "deepspeed")]
@@ -156,7 +159,7 @@ def end_session(session: int) -> None:
 
 
 def build(parent: int, op: str) -> None:
-    """Compile an op unless it is compiled; ends with its parent: `python -m zerofit.launch.ops PARENT OP`.
+    """Compile an op unless it is compiled: `python -m zerofit.launch.ops PARENT OP`. Ends with its parent.
 
     Raises AssertionError if this machine lacks what the op needs.
     """
@@ -187,8 +190,8 @@ def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
 
     torch 2.14 locks `FOLDER/OP/lock` in the kernel, which releases the lock when its holder dies, so nothing needs to
     be done. Older versions create the file for a build, keep it open, and remove it at the end
-    (torch.utils.file_baton). Others wait for it silently, forever if its owner was killed. The file does not name its
-    owner, but the kernel knows which process has it open.
+    (torch.utils.file_baton). Other processes wait for it silently; they wait forever if its owner was killed. The file
+    does not name its owner, but /proc shows which process has it open.
     """
     if not locks_by_existence():
         return
@@ -203,7 +206,7 @@ def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
 
 
 def lock_owner(lock: Path) -> str | None:
-    """Return a description of who builds in the lock's folder; None if nobody does."""
+    """Return a description of the process that builds in the lock's folder; None if there is none."""
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _at_work(process.pid, lock.parent):
             return f"process {process.pid}"
@@ -219,7 +222,7 @@ def _at_work(pid: int, folder: Path) -> bool:
     place = Path(f"/proc/{pid}")
     try:
         links = [place / "cwd", *(place / "fd").iterdir()]
-    except OSError:  # it has ended, or belongs to another user, who cannot write there
+    except OSError:  # the process has ended, or belongs to another user, who cannot write there
         return False
     real = os.path.realpath(folder)
     for link in links:

@@ -32,14 +32,14 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 def main() -> None:
     """Run a module that ends with process PID: `python -m zerofit.launch.parent_death PID MODULE ARGS...`.
 
-    Ignores a scheduler's stop request to all processes (SIGUSR1): the ranks handle it and save.
+    Ignores SIGUSR1, a scheduler's stop request to all processes: the ranks handle it and save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     module = sys.argv[2]
     if module == COMMAND:  # SIGINT stops a tuning trial, but background jobs of a shell ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if module == LAUNCHER:  # poll ranks more often than once a second, and exit sooner after the last
+    if module == LAUNCHER:  # poll ranks more often than once a second, and exit sooner after the last rank
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))
     sys.argv = sys.argv[2:]

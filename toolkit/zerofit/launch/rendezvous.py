@@ -1,6 +1,6 @@
-"""The rendezvous of a launcher's processes before their run: they report, and the first one sends orders.
+"""The rendezvous of a launcher's processes before their run: they report, and the first process sends orders.
 
-It uses torch's TCPStore on a known port: torchrun's store, or else one that the first process opens.
+It uses torch's TCPStore on a known port: torchrun's store, or else a store that the first process opens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from zerofit.launch.world import World
 from zerofit.spec.errors import Problem, RunFailed, UserError
 
-PATIENCE_S = 300.0  # for all processes to arrive, each after importing torch
-LEAVING_S = 10.0  # for all processes to read the last order
+PATIENCE_S = 300.0  # seconds for all processes to arrive, each after importing torch
+LEAVING_S = 10.0  # seconds for all processes to read the last order
 LOOK_S = 0.1
 REPORT_EVERY_S = 5.0
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -63,7 +63,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise (self._taken(error) if opens else self._unreachable(error)) from None
         self._store = PrefixStore(f"zerofit/{world.job}/{world.attempt}", store)
-        # survives restarts by torchrun, like its store
+        # the prefix survives restarts by torchrun, like its store
         self._kept = PrefixStore(f"zerofit/{world.job}", store) if world.agent_store else None
 
     def report(self, facts: Any) -> None:
@@ -122,7 +122,7 @@ class Rendezvous:
         return self._kept.get(name).decode() if self._kept and self._kept.check([name]) else None
 
     def _all(self, keys: Sequence[str], patience_s: float, show: Callable[[str], None]) -> list[bytes]:
-        """Return the values of all keys once they exist; `show` gets messages about missing processes."""
+        """Wait until all keys exist, and return their values. `show` gets messages about missing processes."""
         deadline, reported = time.monotonic() + patience_s, time.monotonic()
         while not self._store.check(list(keys)):
             missing = [key.rpartition("-")[2] for key in keys if not self._store.check([key])]
@@ -147,5 +147,5 @@ class Rendezvous:
         host, port = self._world.master
         lost = f"rank {self._world.rank} lost the first process at {host} port {port}"
         message = f"{lost}: {str(error).splitlines()[0]}"
-        hint = "see rank 0's output; if it runs, set MASTER_ADDR to an address of its host that this host can reach"
+        hint = "see rank 0's output; if rank 0 is running, set MASTER_ADDR to an address of it that this host can reach"
         return RunFailed(Problem(kind="leader", message=message, hint=hint, where="MASTER_ADDR"))

@@ -11,11 +11,12 @@ from pathlib import Path
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import RunFolder
 
-# Two locks of the kernel, which releases them when their holder dies, however it dies:
+# Two kernel locks. The kernel releases them when their holder dies for any reason:
 # - run.lock: exclusive, of the command that supervises the run;
-# - ranks.lock: shared by the living ranks. A command takes it exclusively for an instant, to learn that none is left.
-PATIENCE_S = 60.0  # the kernel kills ranks whose command was killed, but a device may delay it
-PROBE_S = 3.0  # other commands hold the lock for an instant to probe it
+# - ranks.lock: shared by the living ranks. A command locks it exclusively for an instant, to check that no rank is
+# left.
+PATIENCE_S = 60.0  # seconds; the kernel kills ranks whose command was killed, but a device may delay that
+PROBE_S = 3.0  # other commands may hold the lock for an instant to test it
 POLL_S = 0.1
 
 

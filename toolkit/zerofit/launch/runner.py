@@ -22,7 +22,7 @@ from zerofit.spec.errors import Problem, Problems, UserError
 # 3. the guard of each rank reads the user's values from that file, without a shell.
 RUNNERS = ("pdsh", "slurm", "openmpi", "mpich")
 PLAIN = re.compile(r"[\w@%+=:,./-]*")  # safe without quotes
-EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")  # prefixes that the runner exports, and CUDA's
+EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")  # exported prefixes, and CUDA's
 # prefixes of variables that training reads, on top of what the runner exports
 FORWARDED = (
     *EXPORTED,
@@ -36,12 +36,12 @@ ENV_FILES = (Path("~/.deepspeed_env"), Path(".deepspeed_env"))  # places where t
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """One of DeepSpeed's multi-node runners with its options."""
+    """A multi-node runner of DeepSpeed with its options."""
 
     kind: str = "pdsh"  # one of RUNNERS
     arguments: str = ""  # further arguments of srun, mpirun or pdsh
     ssh_port: int | None = None
-    node_rank: int | None = None  # start ranks only on this host, without ssh
+    node_rank: int | None = None  # whether to start ranks only on this host, without ssh
 
     def command(self, hosts: Sequence[Host], logs: Path, master: tuple[str, int], spec: str) -> list[str]:
         """Return the command that starts a guard for each rank.
@@ -63,13 +63,13 @@ class Runner:
         return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), spec]
 
     def check(self, hosts: Sequence[Host], problems: Problems) -> None:
-        """Add problems for what this runner does not support on these hosts."""
+        """Add problems for settings that this runner does not support on these hosts."""
         filtered = [host.name for host in hosts if host.devices is not None]
         if filtered and self.kind != "pdsh":
             message = (
                 f"--launcher {self.kind} cannot select devices, but the devices of {', '.join(filtered)} are filtered"
             )
-            problems.add("launcher", message, "filter full hosts, or use --launcher pdsh", "--launcher")
+            problems.add("launcher", message, "filter whole hosts only, or use --launcher pdsh", "--launcher")
         slots = {host.slots for host in hosts}
         if len(slots) > 1 and self.kind in ("slurm", "mpich"):
             message = f"--launcher {self.kind} needs the same number of slots on every host, got {sorted(slots)}"

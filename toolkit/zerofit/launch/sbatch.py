@@ -63,13 +63,13 @@ class SlurmJob(SchedulerJob):
     """The content of an sbatch file; a shell interprets only `setup`."""
 
     time: str  # limit in Slurm's format: "90" (minutes), "12:00:00", "2-12"
-    save_s: int = 300  # the run saves and stops this long before the limit
+    save_s: int = 300  # seconds before the limit at which the run saves and stops
     partition: str | None = None
     account: str | None = None
     requeue: bool = True  # continue after pre-emption, a lost node, or the time limit
     log: str = "slurm-%j.log"  # output file; %j is the job's number
     env_file: str | None = None  # absolute path of a file of `export` lines (`env_file_text`) for the job
-    env_file_names: tuple[str, ...] = ()  # variables set in it, for all ranks
+    env_file_names: tuple[str, ...] = ()  # names of the variables set in `env_file`, for all ranks
     setup: str = ""  # shell command that makes `zerofit` available, like "source /opt/venv/bin/activate"
 
 

@@ -24,11 +24,11 @@ DEFAULT_PORT = 29500  # torch's default
 NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range and IANA's dynamic ports
 
 
-# Which variables count. A process may have those of several launchers, if one starts another: torchrun within srun, or
-# mpirun within a Slurm job. The innermost launcher has started this process, so NAMES lists inner launchers first.
-# Exceptions: - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher; - Slurm's PMI
-# sets PMI_RANK too, but no local rank; - a Slurm step of a single task is a shell (`srun --pty`), where `zerofit train`
-# uses all devices of the node.
+# Which variables count. A process may have the variables of several launchers if one starts another: torchrun within
+# srun, or mpirun within a Slurm job. The innermost launcher has started this process, so NAMES lists inner launchers
+# first. Exceptions: - RANK and WORLD_SIZE without LOCAL_RANK come from a pod or a script, not from a launcher; -
+# Slurm's PMI sets PMI_RANK too, but no local rank; - a Slurm step of a single task is a shell (`srun --pty`), where
+# `zerofit train` uses all devices of the node.
 
 
 class Names(NamedTuple):
@@ -39,7 +39,7 @@ class Names(NamedTuple):
     size: str
     local_rank: str
     local_sizes: tuple[str, ...]  # ranks on this host: the first of these that is set
-    job: tuple[str, ...]  # identify this job; the same on all hosts
+    job: tuple[str, ...]  # variables that identify this job; equal on all hosts
 
 
 NAMES = (
@@ -69,12 +69,12 @@ ACCELERATES += ("KMP_AFFINITY", "KMP_BLOCKTIME")
 class World:
     """This process's place among the processes of a launcher."""
 
-    launcher: str  # name of its command, for messages
+    launcher: str  # name of the launcher's command, for messages
     rank: int
     size: int
     local_rank: int
     master: tuple[str, int]  # address of rank 0's host, and the port of the rendezvous
-    job: str = ""  # identifies this job among those at the same port
+    job: str = ""  # identifies this job among jobs at the same port
     attempt: int = 1  # 1, plus 1 for each restart by torchrun
     agent_store: bool = False  # torchrun itself listens on the port
 
@@ -88,7 +88,7 @@ def given_world(env: Mapping[str, str]) -> World | None:
     """Return the world that a launcher's variables describe; None if no launcher started this process.
 
     A Slurm step of one task is None: there `zerofit train` uses all devices of the node, as in a shell from `srun
-    --pty`. So are the variables of a single pod (RANK and WORLD_SIZE without LOCAL_RANK).
+    --pty`. The variables of a single pod (RANK and WORLD_SIZE without LOCAL_RANK) also give None.
 
     Raises UserError with everything that is missing or contradictory.
     """
@@ -155,12 +155,12 @@ def drop_settings(env: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One process of a world, as it reports itself to the first."""
+    """One process of a world, as it reports itself to the first process."""
 
     host: str
     local_rank: int
-    cores: tuple[int, ...]  # cores that it may use
-    gpus: int | None  # GPUs that it may see; None: all
+    cores: tuple[int, ...]  # number of cores that it may use
+    gpus: int | None  # number of GPUs that it may see; None: all
     versions: Mapping[str, str]
 
     @classmethod
@@ -213,7 +213,7 @@ def hosts_of(members: Sequence[Member], on_gpus: bool) -> tuple[Host, ...]:
 
 
 def threads_of(members: Sequence[Member], hosts: Sequence[Host]) -> int | None:
-    """Return the threads per rank if the launcher has bound each to its own cores, else None."""
+    """Return the threads per rank if the launcher has bound each rank to its own cores, else None."""
     bound, first = list[int](), 0
     for host in hosts:
         cores = [member.cores for member in members[first : first + host.slots]]
@@ -227,7 +227,7 @@ def threads_of(members: Sequence[Member], hosts: Sequence[Host]) -> int | None:
 def _is_given(names: Names, env: Mapping[str, str]) -> bool:
     if names is SLURM:
         return "SLURM_STEP_ID" in env and env.get(names.size, "1") != "1" and names.rank in env
-    if names is PLAIN and names.local_rank not in env:  # set by a pod or script; counts only without another launcher
+    if names is PLAIN and names.local_rank not in env:  # set by a pod or script; used only without another launcher
         inner = any(_is_given(other, env) for other in NAMES[1:])
         return names.rank in env and env.get(names.size) != "1" and not inner
     # Slurm's PMI also sets PMI_RANK, but no local rank
@@ -248,7 +248,7 @@ def _number(name: str, env: Mapping[str, str], least: int, most: int | None, pro
 
 
 def _port(env: Mapping[str, str], job: str, problems: Problems) -> int:
-    """Return MASTER_PORT, else a port computed from the job's number, the same on all hosts."""
+    """Return MASTER_PORT, else a port that is computed from the job's number and is the same on all hosts."""
     text = env.get("MASTER_PORT")
     if not text:
         return NEVER_GIVEN[zlib.crc32(job.encode()) % len(NEVER_GIVEN)] if job else DEFAULT_PORT
@@ -278,7 +278,7 @@ def _launcher(names: Names, env: Mapping[str, str]) -> str:
 
 
 def refused_in(world: World, command: str) -> UserError:
-    """Return the error of a command that starts ranks itself but was started by a launcher."""
+    """Return the error for a command that starts ranks itself but was started by a launcher."""
     message = f"zerofit {command} starts ranks itself, but {world.launcher} has started {world.size} processes"
     hint = f"use `zerofit train` with {world.launcher}, or run `zerofit {command}` without it"
     return UserError(Problem(kind=KIND, message=message, hint=hint, where=world.launcher))

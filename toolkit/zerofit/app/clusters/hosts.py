@@ -31,12 +31,13 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import as_argument
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # first CUDA compute capabilities with native arithmetic
-COMING_S, ALONE_S = 180.0, 1800.0  # limits for a guard to report; the second applies if nodes start by themselves
+COMING_S, ALONE_S = 180.0, 1800.0  # time limits for guards to report; the second is for --no-ssh
 LOOPBACK = "127."
 
 
 # Addresses. Ranks meet at rank 0's host (`master`), and each guard connects to the process that runs this command
-# (`addresses`). Both have to be addresses that other hosts can reach, which a machine cannot always tell about itself:
+# (`addresses`). Both have to be addresses that other hosts can reach. A machine cannot always find such an address of
+# its own:
 # - this machine's address is that of its route to the last host; a route to itself would be loopback; - /etc/hosts
 # often maps a host's own name to loopback (Debian: 127.0.1.1), which is useless to others; - with `--no-ssh`,
 # --master-addr may be a name or a router's address, which nobody can listen on.
@@ -59,7 +60,7 @@ class HostRequest:
     node_rank: int | None = None  # with no_ssh: index of this node among the hosts
     nodes: int | None = None  # with no_ssh, instead of a hostfile
     slots: int | None = None  # ranks on each of the nodes
-    min_nodes: int | None = None  # a run continues without lost hosts while at least this many are left
+    min_nodes: int | None = None  # a run continues without lost hosts if at least this many hosts are left
 
     @cached_property
     def forwarded(self) -> dict[str, str]:
@@ -139,7 +140,7 @@ def _check_conflicts(options: HostRequest, problems: Problems) -> None:
 
 
 def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> list[str]:
-    """Return the command that would start the ranks, for --dry-run; contact no host and keep no files."""
+    """Return the command that would start the ranks, for --dry-run. Contacts no host and keeps no files."""
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
     with tempfile.TemporaryDirectory() as place:
@@ -151,7 +152,7 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> l
 def examine_hosts(
     hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts for the facts that a start needs; `port`: the port on which it already listens."""
+    """Ask all hosts for the facts that a start needs; `port`: the port on which this command already listens."""
     return preflight(
         hosts,
         PreflightRequest(
@@ -167,7 +168,10 @@ def examine_hosts(
 
 
 def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
-    """Return all devices as one machine: GPUs if every host has them, else CPUs; without facts, as on this host."""
+    """Return all devices as one machine: GPUs if every host has GPUs, else CPUs.
+
+    Without facts, use this host's kind.
+    """
     here = replace(this_machine(), devices=sum(host.slots for host in hosts))
     if found is None:
         return here
@@ -189,7 +193,7 @@ def cluster_site(
     found: Preflight | None,
     folder: RunFolder,
 ) -> LaunchSite:
-    """Return the launch site of the job's ranks: hosts in order, each host is filled before the next."""
+    """Return the launch site of the job's ranks. Hosts are in order, and each is filled before the next."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
     options.deepspeed_runner.check(used, problems)
     problems.raise_if_any()
@@ -216,7 +220,7 @@ def cluster_site(
 
 
 def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """Return the first hosts that together have `ranks` slots, the last cut to what is needed. Raises UserError."""
+    """Return the first hosts that together have `ranks` slots; the last host may get fewer. Raises UserError."""
     used, left = [], ranks
     for host in hosts:
         take = min(left, host.slots)
@@ -282,7 +286,7 @@ def ask_hosts(
 
 
 def own_address(hosts: Sequence[Host]) -> str:
-    """Return this machine's address as the last of the hosts sees it."""
+    """Return this machine's address on its route to the last host."""
     for host in reversed(hosts):
         own = address_to(host.name)
         if own and (not own.startswith(LOOPBACK) or len(hosts) == 1):

@@ -149,7 +149,7 @@ def _kubernetes(options: JobFileRequest, common: Mapping[str, Any], secret: Mapp
 
 
 def _check_run(options: JobFileRequest, problems: Problems) -> None:
-    """Check the run for the job's ranks without its data; add all problems, or raise them as UserError."""
+    """Check the run for the job's ranks, without its data. Adds all problems, or raises them as UserError."""
     from zerofit.app.fitting.options import CHOSEN  # these modules import torch, which `launch --help` does not need
     from zerofit.app.job.hub_models import PREFIX
     from zerofit.app.job.resolve import UNOPENED, resolve_job
@@ -157,7 +157,7 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
     if options.target is None:
         return
     if options.kubernetes and is_run_file(options.target) and not Path(options.target).exists():
-        return  # it is on the claim's volume
+        return  # the path is on the claim's volume
     request = read_request(options.target, options.flags, options.trust_model_code)
     run, ranks = request.run, (options.nodes or 0) * (options.slots or 0)
     if ranks and run.ranks and run.ranks > ranks:
@@ -168,7 +168,7 @@ def _check_run(options: JobFileRequest, problems: Problems) -> None:
         return
     if ranks > MOST_RANKS:
         return  # reported already
-    if run.fit:  # these are chosen on the cluster
+    if run.fit:  # these values are chosen on the cluster
         free = {name: Run.model_fields[name].default for name in CHOSEN}
         request = replace(request, run=run.model_copy(update={"fit": False, **free}))
     accelerator = "cuda" if options.device == "gpu" else "cpu"

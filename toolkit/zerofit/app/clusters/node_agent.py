@@ -29,7 +29,7 @@ def follow(
 ) -> RunFolder:
     """Start this node's ranks for each start of node 0 until node 0 ends; return the run folder.
 
-    Raises UserError without an output folder, and Stopped or RunFailed if node 0's run ended so.
+    Raises UserError without an output folder. Raises Stopped or RunFailed if node 0's run was stopped or failed.
     """
     if run.output is None:
         hint = "use the same --output on all nodes, on a shared file system"

@@ -54,7 +54,8 @@ RETRY_S = 5.0  # time between attempts to reach a host
 #        └── wait for the hosts; without those that stay ◄──┘
 #            away, the same global batch on fewer ranks
 #
-# A failure ends the run if it would only recur (RECURRING), if the user has asked to stop, or after `max_restarts`.
+# A failure ends the run if a restart would fail alike (RECURRING), if the user has asked to stop, or after
+# `max_restarts`.
 # The run folder stays locked over all starts.
 
 
@@ -69,7 +70,7 @@ class RestartingRun:
     run_file: Path | None
     max_restarts: int
     handle_signals: bool = False
-    anyway: bool = False  # start even a run that does not fit
+    anyway: bool = False  # also start a run that does not fit
     job: Job | None = None  # job of the last start
     folder: RunFolder | None = None
     _new_folders: list[Path] = field(init=False, default_factory=list)  # folders created for the hosts' checks
@@ -141,7 +142,10 @@ class RestartingRun:
                 return run_once(folder, site, watch, self.report, attempt=attempt, **signals)
 
     def _would_recur(self, failure: RunFailed) -> bool:
-        """Return whether a restart would fail alike; a layout chosen by --fit is replaced by a smaller one."""
+        """Return whether a restart would fail alike.
+
+        With --fit it would not run out of memory again: its layout is smaller.
+        """
         fitted_layout = self.job is not None and self.job.fit is not None
         return failure.problem.kind in RECURRING and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
@@ -165,11 +169,11 @@ class RestartingRun:
     def _remove_empty_folders(self) -> None:
         """Remove the empty run folder that was created for the hosts' checks."""
         for path in self._new_folders:
-            with suppress(OSError):  # it is no longer empty
+            with suppress(OSError):  # the folder is no longer empty
                 path.rmdir()
 
     def _refuse(self, findings: Sequence[Check]) -> None:
-        """Report findings as one table. Raises UserError for findings that would make the run fail."""
+        """Report all findings in one table. Raises UserError for findings that would make the run fail."""
         if findings:
             data = {"checks": findings, "hosts": len(self.hosts)}
             self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))
@@ -192,7 +196,10 @@ class RestartingRun:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_that_answer(self, failure: RunFailed) -> list[Host]:
-        """Wait for all hosts to answer, with a time limit; return those that do. Raises RunFailed if too few do."""
+        """Wait for all hosts to answer, with a time limit.
+
+        Return the hosts that answer; raises RunFailed for too few.
+        """
         if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder
@@ -232,7 +239,7 @@ class RestartingRun:
         sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
         fewer_ranks: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
         if self.request.run.micro_batch_by_rank not in (None, "auto"):
-            fewer_ranks["micro_batch_by_rank"] = None  # its ranks no longer exist
+            fewer_ranks["micro_batch_by_rank"] = None  # the ranks that it names no longer exist
         if self.request.run.fit:  # choose a new layout
             self.request = replace(
                 self.request, places={**self.request.places, **dict.fromkeys(fewer_ranks, "--min-nodes")}

@@ -60,9 +60,9 @@ def compare_strategies(
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategies: names from `zerofit compare strategies --list`; all if None. "single" always runs.
-        slow: for some ranks, how many times as long their steps take; every step then takes at least 0.05 s.
+        slow: rank -> factor by which its steps take longer; every step then takes at least 0.05 s.
         straggle: probability that a rank's step takes five times as long.
-        target: validation accuracy; rows of parameter servers record when they reached it.
+        target: validation accuracy; rows of parameter servers record when they reached this accuracy.
         hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
         anyway: start even what cannot fit into the free memory.
         on_event: gets progress, and each row (kind "result") once measured.
@@ -111,7 +111,7 @@ def compare_sizes(
         scale_lr: how the learning rate grows with the batch size.
         per_rank: samples per rank and step, so larger sizes use more ranks with DistributedDataParallel; all
             sizes train on one device if None.
-        finish: (size, epochs): every run ends with so many epochs at this size and its learning rate.
+        finish: (size, epochs): every run ends with this number of epochs at this size, with the size's learning rate.
         seeds: runs per size, with seeds counted up from `run.seed`.
         hostfile: hosts to run on over ssh, lines `node1 slots=2`; this machine if None.
         anyway: start even what cannot fit into the free memory.
@@ -201,10 +201,10 @@ def compare_scaling(
 
 
 class _RowRunner:
-    """Measures the rows of one comparison; rows that are in its folder already are not measured again."""
+    """Measures the rows of one comparison. Rows that are already in its folder are not measured again."""
 
     def __init__(self, setup: ComparisonSetup, kind: Kind, job: CompareJob, question: Mapping[str, Any], anyway: bool):
-        """`question`: what determines the rows besides the job. Raises UserError for a folder with other content."""
+        """`question`: the inputs of the rows besides the job. Raises UserError for a folder with other content."""
         code = model_code(job.model)  # rows from before and after a change of a user's model must not mix
         identity = {"job": vars(job), **question, "code": code_hash(code) if code else None}
         self.store, self._report = RowStore(setup.request.run.output, kind, identity), setup.report
@@ -223,7 +223,7 @@ class _RowRunner:
     def _row(
         self, name: str, kind: type[AnyRow], job: CompareJob, make: Callable[[Sequence[RankReport], float], AnyRow]
     ) -> AnyRow:
-        """Return a row measured before, or measure it; `make` gets the processes' reports and the seconds."""
+        """Return a stored row, or measure it. `make` builds it from the processes' reports and the elapsed seconds."""
         row = self.store.load(name, kind)
         if row:
             self._report.result(f"{name}: known", row.to_dict())
@@ -238,7 +238,7 @@ class _RowRunner:
         return row
 
     def _refused(self, job: CompareJob) -> list[RankReport]:
-        """Return a report of why the processes are not started; [] if they may start."""
+        """Return reports with the reason why the processes cannot start; [] if they may start."""
         strategy = STRATEGIES[job.strategy]
         if job.ranks < strategy.least_ranks:
             reason = f"needs {strategy.least_ranks} ranks, got {job.ranks}: use --ranks {strategy.least_ranks}"
@@ -248,7 +248,7 @@ class _RowRunner:
 
 
 def _named(names: Sequence[str], option: str, problems: Problems) -> list[Strategy]:
-    """Return "single" and the named strategies; weights are compared with those of "single"."""
+    """Return "single" and the named strategies. The weights of "single" are the reference."""
     for name in names:
         if name not in STRATEGIES:
             problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), option)

@@ -30,7 +30,7 @@ STATE_BYTES = 12  # per parameter: weight, gradient and momentum in fp32
 
 
 class ComparisonSetup:
-    """What a comparison is made of: the user's run, the hosts, and the problems found so far."""
+    """The input of a comparison: the user's run, the hosts, and the problems found so far."""
 
     def __init__(self, run: Run | RunRequest, hostfile: Path | str | None, on_event: OnEvent | None):
         """Read the hostfile, if there is one. Raises UserError."""
@@ -149,7 +149,7 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StateGate:
-    """Gate of a comparison. It ignores activations and buffers, so it refuses only what cannot fit at all."""
+    """Gate of a comparison. Without activations and buffers, it refuses only strategies that cannot fit at all."""
 
     parameters: int  # number in the model
     folder: Path  # the comparison's folder

@@ -75,8 +75,7 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
     question = "How far does data parallelism scale, with a growing batch and with a fixed one?"
     yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
     study = {"target": target, "seeds": seeds, "epochs": epochs}
-    # powers of four up to all samples, to show both ends: where the number of steps dominates, and where the number of
-    # epochs does
+    # powers of four up to all samples: the number of steps dominates at one end, the number of epochs at the other
     sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
     rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
     rules["sqrt"] = ("a square-root", job.global_batch**-0.5)

@@ -81,7 +81,7 @@ _SERVER: ContextVar[RankServer | None] = ContextVar("server", default=None)
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Fork all ranks started within from one process, which ends with the outermost of these blocks."""
+    """Fork all ranks of this block from one server process, which ends with the outermost such block."""
     if _SERVER.get() is not None:
         yield
         return
@@ -105,7 +105,7 @@ Process = subprocess.Popen[bytes] | Rank
 
 
 def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[RankReport]:
-    """Run the processes of a job, with logs in `folder`; return each one's measurements or why it has none."""
+    """Run the processes of a job, with logs in `folder`. Return each process's measurements, or why it has none."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*folder.glob("rank-*.json"), folder / "done"):
         file.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def run_job(job: CompareJob, folder: Path, show: Callable[[str], None]) -> list[
 
 @contextmanager
 def _started(job: CompareJob, folder: Path) -> Iterator[list[Process]]:
-    """Start the processes; kill those left at the end."""
+    """Start the processes; kill the remaining processes at the end."""
     processes = STRATEGIES[job.strategy].processes(job.ranks)
     first = job.hosts[0][0] if job.hosts else "127.0.0.1"
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": first, "MASTER_PORT": str(free_port())}
@@ -151,7 +151,7 @@ def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Pro
 
 
 def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> bool:
-    """Wait until all have ended, or for the grace period after a failure; return True if progress stopped."""
+    """Wait until all processes have ended, or for the grace period after a failure. Return True if progress stopped."""
     began = moved = time.monotonic()
     done, deadline = "", float("inf")
     while any(process.poll() is None for process in running):
@@ -162,7 +162,7 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
         done, moved = (current, now) if current != done else (done, moved)
         if now > deadline:
             return False
-        # A deadlock of a strategy under test is a result, too: its row fails, and the comparison goes on.
+        # A deadlock of a strategy is a result, too: its row fails, and the comparison continues.
         if now - moved > SILENT_S:
             return True
         show(done if done else f"starting ({now - began:.0f} s)")

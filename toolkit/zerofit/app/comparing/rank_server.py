@@ -1,8 +1,8 @@
 """The process from which a comparison's ranks on this machine are forked (`spec.server_process`).
 
-It imports only what every rank of every row needs before its first look at its memory; each rank loads what its
-strategy needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]} returns a process id;
-{"poll": id} returns the exit code, or null while it runs; {"end": id} kills it first.
+It imports only what every rank needs before it first measures its memory. Each rank then imports what its strategy
+needs. Requests and answers are lines of JSON. {"start": [folder, environment, log]} returns a process id; {"poll": id}
+returns the exit code, or null while it runs; {"end": id} kills it first.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def serve() -> None:
     """Answer requests until standard input is closed; the kernel then ends the ranks with this process."""
     answers = os.dup(1)
     os.dup2(2, 1)  # keep prints of libraries out of the answers
-    # Forked ranks share this process's memory until they write to it. So each rank's growth is its own, and starts are
-    # fast.
-    gc.freeze()  # otherwise each rank's collector would write to shared pages and so copy them
+    # Forked ranks share this process's memory until they write to it. So a rank's growth is its own memory, and starts
+    # are fast.
+    gc.freeze()  # otherwise each rank's garbage collector would write to shared pages, which copies them
     pages = mapped_pages()
     for line in sys.stdin:
         os.write(answers, f"{json.dumps(_answer(json.loads(line), pages))}\n".encode())
@@ -60,7 +60,7 @@ def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages
             os.dup2(opened, stream)
             os.close(opened)
         threads = env.get("OMP_NUM_THREADS")
-        if threads and threads != os.environ.get("OMP_NUM_THREADS"):  # OpenMP reads it only when it loads
+        if threads and threads != os.environ.get("OMP_NUM_THREADS"):  # OpenMP reads the variable only when it loads
             torch.set_num_threads(int(threads))
         os.environ.clear()
         os.environ.update(env)

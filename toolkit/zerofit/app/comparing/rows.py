@@ -32,7 +32,7 @@ Kind = Literal["strategies", "batch-size", "scaling"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of any comparison: whether it ran and, if not, why."""
+    """A row of any comparison: whether it was measured, and the reason if it was not."""
 
     status: Status
     reason: str | None = None  # set if the row is not "ok"
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def headline(self) -> str:
-        """The row's main figure, or why there is none."""
+        """The row's main figure, or the reason why it has none."""
         return f"{self.status}: {self.reason}"
 
 
@@ -70,10 +70,10 @@ class StrategyRow(Row):
     comm_bytes_per_step: float | None = None  # bytes sent by all processes together
     loss: float | None = None
     accuracy: float | None = None
-    max_weight_difference: float | None = None  # from the weights of the single device
+    max_weight_difference: float | None = None  # maximum difference from the weights of the single device
     batch_norm: bool | None = None
     agrees: bool | None = None
-    staleness: list[int] | None = None  # updates between pull and push; asynchronous strategies only
+    staleness: list[int] | None = None  # updates between pull and push; only for asynchronous strategies
     dropped: int | None = None  # gradients too late for a server with backup workers
     curve: list[dict[str, Any]] | None = None  # steps, seconds, loss, accuracy; parameter servers with a target only
     seconds_to_target: float | None = None
@@ -94,7 +94,7 @@ class ScalingRow(StrategyRow):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow(Row):
-    """One batch size with one seed; figures are None if it did not run, times to the target if not reached."""
+    """One batch size with one seed. Without a run, figures are None; times to an unreached target are None."""
 
     batch_size: int
     seed: int
@@ -125,7 +125,7 @@ class SizeSummary:
 
     batch_size: int
     runs: int  # that finished
-    reached: int  # runs that reached the target
+    reached: int  # number of runs that reached the target
     samples_to_target: list[float] | None
     seconds_to_target: list[float] | None
     final_accuracy: list[float] | None
@@ -189,7 +189,7 @@ class RowStore:
 
 
 def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[RankReport], seconds: float) -> StrategyRow:
-    """Return a strategy's row from the reports of its processes; `speedup` and `efficiency` are added later."""
+    """Return a strategy's row from the reports of its processes. `speedup` and `efficiency` are added later."""
     status, reason = status_of(reports)
     row = StrategyRow(
         strategy=strategy.name,
@@ -316,7 +316,7 @@ def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
 
 
 def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
-    """Return status and reason; a process that reports a cause comes before processes that failed because of it."""
+    """Return status and reason. The process that reports the cause comes before processes that it made fail."""
     # One rank's failure makes all others fail in their next collective, so the cause is the report that names a
     # reason.
     order: tuple[tuple[str, Status], ...] = (
@@ -336,7 +336,7 @@ def status_of(reports: Sequence[RankReport]) -> tuple[Status, str | None]:
 def with_speedups(
     rows: Sequence[AnyStrategyRow], is_base: Callable[[AnyStrategyRow, AnyStrategyRow], bool]
 ) -> list[AnyStrategyRow]:
-    """Return the rows with speed-up and efficiency relative to the first row for which `is_base(row, base)`."""
+    """Return the rows with speed-up and efficiency, each relative to the first row `base` with `is_base(row, base)`."""
     compared = []
     for row in rows:
         base = next((base for base in rows if base.samples_per_s and is_base(row, base)), None)
@@ -399,7 +399,7 @@ class Comparison(Generic[AnyRow]):
         return [*names, "test accuracy", "noise scale"], rows
 
     def page_table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the short table for a page of several comparisons: no empty rows or columns, none of `DETAILS`."""
+        """Return the table for a page of several comparisons, without empty rows and columns and without `DETAILS`."""
         names, rows = self.short_table()
         rows = [row for row in rows if len(row) == len(names)]
         shown = [n for n, name in enumerate(names) if name not in DETAILS and any(row[n] != "-" for row in rows)]

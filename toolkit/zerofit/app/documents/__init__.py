@@ -1,1 +1,1 @@
-"""The experiments of four teaching documents on parallel training, repeated: one module a document."""
+"""The experiments of four teaching documents on parallel training, repeated. Each document is one module."""

@@ -1,4 +1,4 @@
-"""Document 001: batch sizes from 1 to all samples, and what large image sets cost."""
+"""Document 001: batch sizes from 1 to all samples, and the training time of large image sets."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _values(fixed: Sequence[SizeRow], tuned: Sequence[SizeRow], images_per_s: fl
         "first": first,
         "first_tuned": first_tuned,
         "right": round(VALID * max(row.best_accuracy or 0.0 for row in fixed)),
-        "moved": "The fastest size depends on the learning rate: with tuned rates it is another one." * moved,
+        "moved": "The fastest size depends on the learning rate: with tuned rates another size is the fastest." * moved,
         "step_cost": _step_cost(fixed),
         "epochs": epochs,
     }
 
 
 def reached(row: SizeRow, target: float) -> tuple[int, float] | None:
-    """Return the epoch after which a score was reached, and the seconds that it took."""
+    """Return the epoch in which a score was reached, and the training time until then in seconds."""
     points = ((point["epoch"], point["seconds"]) for point in row.curve or () if point["accuracy"] >= target)
     return next(points, None)
 
@@ -101,7 +101,7 @@ def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _step_cost(rows: Sequence[SizeRow]) -> str:
-    """Return a sentence on why the smallest size is not the first."""
+    """Return a sentence that explains why the smallest size does not reach the target first."""
     # A small batch does not fill the processor, so 64 samples cost far less than 64 times one sample.
     seconds = {row.batch_size: row.seconds / row.steps for row in rows if row.seconds and row.steps}
     if not {1, 64} <= seconds.keys():

@@ -45,9 +45,9 @@ def compare_documents(
     After a kill, the same call continues and keeps earlier measurements.
 
     Args:
-        numbers: of the documents; all if empty.
-        output: the page; what was measured is in a folder of that name beside it.
-        on_event: hears the progress.
+        numbers: the documents to repeat; all if empty.
+        output: the page; the measurements are in a folder of the same name next to it.
+        on_event: gets progress.
 
     Raises UserError for unknown numbers, and if the folder contains other things.
     """

@@ -1,6 +1,6 @@
 """One teaching document: its entry in documents.yaml, its experiments, and the tables and figures on the page.
 
-Each result is stored, so a killed command continues after the last one.
+Each result is stored, so a killed command continues after the last stored result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DocumentRun:
         return self._store.folder_of(f"{self.number}-{name}")
 
     def compare(self, name: str, **computed: Any) -> Done:
-        """Do an experiment of the entry with `zerofit compare`; `computed`: options that are not in the entry."""
+        """Run an experiment of the entry with `zerofit compare`; `computed`: options that are not in the entry."""
         options = {**self.entry["experiments"][name], **computed}
         model, kind = options.pop("model"), options.pop("kind")
         experiment = Experiment(name=f"{self.number}-{name}", question="", kind=kind, options=options)
@@ -111,7 +111,7 @@ class DocumentRun:
         return Evidence(**{**entry, "text": text, "notes": [*entry.get("notes", ()), *notes], **content})
 
     def page(self, values: Mapping[str, Any], evidence: Sequence[Evidence]) -> TeachingDocument:
-        """Return the document with the figures of its entry, filled in with `values`."""
+        """Return the document with its entry's text and figures; `values` fill in their placeholders."""
         figures = [
             Figure(**{key: text.format(models=NAMED, **values).strip() for key, text in figure.items()})
             for figure in self.entry["figures"]

@@ -1,4 +1,4 @@
-"""Document 000: ways to train in parallel, DataParallel to DeepSpeed, and how long large runs take."""
+"""Document 000: ways to train in parallel, from DataParallel to DeepSpeed, and the duration of large runs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def sums(seen: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def lenet_values(alone: Done, together: Done) -> dict[str, Any]:
-    """Return the last accuracies on one and two devices, and how far the curves differ."""
+    """Return the final accuracies on one and two devices, and the largest difference between the curves."""
     first, second = _test_accuracies(alone), _test_accuracies(together)
     values = {
         "lenet": [f"{accuracies[:, -1].mean():.2f}" if accuracies.size else "-" for accuracies in (first, second)]
@@ -78,7 +78,7 @@ def lenet_values(alone: Done, together: Done) -> dict[str, Any]:
 
 
 def _test_accuracies(done: Done) -> np.ndarray:
-    """Return (runs, epochs), without runs that failed."""
+    """Return an array of shape (runs, epochs), without runs that failed."""
     return np.array([[point["test_accuracy"] for point in row.curve] for row in done.compared.rows if row.curve])
 
 
@@ -120,7 +120,7 @@ def _curves(document: DocumentRun, alone: Done, together: Done) -> Evidence:
 
 
 def _described(side: int) -> str:
-    """Return a sentence on the images, which have this side in pixels."""
+    """Return a sentence that describes the images; `side` is their height and width in pixels."""
     if images() == "digits":
         enlarged = f", enlarged to {side}x{side}" if side != 8 else ""
         return f"scikit-learn's digits of 8x8 pixels{enlarged}; `pip install 'zerofit[mnist]'` has MNIST's."

@@ -35,7 +35,7 @@ def repeat(document: DocumentRun) -> TeachingDocument:
 
 
 def _of(done: Done, strategy: str, show: Callable[[StrategyRow], str]) -> str:
-    """Return a figure of a strategy's row, or the row's status if it has none."""
+    """Return a value from a strategy's row, or the row's status if that is not "ok"."""
     row = next(row for row in done.compared.rows if row.strategy == strategy)
     return show(row) if row.status == "ok" else row.status
 
@@ -52,9 +52,9 @@ def train_all(document: DocumentRun) -> tuple[dict[str, dict[str, Any]], list[st
 
 
 def trained(document: DocumentRun, name: str) -> dict[str, Any]:
-    """Train a network of this kind as `zerofit train` does; return its row. A GAN leaves its drawing."""
+    """Train a network of this kind like `zerofit train`, and return its row. A GAN also writes a drawing."""
     output = document.file(name)
-    shutil.rmtree(output, ignore_errors=True)  # of a command that was killed
+    shutil.rmtree(output, ignore_errors=True)  # left by a command that was killed
     result = train(Run(**document.entry["trainings"][name], output=output))
     folder = RunFolder(output)
     steps = read_jsonl(folder.metrics)

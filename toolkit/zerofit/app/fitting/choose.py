@@ -54,7 +54,7 @@ class FitSearch:
     _last: tuple[LayoutOption, Simulation] | None = None  # the last simulated option, which corrects plan's forecasts
 
     def run(self) -> LayoutOption | None:
-        """Return the chosen option. If no option is sure to fit, it is close to the limit. None: no option fits."""
+        """Return the chosen option; it is close to the limit if no option is sure to fit. None: no option fits."""
         while (option := self._preferred(self.options)) not in self.seen:
             if option is None or len(self.seen) == MOST:
                 break
@@ -80,7 +80,7 @@ class FitSearch:
     def _preferred(
         self, options: Sequence[LayoutOption], verdicts: Set[str] = frozenset({FITS})
     ) -> LayoutOption | None:
-        """Return the simplest of the options that are nearly as fast as the fastest fitting option known so far."""
+        """Return the simplest option among those nearly as fast as the fastest option that fits so far."""
         fitting = [option for option in options if self._fits(option, verdicts)]
         least = (1 - ALIKE) * max((option.samples_per_s for option in fitting), default=0.0)
         near = [option for option in fitting if option.samples_per_s >= least]
@@ -116,13 +116,13 @@ class FitSearch:
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
-    """Return a sort key for simple options: plan's order without sizes, plus loss chunks."""
+    """Return a sort key that puts simple options first: plan's order without sizes, then loss chunks."""
     offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
     return (offloads, degrees, checkpointing, stage, len(option.savings.fields), overlap)
 
 
 def _kind(option: LayoutOption) -> tuple:
-    """Return the properties on which a refusal depends."""
+    """Return the properties of an option that decide whether it is refused."""
     layout = option.layout
     return (
         layout.zero_stage,

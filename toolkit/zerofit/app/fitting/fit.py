@@ -36,7 +36,7 @@ from zerofit.spec.units import shown_bytes
 
 PLACE = "--fit"
 KEPT = {"ranks", "precision", "micro_batch_by_rank", "ema", *CHOSEN}  # fields of the run that can be chosen
-LEANER = 0.9  # share of the forecast of a rank that ran out of memory; a larger share would run out again
+LEANER = 0.9  # share of the memory forecast of a rank that ran out; a layout that needs more would run out again
 HINT = "fix fewer layout options, use shorter sequences or fewer --ranks; `zerofit plan` lists devices that fit; "
 HINT += "--anyway starts the smallest layout anyway"
 OUT_OF_MEMORY = "out-of-memory"
@@ -97,7 +97,7 @@ def read_choice(folder: RunFolder) -> FittedLayout | None:
 
 @contextmanager
 def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
-    """Record in the run folder if a rank runs out of memory with a chosen layout, so the next start is smaller.
+    """Record in the run folder that a rank ran out of memory with a chosen layout, so the next layout is smaller.
 
     `again`: the command that resumes a run folder.
     """
@@ -192,7 +192,7 @@ class _Fit:
         return RunRequest(run=run, places={**self.request.places, "global_batch": PLACE})
 
     def _resolved(self, request: RunRequest) -> ResolvedJob:
-        """Resolve a run without notes and warnings, which the completed run will report."""
+        """Resolve a run without notes and warnings: they are reported for the completed run."""
         heard = ("status", "task")
         report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
         settled = replace(request, run=request.run.model_copy(update={"fit": False}))
@@ -249,7 +249,7 @@ def _faster(option: LayoutOption, search: FitSearch) -> str:
 
 
 def _nothing_fits(model: str, search: FitSearch) -> Problem:
-    """Return why no layout fits: the smallest layout and the memory that it lacks."""
+    """Return why no layout fits: the smallest layout, and how much memory is missing for it."""
     leanest, count = search.leanest, f"{len(search.options):,} layouts"
     if leanest is None:
         return Problem(kind=DOES_NOT_FIT, message=f"none of {count} of {model} supports the given options", hint=HINT)

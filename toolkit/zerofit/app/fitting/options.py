@@ -26,7 +26,7 @@ from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.profile import Profile, Savings, offered
 from zerofit.spec.run import Run, RunRequest
 
-ALL, AMPLE = 10**6, 10**18  # layouts; bytes of a memory in which everything fits
+ALL, AMPLE = 10**6, 10**18  # number of layouts; and bytes of an unlimited memory
 CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
 
 
@@ -49,7 +49,7 @@ class LayoutOption:
 
 
 def given_fields(request: RunRequest) -> dict[str, Any]:
-    """Return the fields that `--fit` keeps as given; the DeepSpeed JSON as it was written."""
+    """Return the fields that `--fit` keeps as given, with the DeepSpeed JSON as the user wrote it."""
     given = {name: getattr(request.run, name) for name in ("ranks", *CHOSEN) if name in request.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(request.run).config} if "ds_config" in given else {})
@@ -60,8 +60,8 @@ def options_of(
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
     """Return the model's profile and all layouts with the run's global batch, by plan's time, fastest first.
 
-    The simplest of equally fast layouts comes first. `lean`: with every option that makes longer sequences fit. Raises
-    UserError and ModelError.
+    Among equally fast layouts the simplest comes first. `lean`: use every option that makes longer sequences fit.
+    Raises UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
     degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
@@ -125,7 +125,7 @@ def _able(resolved: ResolvedJob) -> Savings:
 
 
 def _within(savings: Savings, run: Run) -> Savings:
-    """Return the savings to profile: chunks no longer than a sample."""
+    """Return the memory savings to profile, with chunks no longer than a sample."""
     chunk = savings.loss_chunk
     return savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
 

@@ -17,7 +17,7 @@ from zerofit.spec.run import RunRequest
 
 PREFIX = "hub:"
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # config, weights, tokenizer
-PICKLED = "pytorch_model*"  # only if there are no others
+PICKLED = "pytorch_model*"  # downloaded only if there are no other weights
 
 
 def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
@@ -38,7 +38,7 @@ def with_local_model(request: RunRequest, report: Reporter) -> RunRequest:
 
 
 def with_shape(request: RunRequest, report: Reporter) -> RunRequest:
-    """Return the request of a hub model with the preset of the same shape, for questions about memory and time."""
+    """Return the request of a hub model with the preset of the same shape; it is enough to forecast memory and time."""
     return _with_preset(request, shape_named(request.run.model), report) if request.run.model else request
 
 

@@ -42,7 +42,7 @@ def facts_of(
 
 
 def _stamp(source: ModelSource) -> tuple[int, ...]:
-    """Return size and modification time of the weights that a model starts with."""
+    """Return size and modification time of a model's initial weights."""
     if not source.pretrained:
         return ()
     with models_say("--pretrained"):

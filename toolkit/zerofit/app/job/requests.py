@@ -31,25 +31,25 @@ LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_p
 
 
 def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
-    """Return the request of a run, of a path of a run file or run folder, or of a model's name. Raises UserError."""
+    """Return the request for a run, the path of a run file or run folder, or the name of a model. Raises UserError."""
     return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
 
 
 def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunRequest:
     """Return the request of a model saved by zerofit (a CNN's RUN/model, say) with its name and weights.
 
-    Folders of transformers models are identified by their config.json. Raises UserError, also for a folder that names
-    code unless `trust_model_code`.
+    The request for a transformers model (a folder with config.json) is returned unchanged. Raises UserError, also for a
+    folder that names code unless `trust_model_code`.
     """
     folder = Path(request.run.model)
     if request.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
         return request
-    from zerofit.checkpoint.model_folder import CARD, read_model_info  # which brings torch
+    from zerofit.checkpoint.model_folder import CARD, read_model_info  # imports torch
 
     if not (folder / CARD).is_file():
         return request
     info = read_model_info(folder)
-    assert info is not None  # the file is there
+    assert info is not None  # the file exists
     if (folder / ADAPTERS).is_file():
         return request  # the catalogue refuses it with a hint
     refuse_foreign_code(folder / CARD, trust_model_code, model=info.model, model_args=info.model_args)
@@ -58,7 +58,7 @@ def from_saved(request: RunRequest, trust_model_code: bool = False) -> RunReques
 
 
 def read_request(target: str | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
-    """Return the request of a model's name, a run file or a run folder, with flags on top. Raises UserError.
+    """Return the request for a model's name, a run file or a run folder; flags override its values. Raises UserError.
 
     A run folder resumes its own run. If flags change the layout, batch sizes per rank are chosen again for the same
     global batch. Code that a run folder or a saved model names is refused unless `trust_model_code`.
@@ -91,7 +91,7 @@ def is_run_file(target: str) -> bool:
 def assumed_inputs(
     source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
 ) -> Inputs:
-    """Return the model's published images, those of `--input`, or tokens of its full vocabulary. Raises UserError."""
+    """Return the inputs of `--input`, else published images or tokens of the full vocabulary. Raises UserError."""
     if gives_loss(task):
         from zerofit.models.named_inputs import named_inputs
         from zerofit.train.probe import models_say

@@ -42,7 +42,7 @@ from zerofit.train.optimizer import missing_kernels
 from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 
 DEFAULT_EPOCHS = 1.0
-ASSUMED_STEPS = 1000  # for a run without data or steps; only schedulers use it
+ASSUMED_STEPS = 1000  # steps of a run without data or steps; only learning rate schedulers use this number
 
 # How a request becomes a job. Each step needs the results of those before it, and only the last needs data:
 #
@@ -60,7 +60,7 @@ class InputSource:
     """Where the inputs of a job come from.
 
     Kinds: "data" opens the run's data, or the default data of its task. "assumed" opens data only if the run names
-    some, else uses the model's published inputs or `image`. "published" opens nothing and returns the facts of the
+    data, else uses the model's published inputs or `image`. "published" opens nothing and returns the facts of the
     published model, without FLOPs. "unopened" is the same as "published", but with tokens for a text model.
     """
 
@@ -102,7 +102,7 @@ def resolve_job(
     check_task: Callable[[Task, Problems], None] | None = None,
     model: nn.Module | None = None,
 ) -> ResolvedJob:
-    """Decide and check everything about a run: the only way from a `RunRequest` to a `Job`, for every command.
+    """Decide and check everything about a run. Every command makes a `Job` from a `RunRequest` here, and only here.
 
     Args:
         request: the run, and where each of its values was given. `ds_config` is the JSON (as a dict) or its name.
@@ -147,7 +147,7 @@ def resolve_job(
 
 
 def with_stages(request: RunRequest, devices: int, report: Reporter) -> RunRequest:
-    """Return the request with the number of stages that `--pipeline auto` means on these devices."""
+    """Return the request with the number of stages that `--pipeline auto` selects on these devices."""
     run, layers = request.run, None
     if run.pipeline != AUTO:
         return request
@@ -283,7 +283,7 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
 
 
 def ds_place(run: Run) -> str:
-    """Return the place of the DeepSpeed JSON, for messages."""
+    """Return a description of the DeepSpeed JSON's place, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
@@ -350,7 +350,7 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
 
 
 def _check_profiled(request: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
-    """Add problems for steps or ranks to profile that the run does not have."""
+    """Add a problem if the steps or ranks to profile are not part of the run."""
     if request.run.profile is None:
         return
     last_step, last_rank = Numbers.parse(request.run.profile).last, Numbers.parse(request.run.profile_ranks).last

@@ -1,6 +1,6 @@
 """Confirms planned layouts by simulating the engine, so no layout of a plan fails in `zerofit simulate`.
 
-A plan only has a margin for fragmentation; a simulation replays every allocation.
+A plan has only a margin for fragmentation; a simulation replays every allocation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zerofit.spec.events import Reporter
 if TYPE_CHECKING:
     from zerofit.simulate.forecast.result import Simulation
 
-MOST = 6  # simulated layouts at most until one fits
+MOST = 6  # maximum number of simulated layouts until one fits
 
 
 def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
-    """Return the plan with its `count` best layouts simulated, and `count` of those close to the limit.
+    """Return the plan with its `count` best layouts simulated, and also `count` layouts close to the limit.
 
-    Those among the latter that fit in simulation become layouts of the plan.
+    A layout close to the limit becomes part of the plan if it fits in simulation.
     """
     close, result = plan.result.close, plan.result
     looked = [(row, _look(plan, row, f"a layout {CLOSE}", report)) for row in close[:count]]
@@ -42,7 +42,7 @@ def confirm(plan: Plan, count: int, report: Reporter) -> Plan:
 
 
 def confirm_written(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with layouts simulated until one fits; the layout that `Plan.write` writes is simulated first."""
+    """Return the plan with layouts simulated until one fits. The layout that `Plan.write` would write comes first."""
     known = {confirmation.layout: confirmation for confirmation in plan.confirmed}
     first = plan.result.plainest or 0
     for number in [first, *(n for n in range(len(plan.layouts)) if n != first)][:MOST]:
@@ -58,8 +58,7 @@ def confirm_written(plan: Plan, report: Reporter) -> Plan:
 #
 #     value      0 ...... fitting ...... guess ...... refused
 #                         simulated: fits             simulated or forecast: does not fit
-#
-# The guess scales with the memory that the last simulation lacked, and is the middle once a value has
+# The guess is scaled by the memory that the last simulation lacked. It is the middle once a value has
 # been found to fit.
 def settle(plan: Plan, answer: LargestFit, plan_at: Callable[[int], Plan], report: Reporter) -> Plan:
     """Return the plan for the largest value at which the smallest layout also fits in simulation.

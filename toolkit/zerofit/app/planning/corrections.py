@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # a plan without trials needs no numpy
 
 MEASURED_FLAG = "--measured"
 _SPEED = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(samples/s|images/s|tokens/s|s)\s*", re.IGNORECASE)
-AMPLE = 10**18  # bytes of unlimited memory, since the measured layout did fit
+AMPLE = 10**18  # bytes, unlimited: the measured layout did fit
 TRACE_FLAG = "--from-trace"
 MOST_FACTOR = 100.0  # a kind whose measured and forecast times differ by more than this factor is not the same work
 TUNED_FLAG = "--from"
@@ -71,7 +71,7 @@ class TunedLayouts:
         return StepTimeModel(self.measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the errors of forecasts against the trials, as `zerofit plan --json` prints them."""
+        """Return the forecasts' errors relative to the trials, as `zerofit plan --json` prints them."""
         from zerofit.tune.step_time_model import forecast_errors
 
         errors = forecast_errors(self.measured)
@@ -155,7 +155,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredScaling:
-    """The measured step time of a layout over its forecast. It is a factor for all layouts of the plan."""
+    """The measured step time of a layout divided by its forecast: a factor for all layouts of the plan."""
 
     layout: PlannedLayout
     forecast_step_s: float
@@ -171,7 +171,7 @@ class MeasuredScaling:
         return self.factor * step_s
 
     def known(self, result: PlanResult) -> PlanResult:
-        """Return the result with the narrower error intervals that apply after a measurement."""
+        """Return the result with the narrower error intervals of a measured plan."""
 
         def narrowed(ranked: tuple[RankedLayout, ...]) -> tuple[RankedLayout, ...]:
             return tuple(replace(r, errors=AS_MEASURED if r.layout == self.layout else PAIRS) for r in ranked)
@@ -191,7 +191,7 @@ class MeasuredScaling:
 
 
 def measured_layout(wanted: PlanRequest) -> PlanRequest:
-    """Return the measured layout, with DeepSpeed's defaults for values that are not given. Raises UserError."""
+    """Return the measured layout. Values that are not given have DeepSpeed's defaults. Raises UserError."""
     problems = Problems()
     for name, known in (("zero_stage", wanted.keep.get("zero_stage")), ("micro_batch", wanted.micro_batch)):
         if known is None:
@@ -219,7 +219,7 @@ def scaling_of(
     forecast: Forecast,
     calibration: Calibration | None,
 ) -> MeasuredScaling:
-    """Return the measured step time over its forecast. Raises UserError if the layout is not valid."""
+    """Return the measured step time divided by its forecast. Raises UserError if the layout is not valid."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
     best = search(profile, ample, measured_layout(wanted), forecast, calibration, top=1).layouts[0]
     measured_s = speed.step_s(best.layout, profile.seq_len)
@@ -232,7 +232,7 @@ class TraceCalibration:
 
     path: Path
     calibration: Calibration = field(repr=False)
-    layout: PlannedLayout | None  # None: the trace is not in a run folder, so only its shapes are used
+    layout: PlannedLayout | None  # None if the trace is not in a run folder; then only its shapes are used
     forecast_step_s: float | None
     measured_step_s: float
 
@@ -302,7 +302,7 @@ def _with_kernels(
 def _by_kind(
     path: Path, trace: ReadTrace, job: Job, kept: Calibration, cluster: Cluster, report: Reporter
 ) -> TraceCalibration:
-    """Return the calibration with a factor for each kind of kernel, and one for the rest of the step.
+    """Return the calibration with a factor for each kind of kernel, and a factor for the rest of the step.
 
     With these factors the forecast of the traced step equals its measured time.
     """

@@ -51,7 +51,7 @@ def profile_of(
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
-    """Return the forecast seconds per step on this machine; None if they are not known at once.
+    """Return the forecast seconds per step on this machine; None if that would need a trace or a measurement.
 
     Nothing is traced or measured here. The function needs a profile stored by `zerofit plan`, `tune` or `--fit`, and on
     CPUs the rates of `zerofit calibrate`.
@@ -92,7 +92,7 @@ def step_s_of(job: Job, profile: Profile, cluster: Cluster) -> float | None:
 
 
 def _stored_profile(resolved: ResolvedJob, device: str) -> Profile | None:
-    """Return a stored profile of the job's model in its setting, whatever it was traced for."""
+    """Return a stored profile of the job's model in its setting, made by any command."""
     job, inputs = resolved.job, resolved.inputs
     layout, run = job.layout, job.run
     key = PlannedLayout.of(job).setting

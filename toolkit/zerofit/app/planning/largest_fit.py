@@ -49,8 +49,8 @@ class LargestFit:
     bounded: bool  # no larger value was tried
     limit: int | None = None  # the model's limit
     layer: str | None = None  # the repeated layer
-    now: int | None = None  # how often the model now repeats it
-    longer: tuple[LongerSequence, ...] = ()  # each with one more option than the one before
+    now: int | None = None  # how many of this layer the model has now
+    longer: tuple[LongerSequence, ...] = ()  # longest sequences; each entry adds one option to the entry before
 
     def to_dict(self) -> dict[str, Any]:
         """Return the value of `asked` in `zerofit plan --json`."""
@@ -128,10 +128,10 @@ def fewest(setup: SearchSetup, cluster: Cluster, full: int | None = None) -> Clu
     return replace(cluster, gpus=found[0], nodes=found[1]) if found else None
 
 
-# A remedy changes one thing and leaves all else as it is: more devices, more host memory, a device with
+# A remedy changes only one thing: more devices, more host memory, a device with
 # more memory, or disks. Each is tried with the layout that needs the least of the scarcest memory.
 def remedies_of(setup: SearchSetup, cluster: Cluster) -> list[str]:
-    """Return changes that would make the model fit, if no layout fits."""
+    """Return the changes that would make the model fit; for a plan in which no layout fits."""
     found = []
     more = fewest(setup, cluster, max(cluster.gpus, cluster.device.node.gpus))
     if more is not None and more.ranks > cluster.ranks:
@@ -167,7 +167,7 @@ def _longest(setup: SearchSetup, cluster: Cluster, report: Reporter) -> tuple[Se
         hint = "use MODEL instead of --profile" if traced is None else "use --max micro-batch"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
     limit, model = longest_sequence(traced), traced.model
-    # recompute unless forbidden, because the longest sequence is among the layouts with least memory
+    # recompute unless forbidden, because the longest sequence needs a layout with the least memory
     checkpointing = True if request.checkpointing is None else request.checkpointing
     lean = replace(traced, checkpointings=(checkpointing,), degrees=_degrees_on(cluster, setup.profile))
     single = replace(request, micro_batch=request.micro_batch or 1)

@@ -1,4 +1,4 @@
-"""Knobs of a layout that the user sets: in fields of the run, flags of a plan, or a DeepSpeed JSON."""
+"""Knobs of a layout that the user sets in fields of the run, flags of a plan, or a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
     if found.get("optimizer") not in ("auto", None):
         name = run_name(str(found["optimizer"]))
-        found["optimizer"] = name if name in PLANNED else "adamw"  # most others have the same states
+        found["optimizer"] = name if name in PLANNED else "adamw"  # most other optimizers have the same states
     ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
         found["checkpointing"] = True
@@ -148,8 +148,8 @@ def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
 def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that pins and a DeepSpeed JSON set; a pin wins over the JSON.
 
-    If a JSON has `zero_optimization`, what it does not offload stays on the device. Its sizes are those of training:
-    "auto" as zerofit fills it in, and DeepSpeed's default without the key.
+    If a JSON has `zero_optimization`, states that it does not offload stay on the device. Sizes are as in training:
+    "auto" is filled in by zerofit, and a missing key has DeepSpeed's default.
     """
     given = {name: value for name, value in pins.items() if value is not None}
     stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
@@ -158,7 +158,7 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
         found |= {knob: get(config, KEYS[knob], UNSET) for knob in SIZES if knob not in found}
     found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
     if found.get("zero_stage") == 0:
-        found.pop("overlap", None)  # it has no effect at stage 0
+        found.pop("overlap", None)  # the value has no effect at stage 0
     return {knob: max(1, value) if knob in DEGREES else value for knob, value in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Work, prices and failures of a full run, read from options and checked."""
+"""The work, price and failures of a full run, read from options and checked."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class WorkOptions(TypedDict, total=False):
     price: float | str | Mapping[str, float] | None  # US dollars per GPU hour; or "h100-80gb=2.5,l4=0.8"
     mtbf: float | str | None  # hours between failures of one GPU, or "5000/node"
     storage: str | int | None  # bytes per second of writing checkpoints, all ranks together
-    timed_by: str | Path | None  # a run folder with saves and starts that take as long as this run's
+    timed_by: str | Path | None  # a run folder whose saves and starts take as long as in the planned run
 
 
 def read_work(options: Mapping[str, Any]) -> Work | None:
-    """Return the requested work; None without options. Raises UserError with all problems."""
+    """Return the work that the options request; None without options. Raises UserError with all problems."""
     given = {name: value for name, value in options.items() if value is not None}
     if not given:
         return None
@@ -102,7 +102,7 @@ def _mtbf(value: Any) -> tuple[float, bool]:
 
 
 def measured_times(folder: Path) -> tuple[float, float]:
-    """Return the median seconds that a run waited for a save and needed to start. Raises UserError."""
+    """Return the median seconds of a save and of a start in an earlier run. Raises UserError."""
     file = RunFolder(folder).events
     stalls, starts, began = [], [], None
     try:

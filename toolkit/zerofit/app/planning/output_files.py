@@ -146,7 +146,7 @@ def data_line(profile: Profile, image: str | None) -> str:
 def run_fields(
     layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
 ) -> dict[str, Any]:
-    """Return the fields of the planned run; `zerofit train` decides the others."""
+    """Return the fields of the planned run; `zerofit train` decides the other fields."""
     path = Path(profile.model)
     return {
         "model": str(path.absolute()) if path.exists() else profile.model,
@@ -206,7 +206,7 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
 def trace_of_layout(
     profile: Profile, cluster: Cluster, rates: Rates, layout: PlannedLayout, step_s: float
 ) -> dict[str, Any]:
-    """Return the trace of a planned step, scaled to `step_s`: the first rank of each pipeline stage."""
+    """Return the trace of a planned step, scaled to `step_s`. It has the first rank of each pipeline stage."""
     timer = Timer(profile, cluster, rates)
     timeline = step_timeline(profile, timer, layout)
     timeline = timeline.scaled(step_s / timeline.step_s)

@@ -1,4 +1,4 @@
-"""A plan: the layouts that fit, as runs and files, and why others do not."""
+"""A plan: the layouts that fit, as runs and files, and the reasons why other layouts do not fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Confirmation:
     needed_bytes: int = 0  # on the device, with the upper estimates for memory outside torch
     available_bytes: int = 0
     because: str = ""
-    problem: str | None = None  # why it cannot be simulated
+    problem: str | None = None  # the reason why the layout cannot be simulated
 
     def __str__(self) -> str:
         if self.problem:
@@ -93,7 +93,7 @@ class PlannedRun:
 
     @property
     def model_args(self) -> dict[str, Any]:
-        """The model's arguments, with the number of layers if the plan was asked for it."""
+        """The model's arguments; they include the number of layers if the plan searched for it."""
         args = dict(self.request.pins.get("model_args", {}))
         if self.request.maximum == "layers" and self.profile.model_type is not None:
             args[DEPTH] = max(layer.count for layer in self.profile.layers)
@@ -121,16 +121,16 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The layouts of a model that fit a cluster, best first, and why others do not fit."""
+    """The layouts of a model that fit a cluster, best first, and the reasons why others do not fit."""
 
     result: PlanResult
     request: PlanningRequest = field(repr=False)
     profile: Profile = field(repr=False)
     profile_file: Path | None  # stored profile, usable as `profile=`
-    answer: LargestFit | FewestDevices | None = None  # to `maximum` or `minimum`
-    remedies: tuple[str, ...] = ()  # what would make the model fit, if nothing fits
+    answer: LargestFit | FewestDevices | None = None  # answer to `maximum` or `minimum`
+    remedies: tuple[str, ...] = ()  # changes that would make the model fit, if nothing fits
     tuned: TunedLayouts | None = field(default=None, repr=False)
-    scaling: MeasuredScaling | None = field(default=None, repr=False)  # scale of step times from a measured one
+    scaling: MeasuredScaling | None = field(default=None, repr=False)  # factor for all step times
     by_trace: TraceCalibration | None = field(default=None, repr=False)  # calibration of the device's rates
     boxes: tuple[Plan, ...] = field(default=(), repr=False)  # plans for several clusters, fastest first
     total_s: float = 0.0
@@ -147,7 +147,7 @@ class Plan:
 
     @property
     def misfits(self) -> tuple[PlannedRun, ...]:
-        """Layouts that do not fit, nearest first, if fewer fit than were wanted."""
+        """Layouts that do not fit, nearest first; only if fewer layouts fit than requested."""
         return tuple(
             PlannedRun(ranked=ranked, profile=self.profile, request=self.request) for ranked in self.result.misfits
         )
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The planned cluster, or the smallest cluster if the plan searched for one."""
+        """The planned cluster, or the smallest cluster that fits if the plan searched for it."""
         return self.result.cluster
 
     @property
@@ -177,12 +177,12 @@ class Plan:
             confirmation.layout for confirmation in self.confirmed if not confirmation.fits and not confirmation.problem
         }
         if self.result.plainest not in refused:
-            return self.result.plainest  # its forecast time is as good as the fastest's, within the error
+            return self.result.plainest  # within the error, its forecast time equals that of the fastest
         return next((confirmation.layout for confirmation in self.confirmed if confirmation.fits), None)
 
     @property
     def shown(self) -> int:
-        """Index of the layout to trace: the layout to write, else the first."""
+        """Index of the layout to trace: the layout to write, else the first layout."""
         return self.chosen or 0
 
     def write(self, folder: Path | str) -> tuple[Path, ...]:

@@ -55,8 +55,8 @@ def plan(
 
     Args:
         model: a model's name, or a run, whose fields that `options` could name stay fixed.
-        cluster: the cluster; of several, the fastest one's plan is returned, with the plans of all as its `boxes`.
-            None: this machine.
+        cluster: the cluster; None: this machine. For several clusters, the plan of the fastest is returned; its `boxes`
+            are the plans of all.
         profile: a stored profile (`Plan.profile_file`) instead of a model; torch is not imported then.
         image: "image:3x224x224", input of an image model.
         maximum: "seq-len", "micro-batch" or "layers": plan for the largest value that fits (`Plan.answer`).
@@ -148,7 +148,7 @@ def answer_request(
 
 
 def _confirmed(plan: Plan, report: Reporter) -> Plan:
-    """Return the plan with the requested layouts simulated, and the one that will be written."""
+    """Return the plan with the requested layouts and the layout to write simulated."""
     request = plan.request
     if request.confirm:
         plan = confirm_layouts(plan, request.confirm, report)
@@ -163,7 +163,7 @@ def plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Pl
     if request.maximum:
         setup, largest_fit = maximum_of(setup, cluster, request.maximum, report)
         plan = _plan_of(setup, cluster, request, file, largest_fit)
-        if request.profile is not None:  # stay without torch
+        if request.profile is not None:  # without importing torch
             return plan
 
         def plan_at(value: int) -> Plan:
@@ -195,7 +195,7 @@ def _plan_of(
         result=with_outlooks(result, request.work, profile) if request.work else result,
         request=request,
         profile=profile,
-        profile_file=file if request.maximum != "seq-len" else None,  # the stored profile has another length
+        profile_file=file if request.maximum != "seq-len" else None,  # the stored profile has another sequence length
         answer=answer,
         remedies=() if result.layouts else tuple(remedies_of(setup, cluster)),
         tuned=request.corrections,

@@ -41,10 +41,10 @@ class ProfileRequest:
     image: str | None = None  # "3x224x224"
     model_args: dict[str, Any] = field(default_factory=dict)
     checkpointings: tuple[bool, ...] = (False, True)
-    degrees: tuple[Degrees, ...] | None = None  # None: all useful ones
+    degrees: tuple[Degrees, ...] | None = None  # None: all useful degrees
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
-    task: str | None = None  # Run.task: the training task, if not the one in the config
+    task: str | None = None  # Run.task: the training task, if it differs from the config's
 
     @classmethod
     def of_run(
@@ -136,7 +136,7 @@ def kept_profile(wanted: ProfileRequest) -> Profile | None:
 
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Run the model on fake tensors; report unsupported degrees. Raises UserError and ModelError."""
+    """Trace the model on fake tensors, and report unsupported degrees. Raises UserError and ModelError."""
     with deepspeed_quiet():
         from zerofit.simulate.costs.profile import TraceSetting, profile_model
     from zerofit.train.probe import models_say, task_of
@@ -169,7 +169,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
 
 
 def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
-    """Return the model's inputs, and the degrees that are requested or useful, and possible for such a model."""
+    """Return the model's inputs, and its possible degrees: the requested or else the useful ones."""
     from zerofit.models.hf_config import make_config, max_positions
     from zerofit.train.probe import expert_count
 
@@ -223,7 +223,7 @@ def _content(model: str) -> Any:
 
 
 def _notes(path: Path) -> list[str]:
-    """Return notes on unused parts of a config; [] for one that `find` refuses."""
+    """Return notes on unused parts of a config; [] for a config that `find` refuses."""
     try:
         return notes_of_config(str(path), read_config(path / "config.json" if path.is_dir() else path))
     except ModelError:

@@ -30,7 +30,7 @@ Minimum = Literal["gpus"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
-    """A model, the fixed values of its run, and what to plan for. Raises UserError with all problems."""
+    """A model, the fixed values of its run, and the goal of the plan. Raises UserError with all problems."""
 
     model: str | Run | None = None  # None: the profile's
     pins: LayoutPins
@@ -41,13 +41,13 @@ class PlanningRequest:
     tuned: Path | None = None  # folder of `zerofit tune`; its trials correct step times
     top: int = 10  # layouts to return
     nvme_path: str = "/local_nvme"  # for layouts that offload to disk
-    measured: MeasuredSpeed | None = None  # speed of the layout that the pins describe; the search is then free
+    measured: MeasuredSpeed | None = None  # speed of the pinned layout; the search then ignores the pins
     from_trace: Path | None = None  # a trace of real steps, whose kernel times replace the catalogue's
     work: Work | None = None  # length and cost of the training
     confirm: int = 0  # number of layouts to simulate
     trust_model_code: bool = False  # import code named in a stored profile or in the run folder of `from_trace`
-    notes: tuple[str, ...] = field(init=False, default=())  # on how the model's name was interpreted
-    write: bool = False  # a layout will be written, so it is simulated unless only a stored profile is known
+    notes: tuple[str, ...] = field(init=False, default=())  # notes on how the model's name was interpreted
+    write: bool = False  # a layout will be written; it is simulated first, except with a stored profile
     engines: tuple[Engine, ...] = ("deepspeed",)
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class PlanningRequest:
 
     @cached_property
     def part(self) -> dict[str, Any]:
-        """The fields of the run that select the trained part of the model."""
+        """The fields of the run that select which part of the model is trained."""
         return {name: self.pins[name] for name in PART_FIELDS if self.pins.get(name)}
 
     @cached_property
@@ -134,7 +134,7 @@ class PlanningRequest:
         problems.raise_if_any()
 
     def _check_engines(self, problems: Problems) -> None:
-        """Add problems for options that only DeepSpeed's layouts have."""
+        """Add a problem for each option that applies only to DeepSpeed's layouts, if other engines are planned too."""
         given = {"--from": self.tuned, "--measured": self.measured, "--ds-config": self.pins.get("ds_config")}
         given |= {f"--{name.replace('_', '-')}": self.pins.get(name) for name in Savings._fields}
         for flag in (flag for flag, value in given.items() if value):

@@ -30,11 +30,11 @@ from zerofit.spec.run import Run, micro_batches_of
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """A profile, what its layouts have in common, and how to trace it again for another sequence length."""
+    """A profile, the settings that all layouts share, and a function that traces another sequence length."""
 
     profile: Profile
     request: PlanRequest
-    traced: ProfileRequest | None = None  # None: the profile came from a file
+    traced: ProfileRequest | None = None  # None if the profile came from a file
     top: int = 10
     correct: Correct | None = None  # corrects step times by measurements
     scaling: MeasuredScaling | None = None  # factor for all step times
@@ -65,8 +65,8 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         setup = SearchSetup(profile=stored, request=wanted, top=request.top, correct=correct)
         return setup, request.profile
     assert isinstance(request.model, str)
-    degrees = None  # all useful ones
-    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # only the requested ones and the plain model
+    degrees = None  # all useful degrees
+    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # only the requested degrees and the plain model
         degrees = wanted.degrees.beside_plain()
     traced = ProfileRequest(
         model=request.model,
@@ -160,7 +160,7 @@ def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
 
 
 def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
-    """Return the requested precision, else the device's default if the profile has it, else one of the profile's.
+    """Return the requested precision, else the device's default if the profile has it, else a precision of the profile.
 
     The default is bf16, fp16 before Ampere, and fp32 on a CPU. Raises UserError.
     """

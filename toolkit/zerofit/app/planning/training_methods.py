@@ -1,4 +1,4 @@
-"""Ways to fine-tune a model, compared: which fit a cluster, how fast they are, and the longest sequence of each."""
+"""A comparison of ways to fine-tune a model: which fit a cluster, their speed, and the longest sequence of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 @dataclass(frozen=True, kw_only=True)
 class MethodFit:
-    """One way to train a model on a cluster."""
+    """A way to train a model on a cluster."""
 
     method: Method
     plan: Plan  # at the requested sequence length
@@ -96,7 +96,7 @@ def compare_methods(
 
 
 def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
-    """Return the fields of a run for a training method, including the given fields that apply to it."""
+    """Return the fields of a run for a training method, with those of the given fields that apply to this method."""
     if method == "full":
         return {}
     part = {"lora": USUAL_RANK, **request.part}

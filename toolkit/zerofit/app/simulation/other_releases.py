@@ -26,8 +26,8 @@ HAS = "import sys; from importlib.metadata import version; print(*map(version, s
 
 
 # An environment on top of this one: `venv` without pip, a .pth file that adds the folders of this environment, and pip
-# of this environment to install the releases on top. So only these are downloaded, and torch is shared. The command
-# then replaces this process by itself, run by the Python of that environment.
+# of this environment to install the releases on top. So only the releases are downloaded, and torch is shared. Then the
+# same command, run by that environment's Python, replaces this process.
 
 
 def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
@@ -68,8 +68,8 @@ def rerun_with(releases: Mapping[str, str], places: Mapping[str, str], report: R
 def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "") -> Path:
     """Return the Python of an environment with these releases (package -> version), created if missing.
 
-    It is cached, extends this environment, and has the other versions that these packages need. `where`: the place in
-    an error. Raises UserError if pip cannot install them.
+    The environment is cached. It extends this environment, and has the versions that these packages require. `where`:
+    the flag that an error names. Raises UserError if pip cannot install them.
     """
     named = [f"{name}=={version}" for name, version in sorted(releases.items())]
     below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
@@ -101,7 +101,7 @@ def _is(installed: str, version: str) -> bool:
 
 
 def _run(words: Sequence[Any], where: str) -> str:
-    """Return the output of a program. Raises UserError with its last error line if it fails."""
+    """Return the output of a program. Raises UserError with the program's last error line if it fails."""
     env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled when they are used
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
     if done.returncode:

@@ -1,4 +1,7 @@
-"""`zerofit.simulate`: the memory that a run's ranks need on any hardware, checked like a run, without data."""
+"""`zerofit.simulate`: the memory that a run's ranks need on any hardware.
+
+The run is checked as for training, without data.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ from zerofit.spec.stages import stages_of
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSimulation:
-    """A run that could be trained on a cluster, ready to simulate."""
+    """A run that has been checked for a cluster and can be simulated."""
 
     request: RunRequest
     cluster: Cluster
@@ -90,7 +93,7 @@ class PreparedSimulation:
         return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
 
     def changed(self, knob: Knob) -> PreparedSimulation | None:
-        """Return the run with one change; None if zerofit or DeepSpeed would refuse it."""
+        """Return the run with one change; None if zerofit or DeepSpeed would refuse the changed run."""
         places = {**self.request.places, **{field: field for field in knob.fields}}
         run = self.request.run.model_copy(update={**knob.fields, "ds_config": knob.config})
         try:
@@ -108,8 +111,8 @@ class KnobSimulations:
     rank: int  # simulated in each changed run
     heaviest: bool  # simulate the heaviest rank of its data parallel group instead
     exact: bool
-    is_worth: Callable[[Job], bool] = lambda job: True  # whether to simulate the job of a change
-    times: bool = True  # forecast the slowdown of each change; may trace the model
+    is_worth: Callable[[Job], bool] = lambda job: True  # returns whether to simulate the job of a change
+    times: bool = True  # returns the forecast slowdown of each change; may trace the model
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Return the result of each change, least memory first."""
@@ -139,9 +142,9 @@ class KnobSimulations:
         return in_order(rows)
 
     def _slowdowns(self, changed: Sequence[PreparedSimulation], report: Reporter) -> dict[int, float]:
-        """Return how much slower a step is with each change, by its number, if formulas can forecast it.
+        """Return the slowdown of a step by the number of each change, if formulas can forecast it.
 
-        A change of the sequence length is left out, since its steps do other work.
+        A change of the sequence length is left out, since its steps do different work.
         """
         progress = Reporter(lambda event: report.status(f"knobs: {event.text}"))
 
@@ -172,8 +175,8 @@ def simulate(
     Args:
         run: the training (a run, a run file or a model's name); its `ds_config` is the DeepSpeed JSON.
         cluster: the hardware; None: this machine.
-        rank: the rank to simulate; None: the heaviest rank of each pipeline stage, of which the heaviest is
-            returned.
+        rank: the rank to simulate. None: simulate the heaviest rank of each pipeline stage, and return the heaviest of
+            them.
         image: "image:3x224x224", the inputs of an image model if the run names no data.
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
         alloc_conf: options of torch's allocator, in the format of PYTORCH_CUDA_ALLOC_CONF.
@@ -256,7 +259,7 @@ def prepare_simulation(
 
 
 def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
-    """Add problems for what cannot be simulated and for settings that do not apply to this kind of model."""
+    """Add problems for features that cannot be simulated, and for settings that do not apply to this kind of model."""
     if task == "gan":
         message = f"{request.run.model} trains two engines, which `zerofit simulate` does not support"
         problems.add("model-task", message, "use another model", "MODEL")
@@ -272,7 +275,7 @@ def _check_task(request: RunRequest, task: Task, problems: Problems) -> None:
 
 
 def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
-    """Return the run with one rank per device of the cluster, unless it sets another number."""
+    """Return the run with one rank per device of the cluster, unless the run sets another number."""
     ranks = request.run.ranks
     if ranks and ranks > cluster.ranks:
         message = f"{ranks} ranks, but {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
@@ -281,7 +284,7 @@ def _on_all(request: RunRequest, cluster: Cluster, problems: Problems) -> RunReq
 
 
 def _ranks(job: Job, rank: int | None) -> list[int]:
-    """Return the ranks to simulate: the given one, else the heaviest of each pipeline stage. Raises UserError."""
+    """Return the ranks to simulate: the given rank, else the heaviest of each pipeline stage. Raises UserError."""
     ranks = job.layout.world_size
     if rank is None:
         return heaviest_of_stages(job.layout, job.batch)

@@ -20,7 +20,7 @@ from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.model_facts import ELEMENT_BYTES
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_OPS = {  # part of c10d's name -> collective; the first match counts
+_OPS = {  # part of c10d's op name -> collective; the first match counts
     "reduce_scatter": "reduce_scatter",
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -56,8 +56,8 @@ def _memory(points: tuple[MemoryPoint, ...], allocated: list[tuple[int, float]])
             yield MemorySample(0, allocated[place][1], point.bytes)
 
 
-# How ops get their times. A simulated script has an order of issued work, but no times. One clock belongs to the host,
-# one to each stream:
+# How ops get their times. A simulated script has an order of issued work, but no times. The host has a clock, and so
+# has each stream:
 #
 #   host      |launch|launch|launch|         |wait..........|launch|      issues work, and waits where the script waits
 #   compute          |kernel.......|kernel..................|      |kernel|
@@ -90,7 +90,7 @@ class _Clocks:
 
     @classmethod
     def of(cls, record: RankRecord, cluster: Cluster) -> _Clocks:
-        """Return the clocks after all that a script's rank issued in its last step."""
+        """Return the clocks after all work that a script's rank issued in its last step."""
         assert record.script
         clocks = cls(cluster, record.script.precision.split()[0])
         for place, work in enumerate(record.issued):
@@ -99,7 +99,7 @@ class _Clocks:
 
     @property
     def end_s(self) -> float:
-        """The time when everything is done."""
+        """The time when all work is done."""
         return max([self.host_s, *(done[-1][1] for done in self._done.values() if done)])
 
     def take(self, place: int, work: IssuedWork | IssuedWait) -> None:
@@ -166,7 +166,7 @@ class _Clocks:
             self._free[work.stream] = max(self._free[work.stream], until_s)
 
     def _end(self, stream: int, before: int | None = None) -> float:
-        """Return when a stream has finished its work so far, or its work issued before an index."""
+        """Return the time when a stream has finished its work so far, or the work issued before an index."""
         done = self._done[stream]
         last = len(done) if before is None else bisect_left(done, (before, 0.0))
         return done[last - 1][1] if last else 0.0

@@ -91,7 +91,7 @@ def simulate_script(
         stacks=snapshot is not None,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
-    # the list grows while it is walked: only a stage's record tells the next stage what it receives
+    # the list grows during the loop: the record of a stage contains what the next stage receives
     stages = [(targets, _simulate(targets, report.status))]
     assessed = list[tuple[ScriptTarget, RankRecord, Simulation]]()
     for targets, records in stages:
@@ -138,7 +138,7 @@ def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> l
 def _next_stage(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> list[tuple[list[ScriptTarget], list[RankRecord | Problem]]]:
-    """Return the targets of the next pipeline stage with their records; [] after the last or if one failed."""
+    """Return the targets of the next pipeline stage with their records; [] after the last stage or a failure."""
     following = []
     for target, record in zip(targets, records, strict=True):
         if isinstance(record, Problem) or record.pipeline is None or record.pipeline.sends is None:
@@ -151,7 +151,7 @@ def _next_stage(
 def _heaviest(
     targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
-    """Return the targets and records of the heavier rank, if there is one that can be simulated."""
+    """Return the targets and records of a heavier rank, if one exists and can be simulated."""
     first = records[0]
     if isinstance(first, Problem) or first.heavier_rank is None:
         return targets, records
@@ -165,11 +165,11 @@ def _heaviest(
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptKnobSimulations:
-    """Changes of a command that would need less memory; calling this simulates each of them."""
+    """Changes of a command that would need less memory. Calling this object simulates each of them."""
 
     target: ScriptTarget
-    record: RankRecord  # of the command as it is
-    simulation: Simulation  # of the record
+    record: RankRecord  # of the unchanged command
+    simulation: Simulation  # stage of the record
     cluster: Cluster
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
@@ -183,7 +183,7 @@ class ScriptKnobSimulations:
         note_failed(records, "knobs", report)
         before = self._step_s(self.record, report)
         for knob, target, record in zip(knobs, targets, records, strict=True):
-            # an edit has no effect if the script does not make what is replaced in the usual way
+            # an edit has no effect if the script does not create the replaced object in the usual way
             if isinstance(record, Problem) or (knob.edits and record.needs == self.record.needs):
                 continue
             after = self._step_s(record, report) if before else None
@@ -214,7 +214,7 @@ def _assessed(target: ScriptTarget, record: RankRecord | Problem, cluster: Clust
 
 
 def _with_longest(usual: Simulation, longest: Simulation) -> Simulation:
-    """Return a simulation with the needs of the longest batches; it fits only if they fit too."""
+    """Return a simulation with the memory of the longest batches added. It fits only if these batches fit too."""
     assert isinstance(usual.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
     names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
     tokens = longest.run.facts.longest_seen

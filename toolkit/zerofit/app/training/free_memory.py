@@ -21,9 +21,9 @@ class HostMemory:
     name: str  # "" for this machine
     ranks: range
     host_bytes: int
-    gpu_bytes: int | None  # the least of the GPUs of these ranks; None: unknown
+    gpu_bytes: int | None  # free memory of the GPU with the least, among these ranks' GPUs; None: unknown
     reserved_bytes: int = 0  # host memory reserved by other runs
-    gpu_reserved_bytes: int = 0  # the most reserved on one of those GPUs
+    gpu_reserved_bytes: int = 0  # the largest reservation on one of these GPUs
 
     @property
     def place(self) -> str:
@@ -49,12 +49,12 @@ def memory_here(ranks: range, run: Path) -> HostMemory:
 
 
 def memory_of_hosts(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[HostMemory]:
-    """Return the free memory of these hosts, with ranks in all their slots."""
+    """Return the free memory of these hosts for ranks in all their slots."""
     memories, first = list[HostMemory](), 0
     for host in hosts:
         memory, devices = facts[host.name]["memory"], host.devices or range(host.slots)
         gpus = [gpu for gpu in facts[host.name]["gpus"] if gpu["index"] in devices and gpu["total_bytes"]]
-        # a reservation is part of what is used as soon as its run has allocated it
+        # once a run has allocated its reservation, the reservation is part of the used memory
         free = [gpu["total_bytes"] - max(gpu["used_bytes"] or 0, gpu["reserved_bytes"]) for gpu in gpus]
         memories.append(
             HostMemory(

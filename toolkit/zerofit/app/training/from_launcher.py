@@ -31,14 +31,14 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.supervise import Watch
 
 STOPPED, FAILED = 130, 3
-FOLDER = "folder"  # key of the value kept for a restart
+FOLDER = "folder"  # key of the stored value that a restart reads
 
 
 def lead(request: RunRequest, world: World, *, on_event: OnEvent | None = None, anyway: bool = False) -> TrainingResult:
     """Train as the first process of a world; SIGTERM, SIGHUP and SIGUSR1 ask the ranks to save and stop.
 
-    All processes exit with the exit code of this one's result or error, right after it. Raises UserError, DoesNotFit,
-    RunFailed and Stopped.
+    All processes exit right after this process, with the exit code of its result or error. Raises UserError,
+    DoesNotFit, RunFailed and Stopped.
     """
     end_with_parent(os.getppid())
     leading = _Leading(world, Reporter(shielded(on_event) if on_event else None), anyway)
@@ -104,7 +104,7 @@ class _Leading:
                 self._rendezvous.dismiss(code)
 
     def _request(self, request: RunRequest) -> RunRequest:
-        """Return the request for all ranks; after a restart, one that resumes. Raises UserError."""
+        """Return the request for all ranks; after a restart it resumes the run. Raises UserError."""
         ranks, world = request.run.ranks, self._world
         if ranks not in (None, world.size):
             message = f"{request.place('ranks')} sets {ranks} ranks, but {world.launcher} started {world.size}"
@@ -128,7 +128,7 @@ class _Leading:
         problems.raise_if_any()
 
     def _site(self, prepared: PreparedRun, hosts: tuple[Host, ...], watch: Watch, extra: dict[str, str]) -> LaunchSite:
-        """Return the site of ranks whose processes exist already; it starts only the guard of the first."""
+        """Return the launch site of ranks whose processes already exist. It starts only the first rank's guard."""
         world, machine = self._world, prepared.machine
         several = len(hosts) > 1
         address, names = (world.master[0], [host.name for host in hosts]) if several else (LOOPBACK, [HERE])

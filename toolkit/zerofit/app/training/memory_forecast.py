@@ -1,4 +1,4 @@
-"""Forecast of the memory that a job's ranks use, from building the model to the last save; simulated once per job."""
+"""Forecast of the memory of a job's ranks, from building the model to the last save. It is simulated once per job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from zerofit.spec.run_folder import Job, MemoryForecast
 # keys of a DeepSpeed JSON that keep master weights (with bf16 also moments) in 16 bits
 NARROW_STATES = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")
 SAVE = "save"  # the phase in which the trained model is written
-# fields of a run that do not affect memory: runs that differ only in them share one simulation
+# fields of a run that do not affect memory; runs that differ only in these fields share one simulation
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
 _INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
 _INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer", "profile", "profile_ranks"}
-_INDIFFERENT |= {"ds_config"}  # the job's filled-in JSON counts instead
+_INDIFFERENT |= {"ds_config"}  # replaced by the job's filled-in JSON
 
 
 # The memory of a rank over its life, from few simulated ranks:
@@ -50,9 +50,9 @@ _INDIFFERENT |= {"ds_config"}  # the job's filled-in JSON counts instead
 
 @dataclass(frozen=True, kw_only=True)
 class RankForecasts:
-    """The ranks of a job that differ in memory: rank 0, which saves the model, and one rank of each pipeline stage."""
+    """The ranks of a job with different memory: rank 0, which saves the model, and a rank of each pipeline stage."""
 
-    cluster: Cluster  # with as many devices as the job has ranks
+    cluster: Cluster  # cluster with one device for each rank of the job
     first: SimulatedRank
     stages: tuple[SimulatedRank, ...]
 
@@ -87,10 +87,10 @@ class RankForecasts:
 
 
 def least_bytes(job: Job) -> int:
-    """Return the lower bound of what all ranks of a job keep in memory together, without a simulation.
+    """Return a lower bound of the memory that all ranks of a job use together, without a simulation.
 
     It counts weights once at stage 3, else on each data parallel rank. fp32 master weights and the optimizer's moments
-    count once, except in fp32 at stage 0, where each data parallel rank has them (`plan.persistent`). Gradients and
+    count once; in fp32 at stage 0 they count on each data parallel rank (`plan.persistent`). Gradients and
     activations come on top.
     """
     parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
@@ -103,8 +103,8 @@ def least_bytes(job: Job) -> int:
 
 
 def _margin(rank: Simulation) -> int:
-    """Return the bytes that the verdict keeps free above the reserved peak and the mean estimate outside torch."""
-    late = rank.reserved_ahead_bytes - rank.reserved_bytes  # memory that streams free later than in the simulation
+    """Return the verdict's margin: bytes on top of the reserved peak and of the mean estimate outside torch."""
+    late = rank.reserved_ahead_bytes - rank.reserved_bytes  # other streams free memory late
     uncertain = sum(part.high_bytes - part.bytes for part in rank.overheads)
     return late + round(REPLAYED * rank.reserved_bytes) + uncertain
 
@@ -112,7 +112,7 @@ def _margin(rank: Simulation) -> int:
 def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
     """Return the memory forecast of a job's ranks, or the reason why it cannot be simulated.
 
-    A rank with extrapolated layers is used as it is if the free memory leaves no doubt about its verdict.
+    A rank with extrapolated layers is not simulated again if the free memory leaves no doubt about its verdict.
     """
     job, cluster = prepared.job, prepared.cluster
     ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
@@ -131,10 +131,10 @@ def forecast_ranks(prepared: PreparedSimulation, free: Cluster, report: Reporter
 
 
 def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
-    """Return a rank with the copy of everything it saves, written while it trains (`--save-async`).
+    """Return a rank with the host copy of the data that it saves while it trains (`--save-async`).
 
-    At stage 0 one data parallel rank saves all. At stages 1 and 2 it alone saves the parameters. At stage 3 they are
-    saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
+    At stage 0 one data parallel rank saves all. At stages 1 and 2 only this rank saves the parameters. At stage 3 they
+    are saved as master weights (`engine.save_checkpoint`). The copy exists from the first save on
     (`train.checkpoint_engine.HostCopies`); with a GPU it is pinned.
     """
     job, record = rank.target.job, rank.record
@@ -247,6 +247,6 @@ def _file(target: SimulationTarget) -> Path:
 
 
 def _own_code(job: Job) -> int | None:
-    """Return when the user's own model file last changed, since the model's name does not identify its code."""
+    """Return the time when the user's own model file last changed. The model's name does not identify its code."""
     path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
     return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None

@@ -41,7 +41,7 @@ UNKNOWN = "cannot forecast the memory of this run"
 
 @dataclass(frozen=True, kw_only=True)
 class HostVerdict:
-    """Verdict on one host's memory for its ranks."""
+    """Verdict: whether one host's memory is enough for its ranks."""
 
     host: HostMemory
     word: str  # FITS, WITHIN or NOT
@@ -94,7 +94,7 @@ class MemoryGate:
             problem = self._memory_problem(request, resolved, cluster, state_verdict)
             self._refuse([problem, disk_problem(job, output, None)])
         forecasts = self._forecast(request, resolved, cluster, _with_free(cluster, hosts)) if cluster else None
-        end_server()  # it uses memory that the ranks need
+        end_server()  # the import of torch uses memory that the ranks need
         problems: list[Problem | None] = [disk_problem(job, output, forecasts)]
         if forecasts is None:
             self._refuse(problems)
@@ -120,12 +120,12 @@ class MemoryGate:
         )
 
     def free_on(self, cluster: Cluster, output: Path) -> Cluster:
-        """Return the cluster with the free memory of the host that has the least per rank."""
+        """Return the cluster with the free memory of the host that has the least memory per rank."""
         hosts = self._host_memory(cluster.ranks, output) or [memory_here(range(cluster.gpus), output)]
         return _with_free(cluster, hosts)
 
     def simulations(self, request: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
-        """Return simulations of the ranks that differ, judged by this memory; [] if the job cannot be simulated."""
+        """Return simulations of the ranks that differ, compared with this memory; [] if the job cannot be simulated."""
         cluster = self._cluster(resolved)
         forecasts = self._forecast(request, resolved, cluster, free) if cluster else None
         return [assess(rank, free) for rank in (forecasts.first, *forecasts.stages)] if forecasts else []
@@ -214,7 +214,10 @@ class MemoryGate:
         return Problem(kind=DOES_NOT_FIT, message=worst.message, hint=hint, where=host.name)
 
     def _changes(self, knobs: KnobSimulations) -> str:
-        """Return the changes that would fit, and notes on what could not be tried; no error here hides the refusal."""
+        """Return the changes that would fit, and notes on changes that could not be tried.
+
+        Errors do not replace the refusal.
+        """
         failures: list[str] = []
 
         def on_event(event: Event) -> None:
@@ -239,7 +242,7 @@ class MemoryGate:
 
 
 def _with_free(cluster: Cluster, hosts: Sequence[HostMemory]) -> Cluster:
-    """Return nodes with the memory of the host that has least per rank; unchanged if no host is known."""
+    """Return nodes with the memory of the host that has the least memory per rank; unchanged if no host is known."""
     if not hosts:
         return cluster
     least = min(hosts, key=lambda host: host.host_bytes // len(host.ranks))
@@ -278,7 +281,7 @@ def judge(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 def _device_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
     """Return the verdict on the devices; on a CPU ranks share the host's memory in proportion to their needs."""
-    simulated = {id(rank): rank for rank in map(forecasts.of, host.ranks)}.values()  # several ranks share one
+    simulated = {id(rank): rank for rank in map(forecasts.of, host.ranks)}.values()  # several ranks share a GPU
     cluster, shares = replace(forecasts.cluster, gpus=len(host.ranks), host_memory=ANY), dict[int, int]()
     if forecasts.cluster.on_cpu:
         total = sum(forecasts.host_need(forecasts.of(rank)) for rank in host.ranks)
@@ -295,7 +298,7 @@ def _device_verdict(forecasts: RankForecasts, host: HostMemory) -> HostVerdict:
 
 
 def _needs(worst: Simulation) -> str:
-    """Return the memory that a rank needs, its phase, and the largest part of it."""
+    """Return a sentence with the memory that a rank needs, the phase of its peak, and its largest part."""
     kind, size = max(worst.breakdown.items(), key=lambda pair: pair[1])
     total = worst.reserved_bytes + sum(part.bytes for part in worst.overheads)
     phase = worst.peak_phase if worst.peak_step < 0 else f"{worst.peak_phase} of step {worst.peak_step + 1}"

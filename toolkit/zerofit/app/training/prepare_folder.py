@@ -34,14 +34,14 @@ from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, R
 from zerofit.spec.stages import stages_of
 
 # What a start in a used folder resumes from: the newest checkpoint whose bytes verify. Damaged ones are skipped with a
-# note. The run must be the same in all that decides the weights (SAME_RUN); other changes are notes. If the layout has
+# note. All fields that decide the weights must be equal (SAME_RUN); other changes are notes. If the layout has
 # changed, each rank assembles its part from all shards; else DeepSpeed loads its own files (`same_storage`).
 MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
 SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
 UNREMARKABLE |= {"profile", "profile_ranks"}
-ADAMS = ("adam", "adamw")  # whose states other programs' exp_avg and exp_avg_sq are
+ADAMS = ("adam", "adamw")  # optimizers whose states are called exp_avg and exp_avg_sq by other programs
 
 
 Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
@@ -69,9 +69,9 @@ def prepare(
     """Resolve the run, prepare its data, find the checkpoint to resume from and create the run folder.
 
     `machine`: the devices of all hosts together; None: this machine. `folder`: the run folder if this command has
-    locked it already. `model`: used instead of the one that the run names. `gate`: forecasts memory, and raises before
-    anything is written if it does not fit. `fitter`: chooses the layout if the run asks for it. Raises UserError with
-    all problems.
+    locked it already. `model`: used instead of the run's model. `gate`: forecasts memory, and raises an error before
+    anything is written if the run does not fit. `fitter`: chooses the layout if the run requests it. Raises UserError
+    with all problems.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(request.run))
@@ -104,7 +104,7 @@ def prepare(
 
 
 def find_folder(run: Run) -> RunFolder:
-    """Return the run folder: a new or empty one, or one of an earlier start that may resume.
+    """Return the run folder: a new or empty folder, or the folder of a run that may resume.
 
     Raises UserError for any other folder.
     """
@@ -125,7 +125,7 @@ def find_folder(run: Run) -> RunFolder:
 
 
 def resuming(request: RunRequest, folder: RunFolder) -> RunRequest:
-    """Return the request for the start after a failed one in this folder: from its newest checkpoint, if any."""
+    """Return the request for a start after a failed start in this folder: from its newest checkpoint, if any."""
     fields: dict[str, Any] = {"output": folder.path}
     if request.run.resume == "never" or Store(folder.checkpoints).entries():
         fields["resume"] = "auto"
@@ -241,7 +241,7 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
 
 
 def _foreign_start(found: Foreign, job: Job, report: Reporter) -> Start:
-    """Verify another program's checkpoint. Raises UserError if it is damaged, or of another optimizer."""
+    """Verify another program's checkpoint. Raises UserError if it is damaged or has another optimizer's states."""
     from zerofit.checkpoint.foreign_facts import facts_of, verify_foreign
     from zerofit.checkpoint.full_state import FullState
 
@@ -284,7 +284,7 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
     if not same:
         report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
     was, batch = manifest.job.batch, job.batch
-    # shares that were measured for the same batch are still right, so a resume does not measure again
+    # measured shares of the same batch stay valid, so a resume does not measure again
     same_batch = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
     return Start(
         checkpoint=str(checkpoint),

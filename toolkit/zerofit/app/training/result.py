@@ -1,4 +1,4 @@
-"""The end of a run: its result in the run folder, or the first error of the first failed rank."""
+"""The end of a run: its result in the run folder, or the error of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainingResult:
     """
 
     run_dir: str  # the run folder
-    steps: int  # total optimizer steps
+    steps: int  # optimizer steps of the full run
     samples: int
     tokens: int | None  # None for images
     train_loss: float  # of the last step
@@ -41,7 +41,7 @@ class TrainingResult:
     unigram_entropy_nats: float | None = None  # loss of a model that predicts by token frequency alone
     sample: str | None = None  # text from the trained language model
     stages: Sequence[Mapping[str, Any]] = ()  # pipelines only: stage, its ranks, its layers, parameters
-    conversations: Mapping[str, int] | None = None  # all, truncated, left out, their tokens
+    conversations: Mapping[str, int] | None = None  # conversations: all, truncated, left out, and their tokens
     # name in metrics.jsonl -> measured, forecast (None: unknown) and difference as a share of the forecast
     against_forecast: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
@@ -90,8 +90,8 @@ def outcome(
 ) -> dict[str, Any]:
     """Return the result that rank 0 wrote.
 
-    `again`: the command that resumes a run folder. `seen`: the failure seen from outside. `heard`: failures that ranks
-    reported, besides those in the folder (whose disk may be full).
+    `again`: the command that resumes a run folder. `seen`: the failure that the guards or the command saw. `heard`:
+    failures that ranks reported to the command; the folder's disk may be full.
 
     Raises RunFailed with the cause, DoesNotFit if a host that the command could not examine has too little memory, and
     Stopped if the ranks stopped on request.
@@ -102,7 +102,7 @@ def outcome(
             written.append(read_json(path))
     failures = list({failure["rank"]: failure for failure in [*written, *heard]}.values())
     failures.sort(key=lambda failure: failure.get("time_s", 0.0))
-    # losing a peer is a consequence; the cause is the first other failure, or the one seen from outside
+    # losing a peer is a consequence; the cause is the first other failure, or the failure seen from outside
     causes = [failure for failure in failures if failure["problems"][0]["kind"] != "peer-lost"]
     if causes:
         cause = _reported(folder, causes[0])

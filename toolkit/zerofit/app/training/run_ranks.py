@@ -20,7 +20,7 @@ REPEAT_S = 15.0  # a long phase is reported again at this interval
 
 
 class RunEvents:
-    """Reports what the ranks of a start have written since the last look."""
+    """Reports the events that the ranks of a start have written since the last call."""
 
     def __init__(self, folder: RunFolder, report: Reporter):
         self._report = report
@@ -31,7 +31,7 @@ class RunEvents:
         self._phase, self._told = "", time.monotonic()
 
     def look(self, ranks: str) -> None:
-        """Report what is new. `ranks`: state of the ranks, "" if there is nothing to report."""
+        """Report new events. `ranks`: the state of the ranks, "" if there is nothing to report."""
         if ranks != self._ranks:
             self._ranks = ranks
             self._report.on_event(Event(kind="ranks", text=ranks))
@@ -71,7 +71,7 @@ def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
 
 
 def _memory(record: dict[str, Any]) -> str:
-    """Return the peak memory of the device and, if separate, the host so far, with their forecasts."""
+    """Return the peak memory so far of the device and, if its memory is separate, of the host, with their forecasts."""
     device = record.get("reserved_bytes") or record.get("memory_bytes", 0)
     pairs = {"memory": (device, record.get("forecast_bytes"))}
     if record.get("forecast_host_bytes"):

@@ -57,7 +57,8 @@ class Session:
     5
 
     Pipelines, sequence parallelism and GANs need another kind of loop and are refused. If the run names the model, its
-    memory is checked as in `zerofit train`. For a model object it is not, since no other process can simulate it.
+    memory is checked as in `zerofit train`. The memory of a model object is not checked, since no other process can
+    simulate it.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Session:
     def prepare(self, model: nn.Module | None = None) -> tuple[Any, Iterator[dict[str, Any]]]:
         """Join the ranks, and return the DeepSpeed engine and this rank's micro batches.
 
-        `model`: a model object, the same on all ranks; None: the model that the run names. A batch has `inputs` and
+        `model`: a model object, the same on all ranks; None: use the model that the run names. A batch has `inputs` and
         `labels` on the rank's device (inputs in the run's precision) and `indices`, the numbers of its samples. Raises
         UserError on all ranks with all problems, and DoesNotFit if memory is too small.
         """
@@ -104,7 +105,7 @@ class Session:
 
     @property
     def result(self) -> TrainingResult | None:
-        """The result after the last batch; None before, and if the run was stopped on request."""
+        """The result after the last batch; None before that, or if the run was stopped on request."""
         return TrainingResult.of(self._rank_run.folder, self._result) if self._rank_run and self._result else None
 
     def _batches(self, run: RankRun) -> Iterator[dict[str, Any]]:
@@ -140,7 +141,7 @@ class Session:
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
         from zerofit.train.process_group import leave, start
 
-        if not dist.is_initialized():  # otherwise the script started the group and has to leave it
+        if not dist.is_initialized():  # otherwise the script has created the process group and has to destroy it
             atexit.register(leave)
         start(timeout=timedelta(minutes=30))
         found: list[Any] = [None]
@@ -164,13 +165,13 @@ class Session:
         return Job.read(folder), folder
 
     def _gate(self) -> MemoryGate:
-        """Return the gate for the ranks of this host; the free memory of others is unknown."""
+        """Return the gate for the ranks of this host; the free memory of other hosts is unknown."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
         hosts = [Host(socket.gethostname(), ranks)] if ranks < dist.get_world_size() else None
         return self._locks.enter_context(closing(MemoryGate(self._report, anyway=self._anyway, hosts=hosts)))
 
     def _request(self, model: nn.Module | None) -> RunRequest:
-        """Return the request with the actual number of ranks. Raises UserError for layouts without custom loops."""
+        """Return the request with the actual number of ranks. Raises UserError for layouts that have no custom loop."""
         run, problems, world = self._asked.run, Problems(), dist.get_world_size()
         if run.ranks not in (None, world):
             message = f"the run sets {run.ranks} ranks, but {world} were started"

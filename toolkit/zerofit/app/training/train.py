@@ -66,12 +66,12 @@ def train(
 
     Args:
         run: a `Run`, or the path of a run file or of a run folder, which resumes from its newest checkpoint.
-        wait: True: return the result when the training has ended. False: return a handle (`TrainingRun`) when the
+        wait: if True, return the result when the training has ended. If False, return a handle (`TrainingRun`) when the
             run is checked and its ranks are starting.
         on_event: gets events (`zerofit.Event`), from the thread that supervises the ranks.
         handle_signals: the first SIGTERM, SIGHUP or SIGUSR1 to this process asks the ranks to save and stop. Needs
             the main thread and `wait`.
-        anyway: start even a run that does not fit.
+        anyway: also start a run that does not fit.
 
     Raises:
         UserError: with all problems of the run (also with `wait=False`).
@@ -108,7 +108,7 @@ def claim(
 ) -> tuple[PreparedRun, TrainingResult | None]:
     """Check a run and prepare its folder; its memory and folder stay reserved until `stack` closes.
 
-    `machine`, `hosts`: all devices together and the hosts of the ranks, this one first; None and empty: this machine.
+    `machine`, `hosts`: all devices together, and the hosts of the ranks, this host first. None and empty: this machine.
     Also returns the result of a run that is already complete, whose folder is then not locked.
     """
     gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway, hosts=hosts or None)))
@@ -140,7 +140,7 @@ def train_at(
 
 
 class TrainingRun:
-    """A training in the background, returned by `zerofit.train(run, wait=False)`.
+    """A handle of a training in the background, returned by `zerofit.train(run, wait=False)`.
 
     >>> import zerofit as zf
     >>> job = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/later"), wait=False)
@@ -175,7 +175,7 @@ class TrainingRun:
             self._folder.stop_request.touch()
 
     def done(self) -> bool:
-        """Return whether the run has ended, in any way."""
+        """Return whether the run has ended, with or without success."""
         return self._ended.done()
 
     def result(self, timeout: float | None = None) -> TrainingResult:

@@ -34,7 +34,7 @@ from zerofit.spec.run_folder import Job
 from zerofit.tune.trial import Candidate
 
 FLAG = (bool,)
-# types of values; precision, global_batch and compile stay as in the run unless the space names them
+# type of each knob's values; precision, global_batch and compile stay as in the run unless the space names them
 KNOBS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp", "ep"), (int,)),
     **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements"), (int,)),
@@ -107,7 +107,7 @@ class TrialHosts:
 
 
 def _refuse_untried(request: RunRequest) -> None:
-    """Raise a UserError for settings that no trial has."""
+    """Raise a UserError for settings that trials do not support."""
     if request.run.micro_batch_by_rank:
         message = f"{request.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
         hint = "remove it here, and add it to `zerofit train` with the result"
@@ -123,7 +123,7 @@ def _refuse_untried(request: RunRequest) -> None:
 def _forecast(
     job: Job, cluster: Cluster, profiles: Mapping[str, Profile], allowed: Mapping[str, list[Any]]
 ) -> tuple[list[Candidate], int]:
-    """Return all configurations that fit by forecast, and how many were considered."""
+    """Return all configurations that fit by forecast, and the number of considered configurations."""
     run, calibration = job.run, read_calibration(cluster.device.kind)
     degrees = {"tp": run.tensor_parallel, "pp": run.stages, "sp": run.sequence_parallel, "ep": run.expert_parallel}
     fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
@@ -142,7 +142,7 @@ def _forecast(
 
 @dataclass(frozen=True, kw_only=True)
 class TuneJob:
-    """The part of a tuning that is the same for all trials."""
+    """The part of a tuning that all trials share."""
 
     request: RunRequest
     run: Run  # with all values filled in
@@ -152,7 +152,7 @@ class TuneJob:
     device: str  # device kind
     hosts: tuple[Host, ...]  # empty: this machine
     host_flags: tuple[str, ...]  # flags of `zerofit launch` for trials on hosts
-    anyway: bool = False  # start even trials that do not fit into free memory
+    anyway: bool = False  # also start trials that do not fit into free memory
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""One trial: a short real run of a configuration in separate processes; a failure is a result too."""
+"""One trial: a short real run of a configuration in separate processes. A failure is a result, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerofit.tune.trial import Candidate, Status, Timing, Trial, timing
 
 SURE = 0.03  # a trial ends when half its confidence interval is below this share of the mean
 LOSING = 1.1  # a trial whose full interval is above this multiple of the best step time is cut short
-START_S, TRAIN_S = 300.0, 60.0  # limits until the first step, and after it
+START_S, TRAIN_S = 300.0, 60.0  # time limits: until the first step, and between later steps
 OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # errors not caused by a configuration
 TRIALS = ".zerofit-trial-"
 POLL_S = 0.2
@@ -40,7 +40,7 @@ def run_trial(
     """Train with this configuration until its step time is known or it fails.
 
     `best_s`: step time at which the candidate equals the best so far. `deadline`: a time of `time.monotonic`. Raises
-    RunFailed if hosts are at fault, not the configuration.
+    RunFailed if the failure is caused by the hosts, not by the configuration.
     """
     began = time.monotonic()
     shared = Path.cwd() if job.hosts else None  # all hosts must see it
@@ -88,9 +88,9 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """Return the timing once it is certain, or (with True) certainly worse than the best.
+    """Return the timing once it is precise enough, with False, or certainly worse than the best, with True.
 
-    Returns None if the run or its time ends first. Adds the steps it reads to `records`.
+    Returns None if the run or its time ends first. Adds the steps that it reads to `records`.
     """
     began, first = time.monotonic(), None
     while process.poll() is None:
@@ -133,7 +133,7 @@ def _error(place: Path) -> dict[str, str]:
 
 
 def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, str]:
-    """Return status and reason of a trial without a step time; `late`: it ran out of time."""
+    """Return status and reason of a trial without a step time. `late`: whether the trial ran out of time."""
     if late:
         return "stopped", "ran out of time before its step time was known"
     kind, message = error.get("kind", ""), error.get("message") or f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""Tuning: find the fastest configuration of a run that fits, in a few short real runs."""
+"""Tuning: find the fastest configuration of a run that fits, with a few short real runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tune(
 
     Args:
         run: a run or a run file; degrees above 1 are kept.
-        trials: the most trials, including earlier ones of the same run.
+        trials: the maximum number of trials, including earlier trials of the same run.
         minutes: start no trial after this time; None: no limit.
         space: allowed values by knob, or a YAML file of them: `{"zero_stage": [1, 2], "pp": 1}`.
         hosts: a hostfile, to run trials on several hosts.
@@ -172,7 +172,10 @@ class TrialStore:
         return list(found.values())
 
     def keep(self, trial: Trial) -> None:
-        """Add a trial, unless time or other runs' memory stopped it: that is not the configuration's fault."""
+        """Add a trial.
+
+        A trial that was stopped by time or by other runs' memory is not added: its configuration may be good.
+        """
         if trial.status in ("stopped", "does-not-fit"):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
 
 
 def ranks_of_batch(c: CheckSubject) -> str:
-    """Return the numbers of data parallel ranks that divide the batch; "" if the number of ranks is known.
+    """Return a description of the data parallel degrees that divide the batch; "" if the number of ranks is known.
 
     Raises UnclearValue if a batch size is wrong.
     """
@@ -65,8 +65,8 @@ def _ranks(total: int, micro: int, steps: int | None) -> Finding:
         code="batch-ranks",
         severity="warning",
         path=TOTAL,
-        message=f"{TOTAL} {total} and micro batch {micro}{f' x {steps} steps' if steps else ''} fix the number of data "
-        f"parallel ranks: {allowed}",
+        message=f"{TOTAL} {total} and micro batch {micro}{f' x {steps} steps' if steps else ''} "
+        f"determine the number of data parallel ranks: {allowed}",
         why='with another number DeepSpeed stops: "Check batch related parameters"',
         fix="check it with --ranks N, or remove one of the sizes",
     )
@@ -86,7 +86,7 @@ def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | 
 
 
 def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
-    """Return the finding. A size of 0 is not given; `dp` None is unknown."""
+    """Return the finding. A size of 0 means not given; `dp` None means unknown."""
     each = (micro or 1) * (steps or 1) * (dp or 1)
     near = max(each, round(total / each) * each) if not (micro and steps and dp) else each
     parts = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]

@@ -27,7 +27,7 @@ def precision(c: CheckSubject) -> str:
 
 
 def precision_is_known(c: CheckSubject) -> bool:
-    """Return whether no "auto" leaves the precision open."""
+    """Return whether the precision is known: no "auto" decides it."""
     return all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
 
 
@@ -54,7 +54,7 @@ def uses_bf16_optimizer(c: CheckSubject) -> bool:
 
 
 def steps_in_one_copy(c: CheckSubject) -> bool:
-    """Return whether DeepSpeed keeps one flat float32 copy of a group, in 16 bits without ZeRO."""
+    """Return whether DeepSpeed keeps a flat float32 copy of each group; it does in 16 bits without ZeRO."""
     entry = of_json(c.optimizer)
     return entry is not None and entry.step.fused
 
@@ -93,7 +93,7 @@ def stage_is_set(c: CheckSubject) -> bool:
 
 
 def zero_section_of_2020(c: CheckSubject) -> dict[str, int]:
-    """Return the section that `"zero_optimization": true` stood for, with the old top-level size."""
+    """Return the section that `"zero_optimization": true` meant, with the old top-level size."""
     size = c.number("allgather_size")
     return {"stage": 1} | ({"allgather_bucket_size": int(size)} if size else {})
 
@@ -119,13 +119,13 @@ def dualpipev_parts(c: CheckSubject) -> int:
 
 
 def refused_with_split_experts(c: CheckSubject) -> bool:
-    """Return whether a feature is on that AutoEP together with AutoTP does not support."""
+    """Return whether a feature is on that the combination of AutoEP and AutoTP does not support."""
     offloads = c.section(f"{ZERO}.offload_optimizer") or c.section(f"{ZERO}.offload_param")
     return bool(c.deepcompile or c.pipeline > 1 or c.sequence_parallel > 1 or offloads)
 
 
 def compile_passes(c: CheckSubject) -> list[str]:
-    """Return the passes of the compile section."""
+    """Return the compiler passes of the compile section."""
     passes = c.get("compile.passes")
     return [str(name) for name in passes] if isinstance(passes, list) else []
 

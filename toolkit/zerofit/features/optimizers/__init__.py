@@ -17,11 +17,11 @@ Optimizer = Literal["adamw", "sgd", "muon", "adamw8bit", "paged-adamw8bit", "ada
 ENTRIES: tuple[OptimizerEntry, ...] = (ADAMW, SGD, MUON, ADAMW8BIT, PAGED_ADAMW8BIT, ADAFACTOR, LION)
 OPTIMIZERS: dict[str, OptimizerEntry] = {entry.name: entry for entry in ENTRIES}
 assert tuple(OPTIMIZERS) == get_args(Optimizer)
-PLANNED = tuple(entry.name for entry in ENTRIES if entry.planned)  # whose states plan can forecast
+PLANNED = tuple(entry.name for entry in ENTRIES if entry.planned)  # optimizers whose states plan can forecast
 
 
 def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
-    """Return the default optimizer: SGD for a CNN, else (and with states on the host) AdamW.
+    """Return the default optimizer: SGD for a CNN with states on the device, else AdamW.
 
     `offload`: where its states are, "none" for the device.
     """
@@ -29,7 +29,7 @@ def usual_optimizer(cnn: bool, offload: str) -> Optimizer:
 
 
 def of_json(json_type: Any) -> OptimizerEntry | None:
-    """Return the optimizer that a DeepSpeed JSON names, in any case; None for those that zerofit does not know."""
+    """Return the optimizer with this DeepSpeed name, in upper or lower case; None if zerofit does not support it."""
     kind = str(json_type).lower()
     return next((entry for entry in ENTRIES if kind == entry.json_type.lower() or kind in entry.same_states), None)
 
@@ -41,7 +41,7 @@ def run_name(json_type: str) -> str:
 
 
 def refusals(optimizer: str | None, setting: TrainingSetting) -> Iterator[Refusal]:
-    """Yield why an optimizer would not train as on one device; nothing if it would."""
+    """Yield the reasons why an optimizer would give other results than on one device; nothing if there are none."""
     entry = OPTIMIZERS.get(optimizer or "")
     if entry is None:
         return

@@ -46,15 +46,15 @@ def _tensor_bytes(numel: int) -> int:
 
 
 def _temporary(numel: int, gpu: bool) -> int:
-    """Return what the CPU's kernel unpacks: gradient, root, quotient; of 8 bits both moments, too.
+    """Return the bytes that the CPU kernel allocates: gradient, root, quotient, and both moments if they have 8 bits.
 
-    (backends/cpu/ops.py)
+    See bitsandbytes' backends/cpu/ops.py.
     """
     return 0 if gpu else (20 if numel >= EIGHT_BIT_ELEMENTS else 12) * numel
 
 
 def _refusing(name: str) -> Callable[[TrainingSetting], Iterator[Refusal]]:
-    """Return what refuses states on the host, experts and elastic checkpoints."""
+    """Return the reasons to refuse states on the host, experts and elastic checkpoints."""
 
     def refuses(setting: TrainingSetting) -> Iterator[Refusal]:
         asked = f"--optimizer {name}"
@@ -91,7 +91,7 @@ ADAMW8BIT = OptimizerEntry(
     kernel=KERNEL,
     rates=RATES,
     states=BlockStates(by_weight=False, unconvertible=_WHY),
-    step=StepCost(temporary=_temporary, late=lambda gpu: 0, moved_bytes=ADAM_BYTES - 12),  # moments of a byte
+    step=StepCost(temporary=_temporary, late=lambda gpu: 0, moved_bytes=ADAM_BYTES - 12),  # moments of one byte
     refuses=_refusing("adamw8bit"),
 )
 PAGED_ADAMW8BIT = replace(

@@ -45,7 +45,7 @@ LION = OptimizerEntry(
     params_why="Lion's usual values (Chen et al., 2023)",
     # DeepSpeedCPULion also allocates a second moment, which nothing reads (ops/lion/cpu_lion.py:111)
     states=States(numbers=1, host_numbers=2),
-    # both ops step in place; they read gradient, weight and moment, and write the last two
+    # both ops work in place: they read gradient, weight and moment, and write weight and moment
     step=StepCost(temporary=lambda numel, gpu: 0, late=lambda gpu: 0, moved_bytes=UNSTEPPED_BYTES + 20),
     refuses=_refuses,
     rules=(

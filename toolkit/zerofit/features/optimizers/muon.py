@@ -82,7 +82,7 @@ MUON = OptimizerEntry(
     clipping_why="whose update has a fixed norm",
     states=States(numbers=1),
     step=StepCost(temporary=lambda numel, gpu: 8 * numel, late=lambda gpu: 4),
-    planned=False,  # the profile does not tell matrices that Muon steps from those that Adam does
+    planned=False,  # the profile does not distinguish matrices that Muon updates from matrices that Adam updates
     refuses=_refuses,
     rules=RULES,
     drops_params=True,
