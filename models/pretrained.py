@@ -1,4 +1,4 @@
-"""Initial weights from a file, for zerofit's, torchvision's or a user's model. Code in the file is never run."""
+"""Initial weights from a file, for a model of zerofit, torchvision or a user. Code in the file is never run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedWeights:
-    """The mapping of a model's tensors to a file's."""
+    """The mapping of a model's tensors to the tensors of a file."""
 
     names: dict[str, str]  # the model's names -> the file's
     head: str | None  # layers (LR-ASPP has two) with another number of classes in the file, which stay random
@@ -46,7 +46,7 @@ class MatchedWeights:
 
 
 def weight_file(path: Path) -> Path:
-    """Return the file of weights: the path itself, or a file in the folder. Raises ModelError."""
+    """Return the file of weights: `path` itself, or a file in the folder `path`. Raises ModelError."""
     path = path.expanduser()
     for folder in (path, path / "model") if path.is_dir() else ():
         for name in FILES:
