@@ -47,8 +47,8 @@ class KernelTable:
     def seconds(self, kernel: Kernel, micro_batch: int, unaligned: float = 1.0) -> float | None:
         """Return the seconds of equal kernels; None if no kernel of their kind and dtype was measured.
 
-        Products with unaligned rows get the share `unaligned` of the rate of aligned products, unless unaligned
-        products were measured.
+        `unaligned`: rate of products with unaligned rows, relative to aligned products. It is used if no unaligned
+        product was measured.
         """
         key, odd = (kernel.kind, kernel.dtype, kernel.groups > 1), bool(unaligned_lengths(kernel))
         points = self._points.get((*key, odd))
@@ -78,7 +78,7 @@ def unaligned_lengths(kernel: Kernel) -> list[int]:
 
 
 def _made(flops: float, causal: bool) -> float:
-    """Return the FLOPs that a kernel really computes: half of them with a causal mask."""
+    """Return the FLOPs that a kernel really computes: with a causal mask half of `flops`."""
     return 0.5 * flops if causal else flops
 
 

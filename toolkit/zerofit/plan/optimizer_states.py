@@ -21,7 +21,7 @@ def host_state_bytes(layout: PlannedLayout) -> int:
 
 
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
-    """Return the states of tensors with these element counts; they may be flat parts of many parameters."""
+    """Return the states of tensors with these element counts. The tensors may be flat parts of many parameters."""
     return OPTIMIZERS[layout.optimizer].states.of_tensors(numels, gpu=device == "cuda")
 
 

@@ -67,7 +67,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts that do not fit for one reason; `layout` needs the least of them (None: none was forecast)."""
+    """Layouts that do not fit for one reason. `layout` needs the least memory (None: no layout was forecast)."""
 
     reason: str  # stable slug
     count: int
@@ -106,17 +106,17 @@ class PlanResult:
 
     @property
     def nearest(self) -> Rejected | None:
-        """The rejected layout that needs least."""
+        """The rejected layout that needs the least memory."""
         return min(
             (r for r in self.rejections if r.fit), key=lambda r: r.fit.utilization if r.fit else 0.0, default=None
         )
 
     @property
     def plainest(self) -> int | None:
-        """The index of the simplest layout whose speed cannot be told from the first layout's; None if no layout fits.
+        """The index of the simplest layout that is about as fast as the first layout; None if no layout fits.
 
-        Of equally simple layouts it is the fastest. The uncertainty of the order is the error between two published
-        layouts of one model and machine.
+        Of equally simple layouts it is the fastest. Speeds count as equal within the error of the order of two
+        published layouts of one model on one machine.
         """
         speeds = [ranked.samples_per_s for ranked in self.layouts]
         apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
