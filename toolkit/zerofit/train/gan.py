@@ -52,7 +52,7 @@ class GanTrainer(EngineTrainer):
 
     @property
     def module(self) -> nn.Module:
-        """Both networks."""
+        """The generator and the discriminator in one module."""
         return nn.ModuleDict({"generator": self.generator.module, "discriminator": self.engine.module})
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
@@ -113,7 +113,7 @@ class GanTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,), summed: discriminator loss on images and drawings, images, half its right answers."""
+        """Return float64 (3,): discriminator loss on images and drawings, number of images, half its right answers."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()
@@ -141,7 +141,7 @@ class GanTrainer(EngineTrainer):
 class EpochDrawings(Callback):
     """Saves a grid of drawings after every epoch (drawings/epoch-N.png), always from the same noise.
 
-    Batch norm uses rank 0's running statistics; the noise of training is not consumed.
+    Batch norm uses rank 0's running statistics. The drawings do not consume random numbers of the training.
     """
 
     def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):
