@@ -1,4 +1,4 @@
-"""Simulate a GPU for scripts: Python sees cuda:N, torch's C++ code sees the simulated device.
+"""Simulate a GPU for scripts: Python sees cuda:N, and torch's C++ code sees the simulated device.
 
 Without a GPU, a fake tensor on a CUDA device crashes in autograd (torch/csrc/autograd/engine.cpp,
 hasPrimaryContext). So C++ gets the device of `simulate.fakes.device`. Devices that Python reads or names are

@@ -64,7 +64,8 @@ def parameter_data(meter: ScriptTracker) -> None:
 def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
     """Make the gradient of a small host tensor fake, as its parameter is.
 
-    DeepSpeed sets `grad.data` to a part of its buffers, and a real tensor's cannot be part of a fake. (Tensor hooks)
+    DeepSpeed sets `grad.data` to a part of its buffers. The data of a real tensor cannot be part of a fake. (Tensor
+    hooks)
     """
 
     def faked(gradient: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
 
 
 def tensor_values(meter: ScriptTracker) -> None:
-    """Return a fake tensor's values to Python: the known ones, otherwise zeros.
+    """Return a fake tensor's values to Python: its known values, otherwise zeros.
 
     (torch.Tensor.numpy, tolist, __format__)
     """
@@ -103,7 +104,7 @@ def tensor_values(meter: ScriptTracker) -> None:
 
 
 def equality() -> None:
-    """Compare real tensors and known values by value, others by shape. (torch.equal)"""
+    """Compare real tensors and known values by value, and other tensors by shape. (torch.equal)"""
     original = torch.Tensor.equal
 
     def equal(one: Tensor, other: Tensor) -> bool:
@@ -155,7 +156,7 @@ def loaders() -> None:
 
 
 def compiling(meter: ScriptTracker) -> None:
-    """Run compiled functions and models eagerly. Compiled kernels would keep less memory, but how much is unknown.
+    """Run compiled functions and models eagerly. Compiled kernels would keep an unknown smaller amount of memory.
 
     (torch.compile, torch.nn.Module.compile)
     """
@@ -228,7 +229,7 @@ def triton_kernels(meter: ScriptTracker) -> None:
 
 
 def higher_order_ops(meter: ScriptTracker) -> None:
-    """Run the bodies of higher-order ops op by op. torch.cond keeps what its branch computes, instead of the operands.
+    """Run the bodies of higher-order ops op by op. torch.cond keeps the activations of its branch, not the operands.
 
     Their eager kernels assert that no mode is active, and torch.cond needs a compiler for gradients.
     (torch.cond; torch._higher_order_ops: `_get_current_dispatch_mode` in cond_op_dense and others)
@@ -251,7 +252,7 @@ def higher_order_ops(meter: ScriptTracker) -> None:
 
 
 class _Unknown(_Mixin):
-    """A fake tensor of unknown shape; when the shape is known it becomes an ordinary fake."""
+    """A fake tensor of unknown shape. It becomes an ordinary fake when the shape is known."""
 
     cls_to_become = FakeTensor
     shape = torch._C.TensorBase.shape  # of no elements: ops on fakes read it
@@ -279,10 +280,10 @@ class _UnknownBuffer(_Unknown, UninitializedBuffer, FakeTensor):
 
 
 def lazy_modules(meter: ScriptTracker, watch: Callable[[Tensor], None]) -> None:
-    """Make parameters and buffers of unknown shape fakes from the start: a real tensor cannot become one in place.
+    """Make parameters and buffers of unknown shape fakes at once, since a real tensor cannot become a fake in place.
 
-    `watch` is called for each one whose shape becomes known. (torch.nn.parameter.UninitializedParameter.__new__,
-    UninitializedBuffer.__new__)
+    `watch` is called for each parameter or buffer whose shape becomes known.
+    (torch.nn.parameter.UninitializedParameter.__new__, UninitializedBuffer.__new__)
     """
 
     def became_known(tensor: Tensor) -> None:

@@ -45,7 +45,7 @@ class Lengths:
             "the trainer's max_length": self.trainer,
             "max_length of the tokenizer": self.tokenizer,
             "the longest row of the data set": self._rows.get(id(self.dataset), 0),
-            "the positions of the model": self.positions,
+            "the model's max_position_embeddings": self.positions,
         }
         return next(((tokens * self.packed, by) for by, tokens in said.items() if tokens), (0, ""))
 

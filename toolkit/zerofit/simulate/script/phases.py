@@ -1,4 +1,4 @@
-"""Divide a script's run into phases by what its engines and optimizers do, in real and in simulated ranks."""
+"""Divide a script's run into phases by the calls of its engines and optimizers, in real and simulated ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ScriptPhases:
         self._ran: set[int] = set()  # ids of the modules that it contains, and of others that ran after it
 
     def cut(self) -> None:
-        """Wrap what scripts train with, for the rest of this process."""
+        """Wrap the engines, optimizers and models that scripts train, for the rest of this process."""
         for engine, name, wrap in (
             (DeepSpeedEngine, "__init__", self._init),
             (DeepSpeedEngine, "forward", self._forward),
@@ -237,5 +237,5 @@ class ScriptPhases:
 
 
 def has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Return whether an engine has an optimizer from the script or its JSON: others get a dummy."""
+    """Return whether an engine has an optimizer from the script or its JSON. Other engines get a dummy."""
     return bool(engine.optimizer_name())
