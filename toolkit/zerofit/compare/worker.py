@@ -1,7 +1,7 @@
 """Run one process of one strategy, with RANK and related variables in its environment.
 
-It writes `rank-N.json`: the measurements, or why there are none. The rank with the full model at the end evaluates it,
-and compares its weights with the single device's.
+It writes `rank-N.json` with the measurements, or with the reason if there are none. The rank that has the full model at
+the end evaluates it, and compares its weights with the weights of the single device.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> RankReport:
 
 
 def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> RankReport:
-    """Return the trained model's loss and accuracy, and how far its weights are from the single device's."""
+    """Return the trained model's loss and accuracy, and the largest difference to a single device's weights."""
     model = work.model()
     model.load_state_dict(state)
     names = [name for name, _ in model.named_parameters()]

@@ -124,7 +124,7 @@ class PlannedLayout:
 
     @property
     def combined(self) -> bool:
-        """Whether zerofit makes groups and slices: with expert parallelism, or several of the other dimensions."""
+        """Whether zerofit itself creates groups and slices: with expert parallelism, or two other parallel degrees."""
         return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     @property

@@ -30,8 +30,8 @@ def stays_inside(name: str) -> bool:
 def atomic_write(path: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends, or is removed if the block fails.
 
-    Permissions are `mode`, else those of the replaced file, else the umask's. File and folder are flushed to disk.
-    Raises OSError that names `path`.
+    The permissions are `mode`, else the permissions of the replaced file, else the umask's. File and folder are flushed
+    to disk. Raises OSError that names `path`.
     """
     if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe must not be replaced
         with path.open("wb") as file:
@@ -125,8 +125,8 @@ def open_jsonl(path: Path) -> TextIO:
 class JsonlTail:
     """Reader of a growing JSON lines file that yields each added object once.
 
-    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first one: network file systems can
-    show NULs while another host writes, and a full disk can cut a character. A line without an end is read later.
+    A line that cannot be parsed is skipped, and `on_bad_line` is called for the first such line. Network file systems
+    can show NULs while another host writes, and a full disk can cut a character. A line without an end is read later.
     """
 
     def __init__(self, path: Path, *, on_bad_line: Callable[[str], None] = lambda text: None) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSizes:
-    """Sizes in pixels, and the share of the steps at which each ends.
+    """Sizes in pixels, and the share of the steps at which each size ends.
 
     >>> sizes = ImageSizes.parse("128:0.5,160:0.75,192")
     >>> [sizes.at(step, 100) for step in (0, 49, 50, 75, 99)]

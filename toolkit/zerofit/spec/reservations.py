@@ -1,4 +1,4 @@
-"""Memory reservations of the runs on this machine, so a new run does not count on memory that another will use."""
+"""Memory reservations of runs on this machine, so a new run does not count on memory that another run will use."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def reserved_on_host(except_run: Path | None = None) -> int:
 
 
 def reserved_note(size: int) -> str:
-    """Return an addition to a message about free memory, if other runs have reserved some."""
+    """Return an addition to a message about free memory if other runs have reserved memory; else ""."""
     return f" ({shown_bytes(size)} reserved by other runs)" if size else ""
 
 

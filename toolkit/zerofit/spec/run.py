@@ -51,7 +51,7 @@ _WORDS = ("true", "false", "yes", "no", "on", "off")
 
 
 def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Return a validator of a text that stays a text, since run.json shows it as the user wrote it."""
+    """Return a validator that checks a text with `parse` but keeps the text, since run.json shows it as written."""
 
     def check(text: str) -> str:
         parse(text)
@@ -98,7 +98,7 @@ Sizes = Annotated[str, _AsText, _checked_by(ImageSizes.parse)]
 
 
 def plain_type(annotation: Any) -> Any:
-    """Return a field's type without Optional and Annotated; str if it may be a string."""
+    """Return a field's type without Optional and Annotated; str if one of its types is str."""
     if get_origin(annotation) is Annotated:
         return plain_type(get_args(annotation)[0])
     if get_origin(annotation) in (typing.Union, types.UnionType):
@@ -109,7 +109,7 @@ def plain_type(annotation: Any) -> Any:
 
 
 class Run(BaseModel):
-    """One training run, as requested. `None` is resolved later, from the DeepSpeed JSON, the model or a default.
+    """One training run, as requested. A `None` is replaced later, from the DeepSpeed JSON, the model or a default.
 
     Immutable. Raises UserError with all unknown names (and the nearest known ones) and all bad values.
 
@@ -304,7 +304,7 @@ class Run(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_attention(cls, values: Any) -> Any:
-        """Put `attn_implementation` into `model_args`, from which models are built."""
+        """Copy `attn_implementation` into `model_args`, since models are built from these."""
         kernel, args = (values.get(name) for name in ("attn_implementation", "model_args"))
         if kernel is None or not isinstance(args or {}, dict):
             return values
@@ -365,7 +365,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, run: Run | RunRequest) -> RunRequest:
-        """Return the request of a run created in Python, where the place of a field is its name.
+        """Return the request of a run created in Python. The place of a field is its name.
 
         >>> RunRequest.of(Run(model="mlp", micro_batch=4)).place("micro_batch")
         'micro_batch'
@@ -375,7 +375,7 @@ class RunRequest:
         return cls(run=run, places={name: name for name in run.model_fields_set})
 
     def place(self, field: str) -> str:
-        """Return where the user set this field, or else its flag."""
+        """Return the place where the user set this field, else its flag."""
         return self.places.get(field, flag(field))
 
 
@@ -387,8 +387,8 @@ def flag(field: str) -> str:
 def load_run(file: Path | None, flags: Mapping[str, Any], trust_model_code: bool = False) -> RunRequest:
     """Return the run from a file and flags; flags override the file.
 
-    Raises UserError with all unknown keys (and the nearest known ones) and all bad values, and for code that a run
-    folder's file names unless `trust_model_code`.
+    Raises UserError with all unknown keys (and the nearest known keys) and all bad values. Also raises it if a run
+    folder's file names code, unless `trust_model_code`.
     """
     values, places, faults = _read_run_file(file) if file else ({}, {}, [])
     values |= flags
@@ -411,8 +411,8 @@ def _made(
 ) -> Run:
     """Return the run with these values, whose keys may be of any YAML type (`1: 2` has a number).
 
-    Raises UserError with all problems at their `places`, and the file's `faults`. With `name_flags`, hints name the
-    field's flag.
+    Raises UserError with all problems at their `places`, and the file's `faults`. `name_flags`: hints name the flag of
+    the field.
     """
 
     def placed(problem: Problem) -> Problem:
@@ -455,7 +455,7 @@ def _problem(entry: ErrorDetails) -> Problem:
 def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str], list[Problem]]:
     """Return the values of a YAML or JSON mapping, the places of its keys, and its faults. Raises UserError.
 
-    A `ds_config` that names a file in the folder of the run file becomes its path.
+    A `ds_config` that names a file in the folder of the run file is replaced by the path of that file.
     """
     hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
 
