@@ -84,7 +84,7 @@ def build(
     """
     _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
-        message = f"{source.name} ({source.task}) needs other inputs than the data has"
+        message = f"{source.name} ({source.task}) needs inputs that the data does not have"
         raise ModelError("model-task", message, "use --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
     keep = keep if keep is None else {name_without_adapters(name) for name in keep}

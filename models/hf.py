@@ -166,7 +166,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
             raise ModelError("model-weights", message, "only the number of classes may differ; correct --model-args")
     drawn = [name for name in loaded["missing_keys"] if source.task == "image" and not _of_head(model, config, name)]
     if drawn:
-        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}, which would be random"
+        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}: these weights would be random"
         raise ModelError("model-weights", message, "is the download complete, and for this config?")
     if stored == IN_FP32 and keep is None:
         return model

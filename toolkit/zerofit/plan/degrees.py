@@ -103,8 +103,10 @@ def degree_problem(
         message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"degrees that do: {_list(fitting)}"
         return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
     if degrees.tp > 1 and profile.trained < profile.parameters:
-        message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters, and trains frozen layers"
-        return Problem(kind="tensor-parallel-part", message=message, hint="leave it at 1", where="--tensor-parallel")
+        message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters and trains frozen layers"
+        return Problem(
+            kind="tensor-parallel-part", message=message, hint="use --tensor-parallel 1", where="--tensor-parallel"
+        )
     if degrees.ep > 1 and (problem := _experts_problem(degrees, profile, cluster)):
         return problem
     for single in degrees.alone():
@@ -147,7 +149,7 @@ def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedu
     for stage in range(degrees.pp):
         if not any(held[part] for part in parts_of_stage(stage, degrees.pp, schedule)):
             message = f"stage {stage} of --pipeline {degrees.pp} has no layer with experts to spread"
-            hint = "use fewer stages, or leave --expert-parallel at 1"
+            hint = "use fewer stages, or --expert-parallel 1"
             return Problem(kind="expert-parallel-stages", message=message, hint=hint, where="--pipeline")
     return None
 
@@ -157,7 +159,7 @@ def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | Non
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
         message = f"--pipeline {pp} needs a model that can be cut into stages, but {profile.model} cannot"
-        return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
+        return Problem(kind="pipeline-model", message=message, hint="use --pipeline 1", where="--pipeline")
     if each * pp <= layers:
         return None
     some = " that are trained" if profile.trained < profile.parameters else ""

@@ -145,7 +145,7 @@ class Run(BaseModel):
     target_len: PositiveInt | None = _option(None, "tokens per target text of seq2seq (default: --seq-len)")
     generate_samples: NonNegativeInt = _option(32, "validation samples of seq2seq to generate and score (ROUGE)")
     tokenizer: str = _option(
-        "bytes", "bytes, a local tokenizer folder, or a hub name (default of a model folder: its own)"
+        "bytes", "bytes, a local tokenizer folder, or a hub name (default for a model folder: its tokenizer)"
     )
     stream: bool = _option(False, "stream hf: instead of downloading it, for data larger than the disk")
     chat_template: Path | None = _option(
@@ -158,8 +158,8 @@ class Run(BaseModel):
     skip_bad: bool = _option(False, "skip and count unreadable images or rows instead of refusing to start")
     data_workers: NonNegativeInt | None = _option(None, "data loader processes per rank (default: by the data)")
 
-    # which part of it is trained
-    lora: PositiveInt | None = _option(None, "freeze the model and train LoRA adapters (peft) of this rank")
+    # the trained part of the model
+    lora: PositiveInt | None = _option(None, "freeze the model and train adapters of this LoRA rank (peft)")
     lora_alpha: PositiveInt | None = _option(None, "scale adapters by alpha / rank (default: twice the rank)")
     lora_dropout: float = _option(0.0, "dropout of the adapters' input", ge=0, lt=1)
     lora_targets: str = _option(
@@ -175,10 +175,16 @@ class Run(BaseModel):
     )
     double_quant: bool = _option(False, "also quantise the scales of nf4: saves 0.4 bits per weight")
 
-    # how images are trained on
-    label_smoothing: float = _option(0.0, "share of each target spread over all classes", ge=0, lt=1)
-    mixup: PositiveFloat | None = _option(None, "mix pairs of images and labels; ratio from Beta(A, A) (MixUp)")
-    cutmix: PositiveFloat | None = _option(None, "paste part of an image into another; area from Beta(A, A) (CutMix)")
+    # training on images
+    label_smoothing: float = _option(
+        0.0, "label smoothing: share of each target that is spread over all classes", ge=0, lt=1
+    )
+    mixup: PositiveFloat | None = _option(
+        None, "mix pairs of images and labels (MixUp); the ratio is drawn from Beta(A, A)"
+    )
+    cutmix: PositiveFloat | None = _option(
+        None, "paste part of an image into another (CutMix); the area is drawn from Beta(A, A)"
+    )
     random_erasing: float = _option(0.0, "probability of erasing a rectangle of an image", ge=0, le=1)
     image_sizes: Sizes | None = _option(
         None, "image sizes that grow during training, by share of the steps: 128:0.5,160:0.75,192"
@@ -188,7 +194,7 @@ class Run(BaseModel):
         None, "also evaluate and save a moving average of the weights with this decay", gt=0, lt=1
     )
 
-    # how long and how much
+    # length of the training and batch sizes
     steps: PositiveInt | None = _option(None, "optimizer steps")
     epochs: PositiveFloat | None = _option(None, "passes over the training data (rounded up to a whole step)")
     micro_batch: PositiveInt | None = _option(None, "samples per rank in one forward and backward")
@@ -202,7 +208,7 @@ class Run(BaseModel):
 
     # optimization
     optimizer: Optimizer | None = _option(
-        None, "optimizer (default: sgd for a CNN from scratch, else adamw); 8-bit ones are from bitsandbytes"
+        None, "optimizer (default: sgd for a CNN from scratch, else adamw); 8-bit optimizers are from bitsandbytes"
     )
     lr: PositiveFloat | None = _option(
         None, "peak learning rate (default: by model, optimizer and batch; see docs/defaults.md)"
@@ -220,7 +226,7 @@ class Run(BaseModel):
     seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation")
 
     # numbers and memory
-    precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
+    precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: as in the DeepSpeed JSON, else fp32)")
     activation_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
     activation_offload: bool = _option(False, "recompute activations, and keep the checkpoints in host memory")
     loss_chunk: PositiveInt | None = _option(
@@ -247,7 +253,7 @@ class Run(BaseModel):
     pipeline: Stages = _option(
         1, "pipeline parallel degree; auto: use all ranks that other degrees leave (--fit: the fastest)"
     )
-    pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what to balance stages by")
+    pipeline_balance: Literal["parameters", "time"] = _option("parameters", "quantity that is balanced between stages")
     pipeline_schedule: PipelineSchedule = _option(
         "1f1b", "schedule of a pipeline's micro batches; dualpipev: each stage has two parts of the layers"
     )

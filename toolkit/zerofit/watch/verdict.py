@@ -156,7 +156,9 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         limit = DISK_S if disk else timeout_s * PATIENT if state.busy or not state.beat.get("training") else timeout_s
         if state.beat.get("state") in STOPPED_STATES:
             message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
-            return _verdict("rank-stopped", message, "continue it with kill -CONT, or exit the debugger", [state], now)
+            return _verdict(
+                "rank-stopped", message, "continue the process with kill -CONT, or exit the debugger", [state], now
+            )
         if seconds > limit:
             message = f"{state.name} has sent no heartbeat for {seconds:.0f} s, in {state.where}"
             hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"

@@ -26,7 +26,7 @@ class BaselineComparison:
     added_bytes: int  # negative: saved
     allowed: float  # relative to base_bytes
     no_longer_fits: bool
-    exceeded: bool  # the change adds more than allowed, or the run no longer fits
+    exceeded: bool  # whether the change adds more than allowed, or the run no longer fits
     because: str
 
     @property

@@ -312,7 +312,7 @@ LOST_GRADIENTS = Fault(
 FAULTS = (
     Fault(
         code="whole-model",
-        problem="every rank builds the whole model, {bytes}, before ZeRO-3 splits it ({detail} a rank)",
+        problem="every rank builds the full model, {bytes}, before ZeRO-3 partitions it ({detail} per rank)",
         mend="build it under deepspeed.zero.Init(), or call from_pretrained or from_config after TrainingArguments",
         find=_whole_model,
     ),
@@ -344,7 +344,7 @@ FAULTS = (
     Fault(
         code="kept-graph",
         problem="retain_graph=True keeps {bytes} of activations until the next batch",
-        mend="leave it out of the last backward, or delete the loss before the next forward",
+        mend="remove retain_graph from the last backward, or delete the loss before the next forward",
         find=_kept_graph,
     ),
     Fault(
@@ -367,7 +367,7 @@ FAULTS = (
     ),
     Fault(
         code="expert-leaves",
-        problem="{detail} chooses experts by token: under ZeRO-3 ranks gather different ones and wait for ever",
+        problem="{detail} chooses experts by token: under ZeRO-3 ranks gather different experts and wait forever",
         mend="call deepspeed.utils.set_z3_leaf_modules(model, [{detail}]) before deepspeed.initialize",
         find=_experts,
     ),
@@ -375,12 +375,12 @@ FAULTS = (
     Fault(
         code="unused-search",
         problem="find_unused_parameters=True searches the graph in each step, and all parameters are used",
-        mend="leave find_unused_parameters out",
+        mend="remove find_unused_parameters",
         find=_unused_search,
     ),
     Fault(
         code="pinned-memory",
-        problem="page-locked memory of {bytes} a rank needs {detail}",
+        problem="page-locked memory of {bytes} per rank needs {detail}",
         mend='set "pin_memory": false in the offload section or the DataLoader, or use more nodes',
         find=_pinned,
     ),
