@@ -251,8 +251,8 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     return model
 
 
-# transformers initialises before it ties: the numbers of both parameters are drawn, and one is dropped. With a shared
-# tensor, the second draw would overwrite the first.
+# transformers initialises before it ties: the numbers of both parameters are drawn, and one is dropped. If both shared
+# a tensor, the second draw would overwrite the first.
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
     """Give each tied parameter its own tensor, since each is drawn before tying."""
     for name in tied:

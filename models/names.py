@@ -146,7 +146,7 @@ def _repositories() -> dict[str, Preset]:
 
 
 # In the order of preference, because several presets can share a spelling: "qwen3-8b" is the name of a preset, and a
-# repository Qwen3-8B-2507 without its date is the same. A spelling of two presets means neither.
+# repository Qwen3-8B-2507 without its date is the same. A spelling that two presets share matches neither.
 @cache
 def _joins() -> dict[str, Preset]:
     """Return presets by joined words: first the words of preset names, then of repositories, then without dates."""

@@ -59,7 +59,7 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     return model
 
 
-# Few layers stand for many in simulations and profiles. That is wrong if only some of the layers are trained.
+# In simulations and profiles a few layers represent many. This is wrong if only some of the layers are trained.
 def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
     """Return whether the patterns select some of a model's layers by number, and others not.
 

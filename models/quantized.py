@@ -98,7 +98,8 @@ def library() -> Any:
     kinds = importlib.import_module(f"{PACKAGE}.nn.modules")
     functional: Any = importlib.import_module(f"{PACKAGE}.functional")
     if "dynamic" not in functional.name2qmap:
-        # bitsandbytes makes this table on first use and keeps it. On meta or with fake tensors it would have no values.
+        # bitsandbytes makes this table on first use and keeps it. If it were made on meta or with fake tensors, it
+        # would have no values.
         with _disable_current_modes(), torch.device("cpu"):
             functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     return kinds

@@ -25,8 +25,9 @@ from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory
 
-# All strategies train on the same samples from the same weights with SGD. So those that only reorder sums must end
-# with the weights of the single device, up to rounding; its row is measured first, and its weights are the reference.
+# All strategies train on the same samples from the same weights with SGD. So strategies that only reorder sums must end
+# with the weights of the single device, up to rounding. The single device is measured first, and its weights are the
+# reference.
 REFERENCE = "single.safetensors"  # in the folder of the strategies' folders
 
 

@@ -12,8 +12,8 @@ NARROW = 64  # elements of a head up to which kernels are slower
 
 
 # A kernel's rate is plateau / ((1 + half / keys) (1 + blocks / its blocks)). Blocks on the diagonal of a mask are
-# computed whole, each block has a beginning and an end, and few blocks leave multiprocessors idle. Forward and
-# backward share one rate: splitting them changes a step by 2 %.
+# computed whole, each block has a beginning and an end, and few blocks leave multiprocessors idle. Forward and backward
+# have one common rate; separate rates change a step by 2 %.
 @dataclass(frozen=True, kw_only=True)
 class AttentionRate:
     """The rate of a kernel by its shape, for the FLOPs that it really computes."""

@@ -91,8 +91,8 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
 #     3                          as stage 2, but a rank receives its part only. Parameters are   (`_Scattered`)
 #                                gathered and released meanwhile
 #
-# The replays walk through the events of the timeline (a layer's live activations, then a complete
-# gradient) and yield what is alive after each.
+# The replays walk through the events of the timeline (a layer's live activations, then a complete gradient) and yield
+# the live memory after each event.
 def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
     """Replay stages 0 and 1: full gradients wait for the last micro batch.
 

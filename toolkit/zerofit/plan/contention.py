@@ -25,8 +25,8 @@ class Piece(NamedTuple):
     flops: float = 0.0
 
 
-# Pieces are first laid out as if links and device did not disturb each other. Then time is stretched:
-# while both are busy, a second of the lay-out takes (1 + exposed) real seconds.
+# Pieces are first laid out as if links and device did not slow each other. Then time is stretched: while both are busy,
+# a second of the lay-out takes (1 + exposed) real seconds.
 #
 #     lay-out   links   [======]    [===]          real   links   [=========]    [===]
 #               device     [==========]                   device      [=============]

@@ -58,10 +58,10 @@ class PartSeconds(NamedTuple):
     backward_s: float
 
 
-# DualPipeV (github.com/deepseek-ai/DualPipe) gives each of p ranks two parts of the model, cut into 2p:
-# rank r has parts r and 2p - 1 - r. A micro batch goes down the ranks through the first parts, and back
-# up through the second ones. Forwards of one part run while backwards of the other do, so the pipeline's
-# bubble is smaller than with 1F1B:
+# DualPipeV (github.com/deepseek-ai/DualPipe) gives each of p ranks two parts of the model, cut into 2p: rank r has
+# parts r and 2p - 1 - r. A micro batch goes down the ranks through the first parts, and back up through the second
+# ones. Forwards of one part run at the same time as backwards of the other part, so the pipeline's bubble is smaller
+# than with 1F1B:
 #
 #     rank 0      part 0                      part 2p - 1
 #     rank 1         part 1                part 2p - 2

@@ -103,8 +103,7 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
 #     context         CUDA's context and kernels
 #     communicators   NCCL's buffers for each group of ranks, and its connections to single peers
 #
-# A forecast cannot replay every allocation, as a simulation does. So each part is at the upper end of
-# what was measured.
+# Unlike a simulation, a forecast cannot replay every allocation. So each part is the upper end of the measured range.
 def margin_bytes(
     peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
 ) -> float:

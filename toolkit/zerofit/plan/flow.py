@@ -8,8 +8,8 @@ from typing import NamedTuple
 from zerofit.plan.passes import RankPass, StageLayers
 
 
-# ZeRO-3 gathers the parameters of later layers while a layer computes. Backward also reduces the
-# gradients of the layers that are done. Links and device are a queue each:
+# While a layer computes, ZeRO-3 gathers the parameters of later layers. Backward also reduces the gradients of the
+# layers that are done. Links and device are a queue each:
 #
 #     links    fetch 1 | fetch 2 | fetch 3 |          reduce 1 | reduce 2 ...
 #     device           | layer 1 | layer 2 | layer 3

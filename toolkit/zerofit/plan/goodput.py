@@ -166,9 +166,8 @@ class Goodput:
         return field_data(self)
 
 
-# A simulation shows how much one month differs from another: train, save each interval, fail at random,
-# lose the work since the last save, wait for a node, restart. It is repeated for a thousand months at
-# once with numpy.
+# A simulation shows how much one month differs from another: train, save each interval, fail at random, lose the work
+# since the last save, wait for a node, and restart. It is repeated for a thousand months at once with numpy.
 def draw_months(
     failures: Failures, interval_s: float, spares: int, *, months: int = MONTHS, length_s: float = MONTH_S
 ) -> np.ndarray:

@@ -24,10 +24,9 @@ class _Point(NamedTuple):
     rate: float
 
 
-# A measured kernel gives a rate (FLOP/s or bytes/s) at the logarithms of its sizes. The rate at other
-# sizes is the mean of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance
-# weighting, Shepard, 1968). So a shape that was measured gets its own rate, and a shape far from all gets
-# about the mean.
+# A measured kernel gives a rate (FLOP/s or bytes/s) at the logarithms of its sizes. The rate at other sizes is the mean
+# of the logarithms of all measured rates, with weight 1 / distance^k (inverse distance weighting, Shepard, 1968). So a
+# measured shape gets its own rate, and a shape that is far from all measured shapes gets about the mean.
 class KernelTable:
     """Measured rates of kernels by kind, dtype and shape; between points, rates are weighted by nearness in size."""
 

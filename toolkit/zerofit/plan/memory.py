@@ -89,9 +89,9 @@ def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> L
 #     gradients     those waiting, in buckets, or being reduced                (backward.py)
 #     step, init    the optimizer's temporaries, and making the engine         (transient.py)
 #
-# Activations are a line in the micro batch: a fixed part and a part for each sample. All else is fixed.
-# So each moment is a line, the peak is the upper envelope of these lines, and one forecast serves every
-# micro batch. Moments below the envelope are dropped (`upper`).
+# Activations are a line in the micro batch: a fixed part and a part for each sample. All other terms are fixed. So each
+# moment is a line, the peak is the upper envelope of these lines, and one forecast serves every micro batch. Moments
+# below the envelope are dropped (`upper`).
 #
 # A search needs the largest moment only (`memory`). The timeline of a step needs every layer's (`along`).
 class Forecaster:

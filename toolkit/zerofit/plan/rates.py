@@ -231,7 +231,7 @@ class Rates:
 
 
 # Each rate comes from the first source that exists: a measurement of `zerofit calibrate` on this kind of device, a rate
-# that others have measured, a fit to published throughput, an assumption. `SourcedRate.how` names the source, and
+# that others have measured, a fit to published throughput, or an assumption. `SourcedRate.how` names the source, and
 # `--json` prints it. A trace (`--from-trace`) then multiplies the time of each kind of kernel.
 def rates_of(
     cluster: Cluster,

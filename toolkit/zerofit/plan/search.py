@@ -69,9 +69,8 @@ def _without_collector() -> Iterator[None]:
 #        needs the least memory. If it does not fit, no layout of its family fits.
 #     2. Other members of a family that fits are forecast only if larger buckets could exceed the memory that is left.
 # 3. Layouts that fit are timed and sorted by samples per second in three digits. Equally fast layouts are sorted by
-# simplicity.
-# 4. Layouts that do not fit are counted by reason. For each reason the layout nearest to fitting is explained, with a
-# remedy.
+# simplicity. 4. Layouts that do not fit are counted by reason. For each reason the message describes the layout that is
+# nearest to fitting, with a remedy.
 @_without_collector()
 def search(
     profile: Profile,

@@ -173,8 +173,7 @@ class StepParts:
                 yield FlowRun(group.groups, n, self.fetch_s(i, True), self.rank_pass.backward[i].layer_s, reduce_s)
 
 
-# The time of an optimizer step. `Timer.parts` writes the step down once, as `StepParts`. Two forms read
-# it:
+# The time of an optimizer step. `Timer.parts` describes the step once, as `StepParts`. Two forms read it:
 #
 #     closed form   `Timer.step` adds the parts up; a search times ten thousand layouts with it (0.1 ms each)
 #     timeline      `step_timeline` places every kernel and collective; for traces and for tests of the closed form

@@ -24,7 +24,7 @@ from zerofit.spec.units import parse_bytes
 
 CATALOG = Path(__file__).parents[1] / "catalog"
 SUFFIXES = (".yaml", ".yml")
-# Sizes have a unit. Bandwidths are per second; those of links count one direction.
+# Sizes have a unit. Bandwidths are per second; bandwidths of links count one direction.
 GPU_FIGURES = {
     "memory": "memory of one device, as its driver reports it: 80GiB",
     "tflops": "dense peaks: {bf16: 989, fp16: 989, fp32: 67}",

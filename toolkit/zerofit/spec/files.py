@@ -23,7 +23,8 @@ def stays_inside(name: str) -> bool:
 
 
 # A reader sees either the old file or the new file, never a part. A power failure leaves one of these two. To ensure
-# this, write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the folder.
+# this, we write a temporary file in the same folder, flush it to the disk, rename it over the old one, flush the
+# folder.
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from zerofit.spec.run_folder import Batch, Layout
 #
 # Tensor parallel ranks communicate most, so they are neighbours within a node; stages exchange least and are farthest
 # apart. Experts are spread over the data x sequence ranks, which have different tokens. DeepSpeed's pipeline has the
-# same order (`PipeModelDataParallelTopology`: pipe, data, model), and so have its own groups with tensor or sequence
-# parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state). The trainers check this when
-# they start.
+# same order (`PipeModelDataParallelTopology`: pipe, data, model), and so do its own groups for tensor or sequence
+# parallelism alone (utils/groups.py `_init_tp_mesh_device`, sequence parallel state). The trainers check this when they
+# start.
 AXES = ("pp", "dp", "sp", "tp")  # fields of Layout, outermost first
 T = TypeVar("T")
 WORDS = {"pp": "stage", "dp": "data", "sp": "sequence", "tp": "tensor"}

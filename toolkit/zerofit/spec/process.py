@@ -106,9 +106,9 @@ def deepspeed_quiet() -> Iterator[None]:
             del os.environ["DS_ACCELERATOR"]
 
 
-# How much a rank has sent and received says whether a collective advances, while Python waits in it for minutes. The
-# kernel counts the bytes of each TCP connection (`struct tcp_info` in linux/tcp.h). A connection of another library is
-# reached through /proc/self/fd: a duplicate of its descriptor becomes a socket object for a moment.
+# The bytes that a rank has sent and received show whether a collective advances, while Python waits in it for minutes.
+# The kernel counts the bytes of each TCP connection (`struct tcp_info` in linux/tcp.h). A connection of another library
+# is reached through /proc/self/fd: a duplicate of its descriptor becomes a socket object for a moment.
 
 
 class Flow(NamedTuple):

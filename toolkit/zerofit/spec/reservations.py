@@ -19,7 +19,7 @@ from zerofit.spec.foreign import Unreadable, read_json
 from zerofit.spec.local_machine import gpu_memory, host_memory
 from zerofit.spec.units import shown_bytes
 
-# A run that has just started has not allocated its memory yet, so the free memory alone says too little:
+# A run that has just started has not allocated its memory yet, so the free memory alone is not enough to decide:
 #
 #   free for a new run = free now - sum over other runs of max(0, reserved - used by its ranks)
 #

@@ -154,8 +154,9 @@ def _forget_dummy_step(engine: Any) -> None:
         master.data.copy_(low.data)
 
 
-# The functions from here to `_keep_gradient_norm` repair gradient norms and first steps of DeepSpeed 0.19.8. Each
-# names the line that requires it; tests/train/test_agreement.py compares the results with plain torch.
+# The functions from here to `_keep_gradient_norm` repair gradient norms and first steps of DeepSpeed 0.19.8. The
+# docstring of each names the line that requires it; tests/train/test_agreement.py compares the results with plain
+# torch.
 @cache
 def _count_slices() -> None:
     """Include the slices of all tensor ranks in the gradient norm of 16-bit training without ZeRO.

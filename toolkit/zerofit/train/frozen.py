@@ -18,8 +18,8 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.train.shard_index import IndexedShard, indexed_frozen
 from zerofit.train.trainer import EngineTrainer
 
-# The checksum is a sum over all numbers, each hashed with its name and position. A sum does not depend on the order,
-# so ranks can add up their stretches in any layout and get the same result.
+# The checksum is a sum over all numbers, each hashed with its name and position. A sum does not depend on the order, so
+# ranks get the same result when they add up their stretches in any layout.
 _EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 

@@ -62,7 +62,7 @@ class GanTrainer(EngineTrainer):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
             fake = self.generator(self._draw(len(real), self._noise))
             pairs.append(torch.stack([self._discriminate(real, fake.detach()), self._generate(fake)]))
-        # Both engines step in every pass; the pair of losses shows which network is winning, but their sum does not.
+        # Both engines step in every pass. The two losses show which network is ahead, but the sum of both does not.
         losses = torch.stack(pairs)  # (micro batches, 2)
         self.last_losses = losses.mean(0)
         return losses.sum(1)

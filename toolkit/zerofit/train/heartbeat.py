@@ -95,9 +95,8 @@ class Heartbeat:
         if seconds > FROZEN_S:  # the process was stopped, not only its main thread
             self._moved += seconds
         # "Moved" means any sign of work since the last look: another line of Python, processor time, file I/O or
-        # network traffic. The guard's command judges a rank by the seconds without a sign, so each one must be safe
-        # from false alarms: a GPU rank that waits in a collective burns a core, and NFS or NCCL keep-alives send a few
-        # bytes.
+        # network traffic. The guard's command judges a rank by the seconds without a sign, so no sign may cause a false
+        # alarm: a GPU rank that waits in a collective burns a core, and NFS or NCCL keep-alives send a few bytes.
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         busy |= (io - self._io) / seconds > READING
         # per connection: keep-alives of hundreds of connections add up

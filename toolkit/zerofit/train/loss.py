@@ -158,8 +158,8 @@ def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.float().reshape(labels.shape)
 
 
-# Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. It
-# must still be the module that DeepSpeed hooks: ZeRO-3 gathers a weight when its module's forward is called.
+# Instead of hidden -> head -> logits (targets, classes) -> loss, the head itself computes the loss chunk by chunk. The
+# head must stay the module that DeepSpeed hooks, because ZeRO-3 gathers a weight when its module's forward is called.
 class HeadLoss:
     """Computes the loss directly from hidden states or, without gradients, the counts (see `counts`)."""
 

@@ -33,7 +33,7 @@ from zerofit.train.stop_signals import StopRequests
 #     [ loss of each step | seconds of each step | stop? save? | 5 memory figures of each rank, zero elsewhere ]
 #
 # On a GPU the host only issues a step; the device may be behind. The seconds of a block are therefore the time until
-# the exchange returns, divided among its steps in proportion to the time that each took to issue (`_stretch`).
+# the exchange returns, divided among its steps in proportion to the time to issue each step (`_stretch`).
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
 TIMED_STEPS = 1000  # the run's step time is the median of the last 1000

@@ -123,9 +123,9 @@ class _Group:
 #
 #   bytes of rank r at an event = bytes of the simulated rank at it - own(simulated rank) + own(r)
 #
-# The replay follows the recorded calls of the optimizer and follows own(r) for all ranks at once, as arrays.
-# Between two calls it takes the highest moment of the recording (`_pass`). Inside a call ranks allocate different
-# sizes, so its recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
+# The replay follows the recorded calls of the optimizer, and computes own(r) for all ranks at once, as arrays. Between
+# two calls it uses the highest moment of the recording (`_pass`). Inside a call ranks allocate different sizes, so its
+# recorded events are skipped and replaced by a formula of DeepSpeed's code (`_change`).
 class _Replay:
     """Replay one rank's training for all ranks that share its parameters; arrays have an element for each rank."""
 

@@ -41,8 +41,8 @@ def policies() -> dict[str, str]:
 
 
 # autocast on a GPU, op by op: LOWER casts floats to the lower type, FP32 to float32, PROMOTE to the widest of the
-# inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends,
-# which is memory that counts.
+# inputs; FP32_DTYPE and APPEND pass a dtype instead. Casts of float32 weights are kept until autocast ends, so their
+# memory counts.
 class CastCache:
     """Casts of weights, kept until the outermost autocast ends, so each weight is cast only once."""
 

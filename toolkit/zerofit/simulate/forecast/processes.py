@@ -73,7 +73,8 @@ Target = SimulationTarget | ScriptTarget
 #   folder/N.status   a line of progress      N.log    what the process printed
 #   folder/N.result   the pickled record      N.exit   how it ended      N.ended   the parent may read the others
 #
-# Nothing is sent back over a pipe: a process that is killed for lack of memory leaves files that can be read.
+# Results are written to files, not sent over a pipe. So the files of a process that is killed for lack of memory can
+# still be read.
 POLL_S = 0.2
 PRIVATE_BYTES = 768 << 20  # memory of a simulation that it does not share with the server; most simulations need less
 

@@ -182,9 +182,9 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 #
 #   figure(n) = figure(n1) + (figure(n2) - figure(n1)) * (n - n1) / (n2 - n1)
 #
-# The same line at n0 is compared with the simulation of n0 layers. If they differ by more than TOLERANCE, the
-# figure is not linear and the full model is simulated. Reserved bytes are not linear, since a segment is a step:
-# what exceeds the allocated peak is extrapolated by the smaller slope.
+# The same line at n0 is compared with the simulation of n0 layers. If they differ by more than TOLERANCE, the figure is
+# not linear and the full model is simulated. Reserved bytes are not linear, since they grow in steps of a segment. So
+# the bytes above the allocated peak are extrapolated with the smaller slope.
 def _extrapolated(
     records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
 ) -> tuple[RankRecord, float] | None:

@@ -127,7 +127,8 @@ class FitVerdict:
 #
 #   | reserved peak | overheads: low .. high | kernels and fragmentation that are not simulated (kept free) |
 #
-# "fits" allows for the upper end of everything; "does not fit" means not even the lower end fits.
+# "fits" means that the run fits with the upper end of each overhead. "does not fit" means that it does not fit with the
+# lower ends.
 def judge(
     peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
 ) -> FitVerdict:

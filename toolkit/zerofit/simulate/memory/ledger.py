@@ -80,7 +80,7 @@ class Ledger:
         """Record a release."""
         change = -self.storages[index].bytes
         # Autograd's sum of two gradients allocates its result before the older gradient is freed, but only while a
-        # dispatch mode is active. On the real machine it adds in place: so exchange the last two events.
+        # dispatch mode is active. On the real machine autograd adds in place, so the last two events are exchanged.
         if self._going_over is None or self._going_over[:2] != (len(self.events), index):
             self._change(index, change)
             return

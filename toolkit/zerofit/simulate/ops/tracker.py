@@ -61,8 +61,8 @@ CallSite = tuple[str, CodeType | None, int]  # running module, function that cal
 #   2. a storage that is new gets an entry in the ledger, with the running module and line of code;
 #   3. a finalizer on the storage records its release, when Python frees the last tensor that uses it;
 #   4. scratch memory that the kernel needs only while it runs is allocated and freed at once, which may be a peak.
-# Storages are known by their address, which is reused after a release. So a finalizer checks that the address
-# still belongs to its own entry.
+# Storages are known by their address, which is reused after a release. So a finalizer checks that the address still
+# belongs to the finalizer's own entry.
 class AllocationTracker(TorchDispatchMode):
     """Record all allocations of ops in the ledger. Works on fake tensors; meta tensors have no memory.
 

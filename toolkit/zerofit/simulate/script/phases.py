@@ -20,7 +20,7 @@ from zerofit.simulate.script.errors import ScriptStop
 WAITED = 10  # stop when the leading engine has made this many times the wanted steps, even if others have not
 
 
-# A script has no loop of ours, so phases follow from what it calls:
+# A script does not use zerofit's loop, so phases follow from its calls:
 #
 #   with an engine      DeepSpeedEngine.__init__ -> init   forward -> forward   backward -> backward   step -> step
 #   without an engine   Module.__call__ of the outermost trained module -> forward
