@@ -75,8 +75,8 @@ def build(
     """Build the model for its inputs, in fp32 on the current default device (also meta).
 
     Parameters that are not trained (`source.partial`) are frozen, and adapters are added. Weights are random, from
-    torch's global generator, or those of a pretrained folder. `args` override the keys of a transformers config, or are
-    keyword arguments of other models. If `inputs` is None, the model has its published shape.
+    torch's global generator, or come from a pretrained folder. `args` override the keys of a transformers config, or
+    are keyword arguments of other models. If `inputs` is None, the model has its published shape.
 
     `stored`: cast and move each parameter as soon as it has its values. Extra memory is needed for one layer only. A
     user's model that cannot be deferred (see `why_whole`) is built first. `keep`: names of the parameters to store

@@ -358,7 +358,7 @@ def _window(real: dict[int, Tensor], ref: _Ref) -> Tensor:
 
 
 def _give(slot: _Slot, tensor: Tensor, stored: Stored) -> None:
-    """Replace a fake tensor by a real one; parameters are stored."""
+    """Replace a fake tensor by a real tensor. Parameters are cast, moved and cut as `stored` requests."""
     new = _window({slot.ref.storage: tensor}, slot.ref)
     _put(slot, nn.Parameter(stored.store(new)) if isinstance(slot.tensor, nn.Parameter) else new)
 

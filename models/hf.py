@@ -1,6 +1,6 @@
 """transformers models, from a config or from a pretrained folder.
 
-A seed gives the same initial weights, whatever part of the model is kept. A model is built on the meta device and
+A seed gives the same initial weights for any kept part of the model. A model is built on the meta device and
 initialised module by module in transformers' order. Numbers for tensors that stay on meta are drawn too, and dropped.
 """
 

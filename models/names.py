@@ -1,8 +1,8 @@
 """Finding the preset for a typed model name: another spelling, a hub repository or a quantized file.
 
 A name is split into words ("Qwen/Qwen3-8B-Instruct-GGUF": qwen, 3, 8b). Words that do not affect the shape are left out
-(instruct, dates). A preset matches if the words are those of its name or of one of its repositories. It also matches if
-no other preset has all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
+(instruct, dates). A preset matches if its name or one of its repositories has the same words. It also matches if no
+other preset has all the words ("deepseek-r1:7b"). So size and generation never differ from the typed name.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs
 
-HINT = "give a state dict of this model (.pth, .pt, .safetensors), or the folder of a trained one (RUN/model)"
+HINT = "give a state dict of this model (.pth, .pt, .safetensors), or the folder of a trained model (RUN/model)"
 FILES = ("model.safetensors", "pytorch_model.bin")  # in a folder
 WRAPPERS = ("state_dict", "model")  # keys that training scripts save a model's weights under
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.", "aux_classifier.")  # torchvision's heads that are only for training

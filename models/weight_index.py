@@ -1,4 +1,4 @@
-"""The files of weights in a model's folder, from the index of shards if there is one."""
+"""The files of weights in a model's folder, from the index of shards if the folder has an index."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
 
 
 def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
-    """Return the user's DeepSpeed JSON, or a minimal one if there is none. Raises UserError."""
+    """Return the user's DeepSpeed JSON, or a minimal JSON if the user has none. Raises UserError."""
     if isinstance(args.deepspeed, dict):
         return args.deepspeed
     if args.deepspeed:

@@ -34,7 +34,7 @@ class LiveMemory(NamedTuple):
     layer: int = -1  # the running layer; -1: none
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and those independent of the micro batch."""
+        """Return the bytes per sample, and the bytes that do not depend on the micro batch."""
         fixed = self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
         return self.activations[1], fixed
 

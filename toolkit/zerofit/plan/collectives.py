@@ -1,4 +1,4 @@
-"""Compute what each rank of a group sends in a collective, and the seconds that it needs."""
+"""Compute the bytes that each rank of a group sends in a collective, and the seconds of the collective."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def block_step(line: StageTimeline, layout: PlannedLayout) -> Iterator[StepMemor
 
 
 def block_moments(line: StageTimeline, layout: PlannedLayout) -> tuple[list[LiveMemory], list[LiveMemory]]:
-    """Return the moments of the last micro batch's forward, and those of its backward."""
+    """Return the moments of the last micro batch's forward, and the moments of its backward."""
     replay = _LayerReplay(line, layout)
     return list(replay.forward()), list(replay.backward())
 

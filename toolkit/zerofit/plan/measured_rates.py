@@ -86,7 +86,7 @@ def _logs(sizes: Iterable[float]) -> tuple[float, ...]:
 
 
 def _rate_at(points: Sequence[_Point], sizes: tuple[float, ...]) -> float:
-    """Return the rate at these sizes: a measured one, or the mean of all points weighted by nearness.
+    """Return the rate at these sizes: a measured rate, or the mean of all points weighted by nearness.
 
     If the kernel or a point has no shape, only the amounts of work are compared.
     """

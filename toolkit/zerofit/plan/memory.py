@@ -39,7 +39,7 @@ class _Moment(NamedTuple):
     kinds: dict[str, int]  # the rest
 
     def line(self) -> tuple[float, float]:
-        """Return the bytes per sample, and those independent of the micro batch."""
+        """Return the bytes per sample, and the bytes that do not depend on the micro batch."""
         return self.slope, self.fixed
 
 
@@ -152,7 +152,7 @@ class Forecaster:
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return the peak of each layer of a pipeline stage and of its step; only a few of equal layers are included.
 
-        The micro batch is the one with the most live bytes. Raises KeyError as `memory` does.
+        The result is for the micro batch with the most live bytes. Raises KeyError as `memory` does.
         """
         parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
         lines, passes, between = self._passes(layout, parts, stage)

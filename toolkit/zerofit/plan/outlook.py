@@ -1,4 +1,4 @@
-"""Estimate how long a full run takes with a layout, how many GPU hours it needs, and what it costs."""
+"""Estimate the duration, the GPU hours and the cost of a full run with a layout."""
 
 from __future__ import annotations
 

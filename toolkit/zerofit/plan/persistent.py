@@ -1,8 +1,8 @@
 """Compute persistent memory: the bytes on device, host and NVMe between two steps, by ZeRO stage and offloading.
 
-References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading are those of zerofit's bundled JSONs,
-otherwise DeepSpeed's defaults. Swap buffers are rounded up as in torch and in `zerofit simulate`. This gives an upper
-bound, because DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
+References are to DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes for offloading come from zerofit's bundled JSONs,
+otherwise from DeepSpeed's defaults. Swap buffers are rounded up as in torch and in `zerofit simulate`. This gives an
+upper bound, because DeepSpeed's own allocator (ops/csrc/pin_memory) allocates them page by page.
 """
 
 from __future__ import annotations

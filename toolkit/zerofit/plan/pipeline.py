@@ -97,7 +97,7 @@ def in_flight(lines: Sequence[StageTimeline], layout: PlannedLayout, stage: int)
 def most_in_flight(layout: PlannedLayout, stage: int) -> tuple[int, ...]:
     """Return for each part of a stage the largest number of micro batches in flight: after forward, before backward.
 
-    With DualPipeV these are 2p + 1 in total: the second part has one more than before.
+    With DualPipeV both parts together have 2p + 1 micro batches in flight.
     """
     if layout.schedule == "dualpipev":
         return 2 * layout.pp - stage, stage + 1

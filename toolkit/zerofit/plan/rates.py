@@ -77,12 +77,12 @@ _ALIKE = {  # same chip or generation
     "MI325X": "MI300X",
 }
 PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
-OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured ones")
+OTHER_PRODUCTS = _best(0.80, "assumed: the middle of the measured rates")
 FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
 
 
 class UnalignedShare(NamedTuple):
-    """Rate of 16-bit products whose rows are not a multiple of 16 bytes, relative to aligned ones."""
+    """Rate of 16-bit products whose rows are not a multiple of 16 bytes, relative to aligned products."""
 
     odd: float  # rows of an odd number of elements
     even: float  # rows of a multiple of two or four elements

@@ -124,7 +124,7 @@ class PlanResult:
         return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan's part of what `zerofit plan --json` prints."""
+        """Return the plan's part of the output of `zerofit plan --json`."""
         cluster = self.cluster
         return {
             "model": self.model,
@@ -191,7 +191,7 @@ MACHINERY = 4  # entries of `plain`'s key that count machinery; the others are s
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
-    """Return a sort key: simple layouts come before those with more machinery."""
+    """Return a sort key that puts simple layouts before layouts with more machinery."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
     degrees = layout.tp * layout.pp * layout.sp * layout.ep * layout.replicas
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)

@@ -11,7 +11,7 @@ from zerofit.spec.model_facts import ATTENTION_KERNELS, AttentionKernel
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Kernels, compiler and threads; defaults are those of the installed DeepSpeed, torch and transformers."""
+    """Kernels, compiler and threads. The defaults come from the installed DeepSpeed, torch and transformers."""
 
     attn_implementation: AttentionKernel = "sdpa"
     compile: bool = False  # torch.compile

@@ -244,7 +244,7 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
 
 
 def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
-    """Return whether a stage supports a model's quantised weights (config/part.py); int8 ones have one byte each."""
+    """Return whether a stage supports a model's quantised weights (config/part.py). int8 weights have one byte each."""
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     bits = any(layer.quantized for layer in profile.layers)
     return not bits or (offload_param != "nvme" and not (eight and stage == 3))

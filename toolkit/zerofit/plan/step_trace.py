@@ -47,7 +47,7 @@ def step_trace(
 def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
     """Place the live bytes of a stage's layers at their times in the timeline, and the step's at its start.
 
-    Layers between two known ones are interpolated.
+    The bytes of layers between two known layers are interpolated.
     """
     known: defaultdict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
     for moment in moments:

@@ -334,7 +334,7 @@ class Timer:
     def _accumulate(
         self, layout: PlannedLayout, rank_pass: RankPass
     ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
-        """Return the engine's work on gradients after the first micro batch, and after each later one.
+        """Return the engine's work on gradients after the first micro batch, and after each later micro batch.
 
         Stages 2 and 3 reduce gradients each time. At stages 0 and 1 autograd adds them to the gradients of earlier
         micro batches. Offloaded
@@ -361,7 +361,7 @@ class Timer:
         return (*first, up, down) if layout.zero_stage == 3 else (*first, down), (*later, up, down)
 
     def _handled(self, layout: PlannedLayout, rank_pass: RankPass, *, later: bool) -> StepTask:
-        """Return the engine's passes over reduced gradients, of the first micro batch or a later one."""
+        """Return the engine's passes over the reduced gradients of the first or (`later`) of a later micro batch."""
         work, share = engine_work(layout), self._share(layout, rank_pass)
         moved = (work.gradients + share * (work.kept + later * work.added)) * rank_pass.trained_parameters
         return StepTask("compute", HANDLED, moved, moved / self.rates.streaming)

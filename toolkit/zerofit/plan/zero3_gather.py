@@ -203,10 +203,10 @@ class _Gathering:
 class _Coordinator:
     """DeepSpeed's coordinator, which gathers and releases parameters as modules begin and end.
 
-    A module fetches its own parameters, then the step's next ones up to the prefetch size (:447), within the limit of
-    live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A module's
-    parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their next use
-    (:649).
+    A module fetches its own parameters, then the step's next parameters up to the prefetch size (:447), within the
+    limit of live elements. Modules without parameters prefetch, too, so fetching gets far ahead of releasing. A
+    module's parameters stay gathered if they are used again within the reuse distance, or if fetching has passed their
+    next use (:649).
     """
 
     def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes):
@@ -223,7 +223,7 @@ class _Coordinator:
         self.coming: dict[int, list[int]] = {}  # what was prefetched together with each parameter, itself included
 
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], dict[int, int]]:
-        """Return the parameters gathered now, the groups that are waited for, and the prefetched ones.
+        """Return the parameters gathered now, the groups for which the module waits, and the prefetched parameters.
 
         The prefetched parameters come with the step that needs them.
         """

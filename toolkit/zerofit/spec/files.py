@@ -94,7 +94,7 @@ def cache_root() -> Path:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file; skip other lines, such as one cut by a kill. Raises OSError."""
+    """Return the objects of a JSON lines file; skip other lines, such as a line cut by a kill. Raises OSError."""
     return [value for line in path.read_bytes().split(b"\n") if (value := parse_line(line)) is not None]
 
 

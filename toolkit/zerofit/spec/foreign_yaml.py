@@ -149,7 +149,7 @@ class YamlTree:
         return value, {}
 
     def members(self, mapping: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return keys and values of a mapping, including merged ones (`<<`)."""
+        """Return keys and values of a mapping, including merged keys (`<<`)."""
         with _refusals():
             self._loader.flatten_mapping(mapping)
         return mapping.value

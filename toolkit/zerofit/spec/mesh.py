@@ -105,7 +105,7 @@ def describe_rank(rank: int, layout: Layout) -> str:
 def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
     """Return the mesh as a table: a row of titles, then a row per stage with the tensor ranks of each data rank.
 
-    With more than `most` rows or columns the middle ones are left out.
+    With more than `most` rows or columns, the middle rows or columns are left out.
     """
     groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
     titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]

@@ -37,7 +37,7 @@ HOST_PROCESS_BYTES = 3072 * MIB
 
 # Largest fragmentation of torch's caching allocator, as a share of the allocated peak, when simulated runs were
 # replayed (benchmarks/fragmentation.py). It depends on the order of sizes, which is unknown in a plan. It is largest
-# for ZeRO-3, which gathers parameters of different sizes all the time, and for ZeRO-3 with parameters on the host.
+# for ZeRO-3, which gathers parameters of different sizes all the time. It is even larger with parameters on the host.
 FRAGMENTATION = 0.12
 FRAGMENTATION_ZERO3 = 0.19
 FRAGMENTATION_ZERO3_HOST = 0.26

@@ -91,7 +91,7 @@ def reserved_note(size: int) -> str:
 
 
 def free_for(run: Path | None = None) -> int:
-    """Return the bytes of host memory that a run may use: free memory plus what its ranks already use.
+    """Return the bytes of host memory that a run may use: free memory plus the memory that its ranks already use.
 
     Memory that other runs have reserved is not free.
     """

@@ -111,7 +111,7 @@ def plain_type(annotation: Any) -> Any:
 class Run(BaseModel):
     """One training run, as requested. A `None` is replaced later, from the DeepSpeed JSON, the model or a default.
 
-    Immutable. Raises UserError with all unknown names (and the nearest known ones) and all bad values.
+    Immutable. Raises UserError with all unknown names (and the nearest known names) and all bad values.
 
     >>> run = Run(model="gpt2", data="pysource", ds_config="zero3", micro_batch=4, precision="bf16")
     >>> run.model_copy(update={"seq_len": 512}).seq_len
@@ -266,7 +266,7 @@ class Run(BaseModel):
     keep_last: PositiveInt = _option(3, "number of newest checkpoints to keep")
     keep_every: NonNegativeInt = _option(0, "also keep the checkpoint of every Nth step; 0: none")
     resume: str = _option(
-        "auto", "checkpoint to resume from; auto: the run folder's newest complete one; never: start from scratch"
+        "auto", "checkpoint to resume from; auto: the newest complete one of the run folder; never: start from scratch"
     )
 
     # watching

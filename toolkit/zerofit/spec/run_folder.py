@@ -185,7 +185,7 @@ class Job:
         return self.run.precision or "fp32"
 
     def samples_after(self, step: int) -> int:
-        """Return the samples consumed up to this step, including those before a resume with another batch size."""
+        """Return the samples consumed up to this step, including samples before a resume with another batch size."""
         done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
         return samples + (step - done) * self.batch.total
 

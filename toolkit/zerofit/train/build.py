@@ -66,7 +66,7 @@ def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: bool = False) 
 
 
 def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
-    """Build the run's model with its initial weights; store only those named in `keep` (None: all)."""
+    """Build the run's model with its initial weights; store only the weights named in `keep` (None: all)."""
     torch.manual_seed(job.run.seed)
     return build(source_of(job.run), inputs, dict(job.run.model_args), stored=stored, keep=keep)
 

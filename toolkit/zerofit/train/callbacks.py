@@ -65,7 +65,9 @@ class SavedCheckpoint:
 
 
 class Callback:
-    """Base class of objects that a run calls while it trains; every method does nothing. Override what you need.
+    """Base class of objects that a run calls while it trains. Override the methods that you need.
+
+    All methods of this class do nothing.
 
     >>> class Print(Callback):
     ...     def on_step(self, record: StepRecord) -> None:

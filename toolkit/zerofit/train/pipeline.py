@@ -195,7 +195,7 @@ class PipelineTrainer(EngineTrainer):
 
 
 def _filled(pairs: Iterator[_Pair], count: int) -> Iterator[_Pair]:
-    """Yield the micro batches, then the last one `more` times without targets."""
+    """Yield the micro batches, then the last micro batch again without targets, `count` times."""
     for x, (labels, weight) in pairs:
         yield x, (labels, weight)
     for _ in range(count):

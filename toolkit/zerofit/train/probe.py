@@ -78,7 +78,7 @@ def probe(
 
 
 def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
-    """Raise UserError if a model built for the last of `--image-sizes` does not support the earlier ones."""
+    """Raise UserError if a model built for the last of `--image-sizes` does not support the earlier sizes."""
     if run.image_sizes is None or source.family == "custom":
         return
     with models_say("--image-sizes"), without_dynamo():

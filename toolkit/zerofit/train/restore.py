@@ -94,8 +94,8 @@ def _restore_shards(
 ) -> None:
     """Load weights, optimizer states, counters and schedule into an engine from a checkpoint of any layout.
 
-    Each rank reads what its own partitions need, one parameter at a time. Raises UserError if the checkpoint lacks a
-    parameter or has another shape for it, or if the engine's layout is not supported.
+    Each rank reads only the data of its own partitions, one parameter at a time. Raises UserError if the checkpoint
+    lacks a parameter or has another shape for it, or if the engine's layout is not supported.
     """
     try:
         shards = list(indexed_shards(trainer, engine, tag))

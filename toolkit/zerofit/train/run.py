@@ -237,7 +237,7 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
-    """Write the trained model into a folder: in transformers' format, or one safetensors file for other models.
+    """Write the trained model into a folder, in transformers' format or (other models) as a safetensors file.
 
     For a model with adapters only the adapters are written, in peft's format. All ranks call this and rank 0 writes.
     Rank 0 needs host memory for one module of a transformers model at a time, but for the full model of any other kind.

@@ -161,7 +161,7 @@ class Saver:
             self._failed(save, problem)
 
     def _complete(self, save: _Save) -> Problem | None:
-        """Gather all ranks' marks, write the manifest, make the checkpoint visible and prune old ones (on rank 0)."""
+        """Gather all ranks' marks, write the manifest, make the checkpoint visible, delete old ones (on rank 0)."""
         try:
             marks = self._gather(save.staging)
             shutil.rmtree(save.staging / ACKS)

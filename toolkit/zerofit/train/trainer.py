@@ -81,7 +81,7 @@ class EngineTrainer(ABC):
         return {}
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return metrics of the last step besides those that all runs record; all ranks call this."""
+        """Return metrics of the last step besides the metrics that all runs record. All ranks call this."""
         if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
@@ -107,7 +107,8 @@ class EngineTrainer(ABC):
         """Yield the full model's weights by name, on the CPU, one module at a time; other ranks than 0 yield nothing.
 
         With `saves_adapters`, yield only the adapters' weights. All ranks iterate over this together. `scratch`: a
-        folder that all ranks share, for parts in transit; the next start deletes what a killed run leaves there.
+        folder that all ranks share, for parts in transit; the next start deletes the files that a killed run leaves
+        there.
         """
         layout, collect, trained_only = self.job.layout, dist.get_rank() == 0, self.saves_adapters
         if layout.zero_stage < 3 and layout.tp == layout.ep == 1:

@@ -144,7 +144,7 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
 
 
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
-    """Return all shards of this rank, or only the trained ones; `tag` is the folder of the engine's files.
+    """Return the shards of this rank (`frozen`: also of frozen weights). `tag`: the folder of the engine's files.
 
     Raises Unsupported if their layout is unknown.
     """
@@ -228,7 +228,7 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Yield shards of stage 3: equal parts of each parameter, the last one padded, flat in a rank's sub groups."""
+    """Yield shards of stage 3: equal parts of each parameter (the last is padded), flat in a rank's sub groups."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")

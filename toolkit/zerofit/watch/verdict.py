@@ -27,7 +27,7 @@ BUSY_CPU = 0.05  # cores
 #   rank silent              stopped (SIGSTOP), or C++ code holds the interpreter lock; disks get more time
 #   no rank advances         a hang, if all ranks stand still for longer than their longest pause so far
 #
-# The cause of a hang are the ranks outside the others' collective, since the ranks inside wait for them.
+# Ranks outside the others' collective cause a hang, since the ranks inside wait for them.
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Train with backup workers: a synchronous parameter server steps on enough gradients, and drops late ones.
+"""Train with backup workers: a synchronous parameter server steps on enough gradients, and drops late gradients.
 
 Chen, Pan, Monga, Bengio and Jozefowicz (2016). No gradient is stale, but the work of the slowest workers is lost.
 """

@@ -115,7 +115,10 @@ def _noted(original: Any, meter: ScriptTracker) -> Any:
 
 
 def fetched_parameters(meter: ScriptTracker) -> None:
-    """Record what ZeRO-3's hooks gather. (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)"""
+    """Record the parameters that ZeRO-3's hooks gather.
+
+    (runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)
+    """
     original = PartitionedParameterCoordinator.fetch_sub_module
 
     def fetch_sub_module(self: Any, current_submodule: nn.Module, forward: bool) -> None:

@@ -1,4 +1,4 @@
-"""Simulate what a script does between steps: a Trainer's evaluation, and gathering weights for saving."""
+"""Simulate a script between steps: a Trainer's evaluation, and the gathering of weights for a save."""
 
 from __future__ import annotations
 

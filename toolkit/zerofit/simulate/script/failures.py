@@ -40,7 +40,7 @@ RETRY = "run the command without zerofit to see whether it ends the same way"
 #   2. no fake tensor and no object of this package is involved: the script's own error, with its traceback;
 #   3. otherwise the simulation may have caused it: the message names the op, the module and the line.
 def failure(target: ScriptTarget, meter: ScriptTracker, error: BaseException) -> Problem:
-    """Return the script's own error with its traceback, or what cannot be simulated and where."""
+    """Return a problem: the script's own error with its traceback, or the place that cannot be simulated."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if is_own(f.filename)] or frames
     where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"

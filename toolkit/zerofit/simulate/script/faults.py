@@ -290,7 +290,7 @@ def _unused_search(script: Script) -> Iterator[Found]:
 
 
 def _pinned(script: Script) -> Iterator[Found]:
-    """Find page-locked memory beyond what a node's host has."""
+    """Find page-locked memory that exceeds the host memory of a node."""
     target, moments = script.target, host_moments(script.log.meter.ledger)
     parts = highest(moments)
     size = parts["pinned"] + parts["pinned_free"]

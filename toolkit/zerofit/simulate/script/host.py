@@ -1,7 +1,8 @@
 """Patch torch so that a script's tensors are real on the host and fake on the device.
 
 The patches are applied once, in the process of a script's simulation, in addition to those of `simulate.fakes.patches`.
-The docstring of each explains why it is needed and names what it replaces; `tests/simulate/test_patches.py` tests it.
+The docstring of each patch explains why it is needed and names the replaced functions. `tests/simulate/test_patches.py`
+tests each patch.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def equality() -> None:
 
 
 def addresses() -> None:
-    """Give fakes addresses like those of real tensors: libraries compare them to find shared memory.
+    """Give fakes addresses like real tensors, since libraries compare addresses to find shared memory.
 
     (FakeTensor.data_ptr, torch.UntypedStorage.data_ptr; torch/distributed/fsdp/_flat_param.py, _same_storage)
     """

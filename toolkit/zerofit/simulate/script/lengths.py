@@ -148,7 +148,7 @@ def batches(lengths: Lengths, longest: bool) -> None:
 
 
 def _longest_row(dataset: Any) -> int:
-    """Return the tokens of the longest row among those read within ROWS_S; 0 if rows have no tokens."""
+    """Return the tokens of the longest row that is read within ROWS_S; 0 if rows have no tokens."""
     longest, deadline = 0, time.monotonic() + ROWS_S
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return 0
@@ -163,7 +163,7 @@ def _longest_row(dataset: Any) -> int:
 
 
 def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
-    """Lengthen dimensions of `seen` elements to `wanted`; those of decoder inputs to `targets`."""
+    """Lengthen dimensions of `seen` elements to `wanted` (in decoder inputs to `targets`)."""
     if isinstance(value, Tensor):
         for dimension in range(1, value.dim()):
             if value.shape[dimension] == seen:

@@ -145,7 +145,7 @@ class ScriptPhases:
             self._busy -= 1
 
     def _stepped(self, one: object, of: list[object]) -> None:
-        """Count an optimizer step. Raises ScriptStop when all have made enough."""
+        """Count an optimizer step. Raises ScriptStop when all optimizers have made enough steps."""
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]
         if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:

@@ -28,7 +28,7 @@ class StageJoints:
         self._sent: Any = None  # what the first of torch's stages of this rank sends
 
     def join(self) -> None:
-        """Give engines and torch's stages their inputs and record what they send, for the rest of this process."""
+        """Give engines and torch's stages their inputs and record the tensors that they send, in the entire process."""
         if hasattr(PipelineStage, "_warmup_forward_vote"):  # from torch 2.14 on
             self._join_torch()
         made = PipelineEngine.__init__

@@ -251,7 +251,10 @@ class ScriptTracker(AllocationTracker):
         self.streams.issued.send(self._issued(op, bytes=moved), ranks, [number])
 
     def wait_for(self, handle: object) -> None:
-        """Record that the current stream waits for a collective, by its handle or the result of a functional one."""
+        """Record that the current stream waits for a collective.
+
+        `handle`: the collective's handle, or the result of a functional collective.
+        """
         number = self._awaited.get(handle)
         if self.streams.issued is not None and number is not None:
             self.streams.issued.wait_for(number, self.streams.current.number)
