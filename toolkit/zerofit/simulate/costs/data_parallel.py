@@ -77,7 +77,7 @@ class DeviceMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
     ) -> OpOutput:
-        """Run the op and record what it allocated."""
+        """Run the op and record its allocations."""
         self.is_inside = True
         try:
             out = func(*args, **(kwargs or {}))

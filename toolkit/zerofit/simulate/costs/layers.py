@@ -1,6 +1,6 @@
 """Turn two recorded steps of different micro batches into layers, whose costs are linear in the micro batch.
 
-A step is recorded on the meta device: what each unit's forward and backward allocates, computes and moves.
+A step is recorded on the meta device, with the memory, FLOPs and traffic of each unit's forward and backward.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> li
 
 
 def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[list[int], list[int]]:
-    """Return the indices in model.parameters() of a unit's frozen parameters and of its quantised ones."""
+    """Return the indices in model.parameters() of a unit's frozen and quantised parameters."""
     every = list(model.parameters())
     still = [n for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     plain, bits = ([n for n in still if (source_of_bits(every[n]) is None) is plain] for plain in (True, False))

@@ -119,7 +119,7 @@ def _traced(
 
 
 def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
-    """Return whether a step under ZeRO-3 needs other memory than with full parameters.
+    """Return whether the memory of a step under ZeRO-3 differs in more than the parameters from other steps.
 
     DeepSpeed's linear layer keeps its input even if the weight is frozen; torch's layer does not
     (runtime/zero/linear.py).

@@ -38,7 +38,7 @@ def tensor_constructor() -> None:
 
 
 def list_indices() -> None:
-    """Turn list indices of GPU tensors into tensors: torch's C++ code would make real ones.
+    """Turn list indices of GPU tensors into fake tensors, since torch's C++ code would make real tensors.
 
     (torch.Tensor.__getitem__)
     """
@@ -145,7 +145,7 @@ def state_space() -> None:
 
 
 def sends_in_batches() -> None:
-    """Run the sends and receives of a batch one by one: torch would need a backend for the device.
+    """Run the sends and receives of a batch one by one, since torch would need a backend for the device.
 
     (torch.distributed.batch_isend_irecv, DualPipeV)
     """

@@ -19,7 +19,7 @@ SAME = ("device", "world_size", "rank")  # must be equal for a comparison
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineComparison:
-    """The change of a simulation's peak since an earlier one."""
+    """The difference between the peaks of a simulation and of an earlier simulation."""
 
     baseline: str  # the file
     base_bytes: int

@@ -149,7 +149,7 @@ def _rank_model(target: SimulationTarget) -> nn.Module:
 
 
 def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterator[_Partitioned]:
-    """Yield the parameters that all ranks divide, then those that ranks with the same experts divide."""
+    """Yield the parameters that all ranks divide, then the parameters that ranks with the same experts divide."""
     for spread_ones, dividing in ((False, ranks), (True, ranks // ep)):
         few, more = _trained(one, spread_ones), _trained(two, spread_ones)
         layer = sum(more) - sum(few)

@@ -234,7 +234,7 @@ def _forked(folder: Path) -> int:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import what the forked processes share, and exclude it from their garbage collections."""
+    """Import the modules that the forked processes share, and exclude their objects from garbage collections."""
     with collector_off():
         for name in names:
             with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):

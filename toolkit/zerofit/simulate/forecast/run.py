@@ -253,7 +253,7 @@ def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[in
 
 
 def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
-    """Return the bytes reserved at a peak: the peak plus what is reserved but unused.
+    """Return the bytes reserved at a peak: the peak plus the reserved but unused bytes.
 
     The unused bytes per layer are the smaller of the two slopes between the three counts: a single extra segment is not
     a trend.

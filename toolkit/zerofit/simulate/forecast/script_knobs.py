@@ -179,7 +179,7 @@ def _of_accelerate(command: ScriptCommand, facts: ScriptFacts, target: ScriptTar
 
 
 def _accelerate_file(command: ScriptCommand) -> dict[str, Any]:
-    """Return the content of the file that `accelerate launch --config_file` reads; {} without one."""
+    """Return the content of the file that `accelerate launch --config_file` reads; {} without a file."""
     for option, value in pairwise(_options(command)):
         if option == "--config_file":
             return read_json(Path(value)) if value.endswith(".json") else read_yaml(Path(value))[0]

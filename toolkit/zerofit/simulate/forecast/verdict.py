@@ -134,8 +134,8 @@ def judge(
 ) -> FitVerdict:
     """Compare the reserved peak and the overheads with the device's memory.
 
-    `kept_free_bytes` (default: REPLAYED of the peak) covers what is not simulated. FITS: the run fits even with every
-    overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
+    `kept_free_bytes` (default: REPLAYED of the peak) covers memory that is not simulated. FITS: the run fits even with
+    every overhead at its upper end. NOT: the run does not fit even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
     left = device_bytes - peak_reserved_bytes

@@ -51,7 +51,7 @@ class Block:
         return self.size << 64 | self.address
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; return a block of the rest."""
+        """Keep the first `size` bytes of the block; return a block of the remaining bytes."""
         rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -253,7 +253,7 @@ class CachingAllocator:
         return block
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
-        """Return whether the rest of a block becomes a block of its own (should_split)."""
+        """Return whether the remaining bytes (`rest`) of a block become a separate block (should_split)."""
         if pool.small:
             return rest >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and rest > SMALL_BYTES

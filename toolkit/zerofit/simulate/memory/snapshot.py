@@ -101,7 +101,7 @@ class _RecordingAllocator(CachingAllocator):
         super().release(storage, moment)
 
     def frames_of(self, storage: int) -> list[dict[str, object]]:
-        """Return a storage's frames: its kind, its calls, and the module, phase and op as the outermost ones."""
+        """Return a storage's frames: its kind, its calls, and as outermost frames the module, phase and op."""
         if storage == RESIZED:
             return []
         origin = self._origins[storage]

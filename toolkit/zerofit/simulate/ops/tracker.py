@@ -121,7 +121,7 @@ class AllocationTracker(TorchDispatchMode):
         self._names |= {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
-        """Return the ledger's record of a tensor's storage; None for meta tensors and unseen ones."""
+        """Return the ledger's record of a tensor's storage; None for meta tensors and tensors that were never seen."""
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
 
@@ -178,7 +178,7 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: OpArguments = (), kwargs: OpKeywords | None = None
     ) -> OpOutput:
-        """Run an op and record what it did."""
+        """Run an op and record its effects."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # only a query, made for every piece of a tensor
         kwargs = kwargs or {}
